@@ -1,0 +1,48 @@
+"""kdist: one Keras model, trained with `model.fit` on one device or on many.
+
+    import keras, kdist
+
+    strategy = kdist.create_strategy("mirrored")
+    batch = kdist.Batch(local=16, replicas=strategy.num_replicas_in_sync)
+    train, test = kdist.data.load("fashion_mnist", batch=batch)
+
+    with strategy.scope():
+        model = kdist.models.resnet18(input_shape=(28, 28, 1), num_classes=10)
+        rate = kdist.schedules.Ramp(peak=0.1, batch=batch, ramp_examples=5 * train.num_examples)
+        model.compile(keras.optimizers.SGD(rate), "sparse_categorical_crossentropy", ["accuracy"])
+
+    model.fit(train, validation_data=test, epochs=10)
+
+Importing kdist imports neither TensorFlow nor Keras; the first name that needs them does.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+# Public name -> the module that holds it; a module's own name stands for the module.
+_PUBLIC = {
+    "Batch": "batch",
+    "Model": "model",
+    "create_strategy": "strategies",
+    "callbacks": "callbacks",
+    "cluster": "cluster",
+    "data": "data",
+    "models": "models",
+    "schedules": "schedules",
+    "strategies": "strategies",
+    "testing": "testing",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'kdist' has no attribute {name!r}; it has {sorted(_PUBLIC)}")
+    module = importlib.import_module(f"kdist.{_PUBLIC[name]}")
+    return module if _PUBLIC[name] == name else getattr(module, name)
+
+
+def __dir__():
+    return sorted(__all__)

@@ -1,0 +1,124 @@
+"""`kdist.Model`: a `keras.Model` whose fit, evaluate and predict work under every strategy.
+
+    with strategy.scope():
+        inputs = keras.Input((28, 28, 1))
+        outputs = keras.layers.Dense(10)(keras.layers.Flatten()(inputs))
+        model = kdist.Model(inputs, outputs)      # functional
+        model = MyModel()                         # or: class MyModel(kdist.Model)
+        model = kdist.Model.of(keras_model)       # or a model that somebody else wrote
+        model.compile(...)
+    model.fit(train, validation_data=test)
+
+Only training is added. A saved functional or sequential model is a plain Keras file.
+"""
+
+import functools
+
+import keras
+import tensorflow as tf
+
+from kdist.training.keras_internals import Functional as KerasFunctional
+from kdist.training.keras_internals import save_as
+from kdist.training.replicated import ReplicatedTrainer
+
+
+class Model(ReplicatedTrainer, keras.Model):
+    """A `keras.Model` that trains under `tf.distribute`; constructed in the same three ways.
+
+    `kdist.Model(inputs, outputs)` is a functional model; a subclass writes `__init__` and `call`;
+    `kdist.Model.of(keras_model)` takes over an existing one. Arguments, methods and errors are
+    those of `keras.Model`.
+    """
+
+    def __new__(cls, *args, **kwargs):
+        if cls is Model and _are_functional(args, kwargs):
+            cls = Functional
+        return super().__new__(cls)
+
+    def __init__(self, *args, **kwargs):
+        if _are_functional(args, kwargs) and not isinstance(self, Functional):
+            _derive_from_functional(type(self))
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def of(cls, model: keras.Model) -> "Model":
+        """A kdist model with the layers and weights of `model`.
+
+        Under the strategy that `model` was made in, it is `model` itself, which from then on
+        trains as kdist does; its weights, compilation and optimizer state stay. Called in the
+        scope of another strategy, it is a copy whose variables live in that strategy,
+        not yet compiled.
+
+        Args:
+            model: any built Keras model: functional, Sequential, or a subclass.
+
+        Raises:
+            TypeError: `model` is not a `keras.Model`.
+            ValueError: `model` is not built, or has to be copied and cannot be (a subclass
+                without `get_config`).
+        """
+        if not isinstance(model, keras.Model):
+            raise TypeError(f"Model.of takes a keras.Model, got {type(model).__name__}")
+        if not model.built:
+            raise ValueError(
+                f"{model.name!r} has no variables yet: call it on a batch or `model.build(shape)` first"
+            )
+        if model.distribute_strategy is not tf.distribute.get_strategy():
+            model = _copy_into_scope(model)
+        if not isinstance(model, Model):
+            model.__class__ = _trained_by_kdist(type(model))
+            model.train_function = model.test_function = model.predict_function = None
+        return model
+
+
+@save_as(KerasFunctional, f"{KerasFunctional.__module__}.{KerasFunctional.__name__}")
+class Functional(Model, KerasFunctional):
+    """What `kdist.Model(inputs, outputs)` makes, as `keras.Model(inputs, outputs)` does."""
+
+
+@save_as(keras.Sequential, "keras.Sequential")
+class Sequential(Model, keras.Sequential):
+    """What `kdist.Model.of` makes of a `keras.Sequential`."""
+
+
+def _are_functional(args, kwargs):
+    """Whether a model's arguments are (inputs, outputs)."""
+    return (
+        len(args) == 2
+        or (len(args) == 1 and "outputs" in kwargs)
+        or ("inputs" in kwargs and "outputs" in kwargs)
+    )
+
+
+def _derive_from_functional(cls):
+    """Puts the functional model where `cls` derives from `Model`, as Keras does for its own."""
+    if cls is Model:
+        return Functional
+    if issubclass(cls, Model):
+        cls.__bases__ = tuple(map(_derive_from_functional, cls.__bases__))
+    return cls
+
+
+@functools.cache
+def _trained_by_kdist(keras_class):
+    """The class that is `keras_class` in everything but training."""
+    known = {KerasFunctional: Functional, keras.Sequential: Sequential}
+    if keras_class in known:
+        return known[keras_class]
+    derived = type(keras_class.__name__, (Model, keras_class), {"__doc__": keras_class.__doc__})
+    derived.__module__ = keras_class.__module__
+    return save_as(keras_class, f"{keras_class.__module__}.{keras_class.__name__}")(derived)
+
+
+def _copy_into_scope(model):
+    try:
+        copy = type(model).from_config(model.get_config())
+        if not copy.built:
+            copy.build_from_config(model.get_build_config())
+        copy.set_weights(model.get_weights())
+    except (NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{model.name!r} was made outside the strategy's scope and cannot be copied into it "
+            f"({error}). Make it inside `with strategy.scope():`, or give its class a `get_config`"
+        ) from error
+    return copy
