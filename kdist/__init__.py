@@ -9,7 +9,8 @@
     with strategy.scope():
         model = kdist.models.resnet18(input_shape=(28, 28, 1), num_classes=10)
         rate = kdist.schedules.Ramp(peak=0.1, batch=batch, ramp_examples=5 * train.num_examples)
-        model.compile(keras.optimizers.SGD(rate), "sparse_categorical_crossentropy", ["accuracy"])
+        optimizer = keras.optimizers.SGD(rate)
+        model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
 
     model.fit(train, validation_data=test, epochs=10)
 
@@ -17,6 +18,11 @@ Importing kdist imports neither TensorFlow nor Keras; the first name that needs 
 """
 
 import importlib
+import os
+
+# Otherwise TensorFlow opens every program with a page about oneDNN and missing CUDA drivers. What
+# matters of its messages also comes as a Python exception.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 __version__ = "0.1.0"
 
@@ -29,6 +35,7 @@ _PUBLIC = {
     "cluster": "cluster",
     "data": "data",
     "models": "models",
+    "report": "report",
     "schedules": "schedules",
     "strategies": "strategies",
     "testing": "testing",

@@ -61,7 +61,7 @@ class Model(ReplicatedTrainer, keras.Model):
             raise TypeError(f"Model.of takes a keras.Model, got {type(model).__name__}")
         if not model.built:
             raise ValueError(
-                f"{model.name!r} has no variables yet: call it on a batch or `model.build(shape)` first"
+                f"{model.name!r} has no variables yet; call it on a batch, or `build` it, first"
             )
         if model.distribute_strategy is not tf.distribute.get_strategy():
             model = _copy_into_scope(model)

@@ -5,10 +5,47 @@ of Keras starts here and nowhere else.
 """
 
 from keras.src import api_export
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.tensorflow.trainer import (
+    TensorFlowTrainer,
+    TFEpochIterator,
+    reduce_per_replica,
+)
+from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.models.functional import Functional
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.utils.python_utils import pythonify_logs
+from keras.src.utils.traceback_utils import filter_traceback
 
-__all__ = ["Functional", "TensorFlowTrainer", "save_as"]
+__all__ = [
+    "Functional",
+    "ProgbarLogger",
+    "TFEpochIterator",
+    "TensorFlowTrainer",
+    "filter_traceback",
+    "pythonify_logs",
+    "reduce_per_replica",
+    "save_as",
+    "train_validation_split",
+]
+
+# Attributes and methods, private to Keras's trainer, that kdist/training reads, calls or overrides.
+TRAINER_MEMBERS = (
+    "_assert_compile_called",
+    "_autoconvert_optionals",
+    "_compute_loss",
+    "_flatten_metrics_in_order",
+    "_get_metrics_result_or_logs",
+    "_maybe_symbolic_build",
+    "_should_eval",
+    "_symbolic_build",
+)
+EPOCH_ITERATOR_MEMBERS = (
+    "_enumerate_iterator",
+    "_get_iterator",
+    "_interrupted_warning",
+    "catch_stop_iteration",
+    "reset",
+)
 
 
 def save_as(keras_class: type, keras_name: str):

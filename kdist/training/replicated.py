@@ -1,7 +1,330 @@
-"""Training on every synchronous strategy: the same step on each replica, one update."""
+"""Training under every synchronous strategy: the same step on each replica, one update.
 
-from kdist.training.keras_internals import TensorFlowTrainer
+`ReplicatedTrainer` is Keras's own TensorFlow trainer with other loops: it can stand in for it in
+any class that derives from it, `kdist.Model` among them. The losses, the gradients and the update
+are Keras's.
+"""
+
+import keras
+import tensorflow as tf
+
+from kdist.training.epochs import StepGroups
+from kdist.training.finite import FiniteWatch
+from kdist.training.functions import StepFunction
+from kdist.training.keras_internals import (
+    TensorFlowTrainer,
+    filter_traceback,
+    pythonify_logs,
+    train_validation_split,
+)
+from kdist.training.logs import CallbackList, LazyLogs
+from kdist.training.padding import drop_padding
 
 
 class ReplicatedTrainer(TensorFlowTrainer):
-    """Keras's TensorFlow trainer, with kdist's functions and loops."""
+    """Keras's TensorFlow trainer: several steps a call, logs read on demand, padding left out.
+
+    `fit`, `evaluate` and `predict` take what Keras's take, and kdist's pipelines as well, which
+    know how many steps an epoch has.
+    """
+
+    # Examples behind one step of the last `fit`; None where the data did not say.
+    global_batch_size: int | None = None
+
+    _finite_watch: FiniteWatch | None = None
+    _eval_step_groups: StepGroups | None = None
+
+    # What one replica does with its share of a batch.
+
+    def test_step(self, data):
+        return super().test_step(drop_padding(data))
+
+    def predict_step(self, data):
+        return super().predict_step(drop_padding(data))
+
+    # What is called for a group of steps.
+
+    def make_train_function(self, force=False):
+        if self.train_function is None or force:
+            self._finite_watch = FiniteWatch(self)
+            step = self._finite_watch.watching(self.train_step)
+            self.train_function = StepFunction(self, step, self._logs_are_metrics("train_step"))
+        return self.train_function
+
+    def make_test_function(self, force=False):
+        if self.test_function is None or force:
+            lazy = self._logs_are_metrics("test_step")
+            self.test_function = StepFunction(self, self.test_step, lazy)
+        return self.test_function
+
+    def first_nonfinite_step(self) -> int | None:
+        """The optimizer step (from 1) whose loss was the first to be NaN or infinite, if any."""
+        return self._finite_watch.first_bad_step() if self._finite_watch else None
+
+    def _logs_are_metrics(self, step_name):
+        """Whether a step's logs are just the metrics' results: nobody has overridden either."""
+        return all(
+            getattr(type(self), name) is getattr(ReplicatedTrainer, name)
+            for name in (step_name, "compute_metrics", "get_metrics_result")
+        )
+
+    # The loops.
+
+    @filter_traceback
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        epochs=1,
+        verbose="auto",
+        callbacks=None,
+        validation_split=0.0,
+        validation_data=None,
+        shuffle=True,
+        class_weight=None,
+        sample_weight=None,
+        initial_epoch=0,
+        steps_per_epoch=None,
+        validation_steps=None,
+        validation_batch_size=None,
+        validation_freq=1,
+    ):
+        """Trains the model; arguments, callbacks and the `History` returned are Keras's.
+
+        `x` and `validation_data` may also be pipelines of `kdist.data`. With one, an epoch has
+        the steps that the pipeline says, and `initial_epoch` goes on where that epoch begins.
+        """
+        self._assert_compile_called("fit")
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = train_validation_split(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        x, steps_per_epoch = _training_data(x, steps_per_epoch, initial_epoch)
+        groups = self._step_groups(
+            x=x,
+            y=y,
+            sample_weight=_as_float(sample_weight),
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+        self.global_batch_size = groups.data_adapter.batch_size
+        callbacks = self._callback_list(callbacks, verbose, epochs, groups, add_history=True)
+        validate = self._validation(
+            validation_data,
+            batch_size=validation_batch_size or batch_size,
+            steps=validation_steps,
+            callbacks=callbacks,
+        )
+        self.stop_training = False
+        self.make_train_function()
+        self._finite_watch.reset()
+        callbacks.on_train_begin()
+        logs = {}
+        for epoch in range(self._initial_epoch or initial_epoch, epochs):
+            callbacks.on_epoch_begin(epoch)
+            logs = self._train_epoch(groups, callbacks)
+            if validate and self._should_eval(epoch, validation_freq):
+                logs.update({f"val_{name}": value for name, value in validate().items()})
+            callbacks.on_epoch_end(epoch, logs)
+            if self.stop_training:
+                break
+        if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+            self.optimizer.finalize_variable_values(self.trainable_weights)
+        self._eval_step_groups = None
+        callbacks.on_train_end(logs=logs)
+        return self.history
+
+    @filter_traceback
+    def evaluate(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        verbose="auto",
+        sample_weight=None,
+        steps=None,
+        callbacks=None,
+        return_dict=False,
+        **kwargs,
+    ):
+        """Gives loss and metrics over all examples; arguments and result are Keras's.
+
+        `x` may also be a pipeline of `kdist.data`. A boolean sample weight marks padding: rows
+        that are False count nowhere.
+        """
+        self._assert_compile_called("evaluate")
+        groups = kwargs.pop("_step_groups", None)
+        if kwargs:
+            raise ValueError(f"Arguments not recognized: {kwargs}")
+        if groups is None:
+            groups = self._evaluation_groups(x, y, sample_weight, batch_size, steps)
+        groups.reset()
+        callbacks = self._callback_list(callbacks, verbose, 1, groups)
+        self.make_test_function()
+        self.stop_evaluating = False
+        callbacks.on_test_begin()
+        self.reset_metrics()
+        logs = self._run_groups(
+            groups,
+            self.test_function,
+            callbacks.on_test_batch_begin,
+            callbacks.on_test_batch_end,
+            lambda: self.stop_evaluating,
+        )
+        logs = self._results(logs)
+        callbacks.on_test_end(logs)
+        return logs if return_dict else self._flatten_metrics_in_order(logs)
+
+    def predict(self, x, batch_size=None, verbose="auto", steps=None, callbacks=None):
+        """Gives the outputs for `x`, in its order, as Keras does; `x` may also be a pipeline."""
+        x, steps = _evaluation_data(x, steps)
+        return super().predict(
+            x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
+        )
+
+    def _train_epoch(self, groups, callbacks):
+        self.reset_metrics()
+        logs = self._run_groups(
+            groups,
+            self.train_function,
+            callbacks.on_train_batch_begin,
+            callbacks.on_train_batch_end,
+            lambda: self.stop_training,
+        )
+        return self._results(logs)
+
+    def _run_groups(self, groups, function, at_begin, at_end, stopped):
+        """Runs `function` on each group of one epoch; gives the last one's logs."""
+        logs = {}
+        with groups.catch_stop_iteration():
+            for group in groups:
+                at_begin(group.first)
+                logs = function(group.iterator, group.length, group.may_run_out)
+                at_end(group.last, logs)
+                if stopped():
+                    break
+        return logs
+
+    def _results(self, logs):
+        """The epoch's logs as floats: the metrics, or what the user's own step gave last."""
+        if isinstance(logs, LazyLogs):
+            return pythonify_logs(self.get_metrics_result())
+        return pythonify_logs(self._get_metrics_result_or_logs(logs))
+
+    # What the loops need.
+
+    def _validation(self, data, batch_size, steps, callbacks):
+        """A function that evaluates on `data`, set up once for all epochs; None without data."""
+        if data is None:
+            return None
+        x, y, sample_weight = _unpack(data)
+
+        def validate():
+            if self._eval_step_groups is None:
+                self._eval_step_groups = self._evaluation_groups(
+                    x, y, sample_weight, batch_size, steps
+                )
+            return self.evaluate(
+                x=x,
+                y=y,
+                sample_weight=sample_weight,
+                batch_size=batch_size,
+                steps=steps,
+                callbacks=callbacks,
+                return_dict=True,
+                _step_groups=self._eval_step_groups,
+            )
+
+        self._eval_step_groups = None
+        return validate
+
+    def _evaluation_groups(self, x, y, sample_weight, batch_size, steps):
+        x, steps = _evaluation_data(x, steps)
+        return self._step_groups(
+            x=x,
+            y=y,
+            sample_weight=_as_float(sample_weight),
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            shuffle=False,
+        )
+
+    def _step_groups(self, **data):
+        groups = StepGroups(
+            distribute_strategy=self.distribute_strategy,
+            steps_per_execution=self.steps_per_execution,
+            **data,
+        )
+        self._build_for(groups.data_adapter.get_tf_dataset().element_spec)
+        return groups
+
+    def _build_for(self, element_spec):
+        """Makes all variables before data flow: a replica cannot make them in mid-step."""
+        if self._distribute_strategy is None:
+            return
+        with self._distribute_strategy.scope():
+            self._symbolic_build(data_batch=_with_open_batch(element_spec))
+
+    def _callback_list(self, callbacks, verbose, epochs, groups, add_history=False):
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        return CallbackList(
+            callbacks,
+            add_history=add_history,
+            add_progbar=verbose != 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=groups.num_batches,
+            model=self,
+        )
+
+
+def _is_pipeline(x):
+    return hasattr(x, "steps_per_epoch") and callable(getattr(x, "dataset", None))
+
+
+def _training_data(x, steps_per_epoch, initial_epoch):
+    if not _is_pipeline(x):
+        return x, steps_per_epoch
+    if not x.training:
+        raise ValueError(
+            "fit was given an evaluation pipeline, whose last batch holds padding; train on the "
+            "first pipeline that kdist.data.load returns and give this one as validation_data"
+        )
+    start = initial_epoch * x.steps_per_epoch
+    return x.dataset(start_step=start), steps_per_epoch or x.steps_per_epoch
+
+
+def _evaluation_data(x, steps):
+    if not _is_pipeline(x):
+        return x, steps
+    # A training pipeline has no end of its own: one epoch of it is evaluated.
+    return x.dataset(), steps or (x.steps_per_epoch if x.training else None)
+
+
+def _unpack(data):
+    if _is_pipeline(data):
+        return data, None, None
+    return keras.utils.unpack_x_y_sample_weight(data)
+
+
+def _as_float(sample_weight):
+    """Boolean weights that the user gives are weights; only a data set marks padding by them."""
+    is_boolean = getattr(sample_weight, "dtype", None) in (bool, tf.bool)
+    return (
+        keras.ops.convert_to_numpy(sample_weight).astype("float32") if is_boolean else sample_weight
+    )
+
+
+def _with_open_batch(element_spec):
+    """The specification with an unknown batch size, in place of a batch to look at."""
+
+    def open_batch(spec):
+        if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)):
+            return None
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+    return keras.tree.map_structure(open_batch, element_spec)

@@ -1,0 +1,118 @@
+"""Writes what happens in training to the run directory, and measures how fast it goes."""
+
+import os
+import time
+
+import keras
+
+from kdist.run_directory import RunDirectory
+from kdist.telemetry import JsonlWriter
+
+
+class Telemetry(keras.callbacks.Callback):
+    """Writes `metrics.jsonl`: a `train` line every so often, an `epoch` line after each epoch.
+
+    Times are of training alone: from the beginning of an epoch to the end of its last step, without
+    validation. The first call of the first epoch, in which TensorFlow traces and compiles the
+    step, counts in `seconds_per_epoch` but not in `examples_per_second`.
+
+    Args:
+        run_directory: where to write; made if it is not there.
+        every_seconds: time between two `train` lines. Logs are read from the devices only then.
+            Defaults to 1.
+
+    Attributes:
+        epoch_seconds: the training time of each epoch.
+        first_call_seconds: the time of the first call.
+    """
+
+    def __init__(self, run_directory: str | os.PathLike | RunDirectory, every_seconds: float = 1.0):
+        super().__init__()
+        if not isinstance(run_directory, RunDirectory):
+            run_directory = RunDirectory(run_directory)
+        self._run = run_directory
+        self._every_seconds = every_seconds
+        self.epoch_seconds: list[float] = []
+        self.first_call_seconds: float | None = None
+        self._steps_done = 0
+        self._steps_in_first_call = 0
+
+    @property
+    def seconds_per_epoch(self) -> float | None:
+        """The mean training time of an epoch; None before the first has ended."""
+        return sum(self.epoch_seconds) / len(self.epoch_seconds) if self.epoch_seconds else None
+
+    @property
+    def examples_per_second(self) -> float | None:
+        """Examples trained on per second, after the first call; None where it can't be known."""
+        steps = self._steps_done - self._steps_in_first_call
+        batch = getattr(self.model, "global_batch_size", None)
+        if not (self.epoch_seconds and steps and batch):
+            return None
+        return steps * batch / (sum(self.epoch_seconds) - self.first_call_seconds)
+
+    def on_train_begin(self, logs=None):
+        self._run.path.mkdir(parents=True, exist_ok=True)
+        self._writer = JsonlWriter(self._run.metrics)
+        self._step_at_begin = self._step_at_epoch = int(self.model.optimizer.iterations.numpy())
+        self._began = self._last_line = time.perf_counter()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch + 1
+        self._epoch_ended = None
+        self._epoch_began = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        now = time.perf_counter()
+        self._step = self._step_at_epoch + batch + 1
+        if self.first_call_seconds is None:
+            self.first_call_seconds = now - self._epoch_began
+            self._steps_in_first_call = batch + 1
+        if now - self._last_line >= self._every_seconds:
+            self._last_line = now
+            self._write("train", dict(logs))
+
+    def on_test_begin(self, logs=None):
+        self._end_training_part()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._end_training_part()
+        seconds = self._epoch_ended - self._epoch_began
+        self.epoch_seconds.append(seconds)
+        steps = self._step - self._step_at_epoch
+        self._steps_done += steps
+        self._step_at_epoch = self._step
+        examples = self._examples(steps)
+        rate = examples / seconds if examples else None
+        self._write(
+            "epoch", {"epoch_seconds": seconds, "examples_per_second": rate, **(logs or {})}
+        )
+
+    def on_train_end(self, logs=None):
+        self._writer.close()
+
+    def _end_training_part(self):
+        if self._epoch_ended is None:
+            self._epoch_ended = time.perf_counter()
+
+    def _examples(self, steps):
+        batch = getattr(self.model, "global_batch_size", None)
+        return steps * batch if batch else None
+
+    def _write(self, kind, values):
+        learning_rate = keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)
+        self._writer.write(
+            {
+                "kind": kind,
+                "epoch": self._epoch,
+                "step": self._step,
+                "examples": self._examples(self._step),
+                "seconds": time.perf_counter() - self._began,
+                "learning_rate": float(learning_rate),
+                **{name: _number(value) for name, value in values.items()},
+            }
+        )
+
+
+def _number(value):
+    return value if value is None else float(value)

@@ -1,0 +1,112 @@
+"""The directory of one run: what was asked for, what happened, what came out.
+
+run = RunDirectory.create("runs/first", config={"model": "resnet18", "epochs": 1})
+run.write_summary({"test_accuracy": 0.87})
+
+runs/first/
+  config.json       what the run was asked to do; its presence marks a run
+  metrics.jsonl     one JSON object a line, as training goes on
+  checkpoints/      saved models
+  summary.json      what came out; written once, at the end
+"""
+
+import json
+import math
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+
+class RunDirectory:
+    """Paths and files of a run; `create` makes a new one.
+
+    Attributes:
+        path: the directory.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = pathlib.Path(path)
+
+    @classmethod
+    def create(cls, path: str | os.PathLike, config: Mapping[str, Any]) -> "RunDirectory":
+        """Makes the directory of a new run and writes `config` into it.
+
+        Raises:
+            FileExistsError: the directory holds another run, or is a file.
+            OSError: it cannot be written.
+        """
+        run = cls(path)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            # Made exclusively: of two runs that start at the same moment, one is refused.
+            with open(run.config, "x", encoding="utf-8") as file:
+                json.dump(finite(config), file, indent=2)
+        except FileExistsError as error:
+            raise FileExistsError(
+                f"{run.path} already holds {run._what_is_there()}; take another --run_dir, or move "
+                "the old one away"
+            ) from error
+        except OSError as error:
+            raise OSError(
+                f"cannot write the run directory {run.path} ({error.strerror}); take a --run_dir "
+                "that you may write to"
+            ) from error
+        return run
+
+    @property
+    def config(self) -> pathlib.Path:
+        """What the run was asked to do."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> pathlib.Path:
+        """One JSON object a line, as training goes on."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> pathlib.Path:
+        """What came out."""
+        return self.path / "summary.json"
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        """The directory of saved models."""
+        return self.path / "checkpoints"
+
+    @property
+    def report(self) -> pathlib.Path:
+        """The web page about the run."""
+        return self.path / "report.html"
+
+    def write_summary(self, summary: Mapping[str, Any]):
+        """Writes `summary.json` whole or not at all."""
+        with tempfile.NamedTemporaryFile(
+            "w", dir=self.path, prefix=".summary-", delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(finite(summary), file, indent=2)
+        # Readable by whom the user's umask says, not by the owner alone as temporary files are.
+        os.chmod(file.name, self.config.stat().st_mode)
+        os.replace(file.name, self.summary)
+
+    def _what_is_there(self):
+        if not self.path.is_dir():
+            return "a file"
+        state = "a finished run" if self.summary.exists() else "another run"
+        try:
+            config = json.loads(self.config.read_text(encoding="utf-8"))
+            return f"{state} ({config['model']} on {config['dataset']})"
+        except (OSError, ValueError, KeyError):
+            return state
+
+
+def finite(value):
+    """`value` with NaN and infinities as None, which JSON can hold."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

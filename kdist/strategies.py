@@ -1,0 +1,169 @@
+"""A name becomes a `tf.distribute.Strategy`.
+
+    strategy = create_strategy("auto")                             # takes what is there
+    strategy = create_strategy("mirrored", devices=2)              # two GPUs, or logical CPUs
+    strategy = create_strategy("mirrored", devices=["GPU:0", "GPU:3"], reduction="nccl")
+
+Create it before anything else runs on TensorFlow: the number of logical devices and the GPUs'
+memory growth are fixed from the first operation on.
+"""
+
+import difflib
+import os
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from kdist.cluster import find_devices
+
+REDUCTIONS = {
+    "auto": None,
+    "nccl": tf.distribute.NcclAllReduce,
+    "hierarchical_copy": tf.distribute.HierarchicalCopyAllReduce,
+    "reduction_to_one_device": tf.distribute.ReductionToOneDevice,
+}
+
+# Known names without a builder, and what to take until they have one.
+_NOT_YET = {
+    "multi_worker": "for several GPUs of one machine take 'mirrored'",
+    "parameter_server": "for several GPUs of one machine take 'mirrored'",
+    "local_sgd": "its synchronous counterpart is 'mirrored'",
+}
+
+
+def create_strategy(
+    name: str = "auto",
+    devices: int | Sequence[str] | None = None,
+    *,
+    reduction: str = "auto",
+    num_packs: int | None = None,
+) -> tf.distribute.Strategy:
+    """Makes the strategy called `name` on `devices`.
+
+    Args:
+        name: `auto` (mirrored on several devices, else one; says in a line what it took),
+            `one_device`, `mirrored`, `central_storage` or `tpu`.
+        devices: how many, or their names; None takes all GPUs, or the CPU where there are none.
+            A number on a machine without GPUs makes that many logical CPU devices.
+        reduction: how `mirrored` adds gradients across devices: `auto` (TensorFlow's choice
+            between GPUs, `hierarchical_copy` between CPU devices), `nccl` (GPUs only),
+            `hierarchical_copy`, `reduction_to_one_device`.
+        num_packs: gradients are packed into this many tensors before `nccl` or
+            `hierarchical_copy` sends them; 0 sends each alone. None is TensorFlow's default, 1.
+
+    Raises:
+        ValueError: an unknown name or reduction, options that do not go together, or more devices
+            than there are.
+        RuntimeError: TensorFlow's context was configured otherwise before.
+    """
+    builders = {
+        "auto": _auto,
+        "one_device": _one_device,
+        "mirrored": _mirrored,
+        "central_storage": _central_storage,
+        "tpu": _tpu,
+    }
+    if name not in builders:
+        raise ValueError(_unknown(name, list(builders)))
+    if name not in ("auto", "mirrored") and (reduction != "auto" or num_packs is not None):
+        raise ValueError(
+            f"reduction={reduction!r} and num_packs={num_packs} are options of 'mirrored'; "
+            f"{name!r} has no such choice, leave them out"
+        )
+    return builders[name](devices, _cross_device_ops(reduction, num_packs))
+
+
+def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """The devices that the strategy's replicas compute on, such as `("GPU:0", "GPU:1")`."""
+    return tuple(
+        device.rsplit("/device:", 1)[-1].rsplit("/", 1)[-1].upper()
+        for device in strategy.extended.worker_devices
+    )
+
+
+def _auto(devices, cross_device_ops):
+    if devices is None and os.environ.get("TPU_NAME"):
+        print(f"kdist: auto took tpu, because TPU_NAME={os.environ['TPU_NAME']} is set")
+        return _tpu(None, None)
+    names = find_devices(devices)
+    reason = "as asked" if devices is not None else f"TensorFlow sees {_counted(names)}"
+    if len(names) > 1:
+        print(f"kdist: auto took mirrored on {', '.join(names)}: {reason}")
+        return _mirrored(names, cross_device_ops)
+    print(f"kdist: auto took one_device on {names[0]}: {reason}")
+    return _one_device(names, cross_device_ops)
+
+
+def _counted(names):
+    if names[0].startswith("CPU"):
+        return "no GPU (--num_devices=N makes N logical CPU devices)"
+    return f"{len(names)} GPU{'s' if len(names) > 1 else ''}"
+
+
+def _one_device(devices, _):
+    names = find_devices(devices)
+    if devices is not None and len(names) > 1:
+        raise ValueError(
+            f"one_device takes one device, {len(names)} were asked for ({', '.join(names)}); "
+            "name one, or take --strategy=mirrored"
+        )
+    return tf.distribute.OneDeviceStrategy(names[0])
+
+
+def _mirrored(devices, cross_device_ops):
+    names = find_devices(devices)
+    if isinstance(cross_device_ops, tf.distribute.NcclAllReduce) and names[0].startswith("CPU"):
+        raise ValueError(
+            f"nccl reduces between GPUs, and the devices are {', '.join(names)}; take --reduction="
+            "auto, hierarchical_copy or reduction_to_one_device"
+        )
+    if cross_device_ops is None and names[0].startswith("CPU"):
+        # TensorFlow's own choice, its collectives, lets only one group of CPU devices exist in a
+        # process: a second strategy of another size fails, and all later ones with it.
+        cross_device_ops = tf.distribute.HierarchicalCopyAllReduce()
+    return tf.distribute.MirroredStrategy(names, cross_device_ops=cross_device_ops)
+
+
+def _central_storage(devices, _):
+    names = find_devices(devices)
+    parameters = names[0] if len(names) == 1 else "CPU:0"
+    return tf.distribute.experimental.CentralStorageStrategy(names, parameters)
+
+
+def _tpu(devices, _):
+    if devices is not None:
+        raise ValueError("tpu takes all cores of the TPU; leave devices= (--num_devices) out")
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(os.environ.get("TPU_NAME", ""))
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, tf.errors.OpError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"no TPU answers ({reason or type(error).__name__}); set TPU_NAME to one that this "
+            "machine reaches, or take --strategy=auto"
+        ) from error
+    return tf.distribute.TPUStrategy(resolver)
+
+
+def _cross_device_ops(reduction, num_packs):
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"unknown reduction {reduction!r}; there are {', '.join(REDUCTIONS)}")
+    if num_packs is None:
+        return REDUCTIONS[reduction]() if REDUCTIONS[reduction] else None
+    if reduction not in ("nccl", "hierarchical_copy"):
+        raise ValueError(f"num_packs={num_packs} needs --reduction=nccl or hierarchical_copy")
+    if num_packs < 0:
+        raise ValueError(f"num_packs must be 0 (no packing) or more, got {num_packs}")
+    return REDUCTIONS[reduction](num_packs=num_packs)
+
+
+def _unknown(name, known):
+    if name in _NOT_YET:
+        return (
+            f"strategy {name!r} is not in this version of kdist yet; {_NOT_YET[name]}. "
+            f"There are {', '.join(known)}"
+        )
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown strategy {name!r}{hint} There are {', '.join(known)}"

@@ -1,0 +1,89 @@
+"""An epoch as groups of steps: each group is one call of the step function.
+
+epochs = StepGroups(dataset, steps_per_execution=4, distribute_strategy=strategy)
+for group in epochs:                       # 10 batches: groups of 4, 4 and 2
+    step_function(group.iterator, group.length, group.may_run_out)
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import tensorflow as tf
+
+from kdist.training.keras_internals import TFEpochIterator
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGroup:
+    """Steps that are run together.
+
+    Attributes:
+        first: the first one's number within the epoch, from 0.
+        length: how many; the last group of an epoch may be shorter than the others.
+        iterator: gives the batches.
+        may_run_out: the data's length is not known, so there may be fewer batches than `length`.
+    """
+
+    first: int
+    length: int
+    iterator: Any
+    may_run_out: bool = False
+
+    @property
+    def last(self) -> int:
+        """The last step's number within the epoch, from 0."""
+        return self.first + self.length - 1
+
+
+class StepGroups(TFEpochIterator):
+    """Keras's epoch iterator, but it never asks for more steps than the epoch has.
+
+    Keras runs `steps_per_execution` steps each time, also where fewer are left: an endless data
+    set of 25 steps an epoch gives 52 steps in two epochs with groups of four.
+    """
+
+    @functools.cached_property
+    def _length_is_certain(self):
+        cardinality = self.data_adapter.get_tf_dataset().cardinality
+        number = int(cardinality() if callable(cardinality) else cardinality)
+        return number != tf.data.UNKNOWN_CARDINALITY
+
+    def _enumerate_iterator(self):
+        self.data_adapter.on_epoch_begin()
+        steps_per_epoch = self.steps_per_epoch or self._num_batches
+        yield from self._known(steps_per_epoch) if steps_per_epoch else self._unknown()
+        self.data_adapter.on_epoch_end()
+
+    def _known(self, steps_per_epoch):
+        if self._current_iterator is None or self.steps_per_epoch is None:
+            self._start_over()
+        step = 0
+        while step < steps_per_epoch:
+            length = min(self.steps_per_execution, steps_per_epoch - step, self._batches_left())
+            if length == 0:
+                self._interrupted_warning()
+                break
+            self._steps_seen += length
+            yield StepGroup(step, length, self._current_iterator, not self._length_is_certain)
+            step += length
+        if not self._batches_left():
+            self._start_over()
+
+    def _unknown(self):
+        iterator = iter(self._get_iterator())
+        self._steps_seen = 0
+        while True:
+            group = StepGroup(self._steps_seen, self.steps_per_execution, iterator, True)
+            self._steps_seen += group.length
+            yield group
+
+    def _start_over(self):
+        self._current_iterator = iter(self._get_iterator())
+        self._steps_seen = 0
+
+    def _batches_left(self):
+        """Batches before the data end; without a known end, more than any group takes."""
+        if not self._num_batches:
+            return self.steps_per_execution
+        return self._num_batches - self._steps_seen

@@ -1,0 +1,98 @@
+"""Says what works on this machine: versions, devices, and one step of training per strategy.
+
+  python scripts/check.py
+  python scripts/check.py --strategies=mirrored --num_devices=4
+
+Exits with 0 if every strategy asked for works. Without --strategies, one_device and mirrored have
+to work; central_storage and tpu are tried, and what they say is reported.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+
+from absl import flags
+
+from kdist import program, testing
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_list("strategies", None, "Which must work; by default one_device and mirrored.")
+flags.DEFINE_integer(
+    "num_devices", None, "Devices for mirrored; by default all GPUs, or 2 logical CPUs.", 1
+)
+flags.DEFINE_integer("timeout_seconds", 300, "For each strategy.", lower_bound=1)
+
+REQUIRED = ["one_device", "mirrored"]
+OPTIONAL = ["central_storage", "tpu"]
+PACKAGES = ["kdist", "tensorflow", "keras", "numpy", "tensorflow-datasets", "wandb", "absl-py"]
+
+# Each strategy is tried in a process of its own: what fails in one cannot spoil the next.
+ONE_STEP = """
+import json, sys
+import kdist, keras, numpy as np, tensorflow as tf
+name, devices = json.loads(sys.argv[1])
+try:
+    gpus = tf.config.list_physical_devices("GPU")
+    if name == "mirrored" and devices is None:
+        devices = len(gpus) or 2
+    strategy = kdist.create_strategy(name, devices if name == "mirrored" else None)
+    with strategy.scope():
+        model = kdist.models.lenet(input_shape=(28, 28, 1), num_classes=10)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    images = np.zeros((8, 28, 28, 1), "uint8")
+    loss = model.fit(images, np.arange(8), batch_size=8, verbose=0).history["loss"][0]
+    print(json.dumps([bool(np.isfinite(loss)), ", ".join(kdist.strategies.device_names(strategy))]))
+except Exception as error:
+    print(json.dumps([False, str(error).strip().splitlines()[-1] or type(error).__name__]))
+"""
+
+DEVICES = """
+import json, kdist, tensorflow as tf
+gpus = [tf.config.experimental.get_device_details(g).get("device_name", g.name)
+        for g in tf.config.list_physical_devices("GPU")]
+print(json.dumps(gpus))
+"""
+
+
+def main(_):
+    print(f"python {platform.python_version()} on {platform.platform()}")
+    print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
+    gpus = testing.python(DEVICES)
+    print(f"{os.cpu_count()} CPU cores; {len(gpus)} GPUs{': ' if gpus else ''}{', '.join(gpus)}")
+    required = FLAGS.strategies or REQUIRED
+    optional = [] if FLAGS.strategies else OPTIONAL
+    works = {name: check(name) for name in required + optional}
+    failed = [name for name in required if not works[name]]
+    if failed:
+        print(f"does not work here: {', '.join(failed)}")
+        return 1
+    print(f"works: {', '.join(name for name in works if works[name])}")
+    return 0
+
+
+def version(package):
+    """The installed version, or that there is none."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def check(name):
+    """Trains one step under the strategy and prints how that went."""
+    try:
+        arguments = [json.dumps([name, FLAGS.num_devices])]
+        works, says = testing.python(ONE_STEP, arguments, timeout_seconds=FLAGS.timeout_seconds)
+    except AssertionError as error:  # the process died, which the step itself cannot report
+        works, says = False, str(error).strip().splitlines()[-1]
+    except subprocess.TimeoutExpired:
+        works, says = False, f"no answer within {FLAGS.timeout_seconds} s (--timeout_seconds)"
+    print(f"  {name:16} {'works' if works else 'no':6} {says}", flush=True)
+    return works
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,301 @@
+"""Trains a model with Keras's `model.fit`, on one device or on several.
+
+  # ResNet-18 on Fashion-MNIST, two replicas (without GPUs: two logical CPU devices)
+  python scripts/train.py --strategy=mirrored --num_devices=2 --local_batch_size=64
+
+  # the same on one device: equal global batch, equal data, equal weights
+  python scripts/train.py --strategy=one_device --local_batch_size=128
+
+  # in a minute: a small model on scikit-learn's digits
+  python scripts/train.py --model=lenet --dataset=digits --epochs=5
+
+It ends with the test accuracy, seconds an epoch, examples a second and the devices, and leaves
+config.json, metrics.jsonl, summary.json, checkpoints and a report page in --run_dir.
+"""
+
+import datetime
+import importlib.metadata
+import pathlib
+import subprocess
+import sys
+import time
+
+from absl import flags
+
+import kdist
+from kdist import program
+from kdist.run_directory import RunDirectory
+
+FLAGS = flags.FLAGS
+
+# What to train.
+flags.DEFINE_string("model", "resnet18", "mlp, lenet, resnet18, mobilenet_v2 or inception.")
+flags.DEFINE_string(
+    "dataset",
+    "fashion_mnist",
+    "A TFDS name (fashion_mnist, cats_vs_dogs, …), digits, or a directory of images or IDX files.",
+)
+flags.DEFINE_string("fallback_dataset", None, "Taken, and said, when --dataset cannot be had.")
+flags.DEFINE_string("data_dir", None, "Where TFDS keeps data sets, or where the IDX files lie.")
+flags.DEFINE_boolean("download", True, "Whether a data set may be downloaded.")
+flags.DEFINE_integer("examples", None, "Train on so many examples only.", lower_bound=1)
+flags.DEFINE_string(
+    "operations", "", "What is done to each image, such as 'resize(160, 160)|random_flip()'."
+)
+
+# Where.
+flags.DEFINE_string("strategy", "auto", "auto, one_device, mirrored, central_storage or tpu.")
+flags.DEFINE_integer(
+    "num_devices", None, "How many devices; without GPUs, logical CPU devices.", lower_bound=1
+)
+flags.DEFINE_list("devices", None, "Which devices, such as GPU:0,GPU:2.")
+flags.DEFINE_string(
+    "reduction", "auto", "auto, nccl, hierarchical_copy or reduction_to_one_device."
+)
+flags.DEFINE_integer("num_packs", None, "Pack the gradients into so many tensors.", lower_bound=0)
+flags.mark_flags_as_mutual_exclusive(["num_devices", "devices"])
+
+# How.
+flags.DEFINE_integer("local_batch_size", 64, "Examples a replica takes in a step.", lower_bound=1)
+flags.DEFINE_integer("epochs", 1, "Times through the data.", lower_bound=1)
+flags.DEFINE_enum("optimizer", "momentum", ["sgd", "momentum", "adam"], "momentum is SGD with 0.9.")
+flags.DEFINE_float("learning_rate", 0.05, "The highest learning rate.", lower_bound=0.0)
+flags.DEFINE_enum("schedule", "ramp", ["constant", "ramp", "cosine"], "How the rate moves.")
+flags.DEFINE_float("ramp_epochs", 0.2, "Epochs in which the rate rises.", lower_bound=0.0)
+flags.DEFINE_float("decay", 0.5, "ramp: factor an epoch by which the rate falls afterwards.")
+flags.DEFINE_enum(
+    "scale_learning_rate", "none", ["none", "linear", "sqrt"], "With the global batch."
+)
+flags.DEFINE_integer(
+    "base_batch_size", 128, "The global batch that --learning_rate is meant for.", lower_bound=1
+)
+flags.DEFINE_enum(
+    "precision", "float32", ["float32", "mixed_bfloat16", "mixed_float16"], "Keras's dtype policy."
+)
+flags.DEFINE_boolean("jit_compile", False, "Compile the step with XLA.")
+flags.DEFINE_integer("steps_per_execution", 1, "Steps in one call.", lower_bound=1)
+flags.DEFINE_boolean("sync_batch_norm", False, "BatchNorm over all replicas, not each its own.")
+flags.DEFINE_integer("seed", 0, "Of initial weights, order of examples, augmentation, dropout.")
+
+# What is left of it.
+flags.DEFINE_string("run_dir", None, "A new directory for the run; by default under runs/.")
+flags.DEFINE_enum(
+    "verbose", "auto", ["auto", "0", "1", "2"], "Keras's: silent, bar, line an epoch."
+)
+
+
+def main(_):
+    import keras  # after --help has been answered: TensorFlow takes seconds to import
+
+    started = time.perf_counter()
+    # Devices and data
+    strategy = kdist.create_strategy(
+        FLAGS.strategy,
+        FLAGS.num_devices or FLAGS.devices,
+        reduction=FLAGS.reduction,
+        num_packs=FLAGS.num_packs,
+    )
+    batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync)
+    keras.utils.set_random_seed(FLAGS.seed)
+    dataset, train, test = load_data(batch)
+    run = RunDirectory.create(FLAGS.run_dir or default_run_dir(), config(dataset))
+    print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
+
+    # Model
+    with strategy.scope():
+        model = build_model(train)
+        model.compile(
+            optimizer(learning_rate(batch, train.num_examples)),
+            loss(model),
+            metrics=[accuracy(model)],
+            jit_compile=FLAGS.jit_compile,
+            steps_per_execution=FLAGS.steps_per_execution,
+        )
+
+    # Training
+    telemetry = kdist.callbacks.Telemetry(run)
+    checkpoint = kdist.callbacks.EpochCheckpoint(run.checkpoints)
+    stop = kdist.callbacks.StopOnNonFiniteLoss(checkpoint)
+    history = model.fit(
+        train,
+        validation_data=test,
+        epochs=FLAGS.epochs,
+        callbacks=[telemetry, stop, checkpoint],
+        verbose=verbosity(),
+    ).history
+
+    # What a person wants to know
+    summary = {
+        **summary_of_layout(strategy, batch, dataset, model),
+        "test_accuracy": history["val_accuracy"][-1],
+        "test_loss": history["val_loss"][-1],
+        "seconds_per_epoch": telemetry.seconds_per_epoch,
+        "examples_per_second": telemetry.examples_per_second,
+        "first_call_seconds": telemetry.first_call_seconds,
+        "total_seconds": time.perf_counter() - started,
+    }
+    run.write_summary(summary)
+    print_summary(summary)
+    print(f"report: {kdist.report.write([run.path], run.report)}")
+
+
+def load_data(batch):
+    """The data set's name and its pipelines; the fallback's if it cannot be had."""
+    options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
+    try:
+        return FLAGS.dataset, *kdist.data.load(
+            FLAGS.dataset,
+            examples=FLAGS.examples,
+            data_dir=FLAGS.data_dir,
+            download=FLAGS.download,
+            **options,
+        )
+    except kdist.data.DatasetUnavailable as error:
+        if FLAGS.fallback_dataset is None:
+            raise
+        print(f"{error}\nTraining on {FLAGS.fallback_dataset} instead.", file=sys.stderr)
+        return FLAGS.fallback_dataset, *kdist.data.load(FLAGS.fallback_dataset, **options)
+
+
+def build_model(train):
+    """The model that --model names, for the data's shape and number of classes."""
+    return kdist.models.create(
+        FLAGS.model,
+        input_shape=train.image_shape,
+        num_classes=train.num_classes,
+        sync_batch_norm=FLAGS.sync_batch_norm,
+        precision=FLAGS.precision,
+    )
+
+
+def has_one_logit(model):
+    """Whether the model answers a yes-or-no question with one number."""
+    return model.output_shape[-1] == 1
+
+
+def loss(model):
+    """The loss that belongs to the model's output."""
+    import keras
+
+    if has_one_logit(model):
+        return keras.losses.BinaryCrossentropy(from_logits=True)
+    return keras.losses.SparseCategoricalCrossentropy()
+
+
+def accuracy(model):
+    """The accuracy that belongs to the model's output."""
+    import keras
+
+    if has_one_logit(model):
+        return keras.metrics.BinaryAccuracy(threshold=0.0, name="accuracy")
+    return keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+
+
+def learning_rate(batch, epoch_examples):
+    """The schedule that the flags describe, in examples."""
+    scaling = {"scale": FLAGS.scale_learning_rate, "base_batch": FLAGS.base_batch_size}
+    ramp = int(FLAGS.ramp_epochs * epoch_examples)
+    if FLAGS.schedule == "cosine":
+        return kdist.schedules.Cosine(
+            peak=FLAGS.learning_rate,
+            batch=batch,
+            ramp_examples=ramp,
+            total_examples=FLAGS.epochs * epoch_examples,
+            **scaling,
+        )
+    return kdist.schedules.Ramp(
+        peak=FLAGS.learning_rate,
+        batch=batch,
+        ramp_examples=ramp if FLAGS.schedule == "ramp" else 0,
+        decay=FLAGS.decay if FLAGS.schedule == "ramp" else 1.0,
+        decay_examples=epoch_examples,
+        **scaling,
+    )
+
+
+def optimizer(rate):
+    """The optimizer that --optimizer names."""
+    import keras
+
+    if FLAGS.optimizer == "adam":
+        return keras.optimizers.Adam(rate)
+    return keras.optimizers.SGD(rate, momentum=0.9 if FLAGS.optimizer == "momentum" else 0.0)
+
+
+def verbosity():
+    """Keras's `verbose`: a progress bar for a person, a line an epoch for a log file."""
+    if FLAGS.verbose == "auto":
+        return 1 if sys.stdout.isatty() else 2
+    return int(FLAGS.verbose)
+
+
+def config(dataset):
+    """What the run was asked to do: every flag of this program, and the data set it got."""
+    own = FLAGS.flags_by_module_dict()[sys.argv[0]]
+    return {**{flag.name: flag.value for flag in own}, "dataset": dataset}
+
+
+def default_run_dir():
+    """A directory under runs/ that says when and what."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    return pathlib.Path("runs") / f"{now}-{FLAGS.model}"
+
+
+def summary_of_layout(strategy, batch, dataset, model):
+    """What was trained, where, and with which versions."""
+    return {
+        "model": FLAGS.model,
+        "parameters": model.count_params(),
+        "dataset": dataset,
+        "strategy": type(strategy).__name__,
+        "devices": list(kdist.strategies.device_names(strategy)),
+        "num_replicas": batch.replicas,
+        "local_batch_size": batch.local,
+        "global_batch_size": batch.global_size,
+        "precision": FLAGS.precision,
+        "epochs": FLAGS.epochs,
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def versions():
+    """Versions of what the numbers depend on."""
+    names = ("kdist", "tensorflow", "keras", "numpy")
+    return {
+        "python": sys.version.split()[0],
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def git_commit():
+    """The commit of this program's checkout; None outside of one."""
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=pathlib.Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def print_summary(summary):
+    """The end of the run in two lines, the way d2l says it."""
+    rate = summary["examples_per_second"]
+    print(
+        f"test accuracy {summary['test_accuracy']:.4f}, test loss {summary['test_loss']:.4f}, "
+        f"{summary['seconds_per_epoch']:.1f} sec/epoch"
+        + (f", {rate:.1f} examples/sec" if rate else "")
+    )
+    print(
+        f"on {', '.join(summary['devices'])} ({summary['strategy']}, "
+        f"{summary['num_replicas']} replicas × {summary['local_batch_size']})"
+    )
+
+
+if __name__ == "__main__":
+    program.run(main)

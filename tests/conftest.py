@@ -1,0 +1,32 @@
+"""Four logical CPU devices for every test; set before TensorFlow's context exists."""
+
+import pytest
+
+from kdist.cluster import find_devices
+
+find_devices(4)
+
+
+@pytest.fixture(autouse=True)
+def _same_weights_and_names_in_every_test():
+    import keras
+
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+
+
+@pytest.fixture(params=[1, 2, 4], ids=lambda n: f"{n} devices")
+def strategy(request):
+    """One device, and MirroredStrategy on two and on four."""
+    from kdist.strategies import create_strategy
+
+    name = "one_device" if request.param == 1 else "mirrored"
+    return create_strategy(name, request.param)
+
+
+@pytest.fixture
+def mirrored():
+    """MirroredStrategy on two devices."""
+    from kdist.strategies import create_strategy
+
+    return create_strategy("mirrored", 2)

@@ -1,0 +1,243 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from kdist.testing import assert_same_weights
+
+
+def linear(model_class=kdist.Model, **compile_arguments):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4,))
+    model = model_class(inputs, keras.layers.Dense(3, activation="softmax")(inputs))
+    model.compile(
+        keras.optimizers.SGD(0.1),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        **compile_arguments,
+    )
+    return model
+
+
+def arrays(number=100):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(number, 4)).astype("float32")
+    return x, np.argmax(x[:, :3] + 0.3 * generator.normal(size=(number, 3)), axis=1)
+
+
+def endless(batch=4):
+    x, y = arrays()
+    return tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(batch, drop_remainder=True)
+
+
+class Steps(keras.callbacks.Callback):
+    """Notes the numbers that callbacks are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.begins, self.ends = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begins.append(batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(batch)
+
+
+@pytest.mark.parametrize("k", [1, 7, 40])
+@pytest.mark.parametrize("data", ["endless", "finite", "arrays", "unknown length"])
+def test_an_epoch_has_its_steps_whatever_the_group(mirrored, k, data):
+    with mirrored.scope():
+        model = linear(steps_per_execution=k)
+    steps = Steps()
+    fit = {"epochs": 2, "verbose": 0, "callbacks": [steps]}
+    if data == "endless":
+        model.fit(endless(), steps_per_epoch=25, **fit)
+    elif data == "finite":
+        model.fit(endless().take(25), **fit)
+    elif data == "arrays":
+        model.fit(*arrays(), batch_size=4, **fit)
+    else:
+        model.fit(endless().take(25).filter(lambda x, y: True), **fit)
+    assert int(model.optimizer.iterations.numpy()) == 50
+    begins = list(range(0, 25, k))
+    assert steps.begins[: len(begins)] == begins
+    if data != "unknown length":
+        assert steps.begins == begins * 2
+        assert steps.ends == [min(first + k, 25) - 1 for first in begins] * 2
+
+
+@pytest.mark.parametrize("k", [1, 7])
+def test_groups_change_neither_weights_nor_history(strategy, k):
+    reference = linear(keras.Model)
+    expected = reference.fit(endless(), steps_per_epoch=25, epochs=2, verbose=0).history
+    with strategy.scope():
+        model = linear(steps_per_execution=k)
+    history = model.fit(endless(), steps_per_epoch=25, epochs=2, verbose=0).history
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-6)
+    assert history.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+
+def test_callbacks_that_read_see_the_state_after_their_step(mirrored):
+    class Losses(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.losses.append(logs["loss"])
+
+    def losses(model):
+        callback = Losses()
+        model.fit(endless(), steps_per_epoch=6, verbose=0, callbacks=[callback])
+        return callback.losses
+
+    with mirrored.scope():
+        model = linear()
+    np.testing.assert_allclose(losses(model), losses(linear(keras.Model)), rtol=1e-5)
+
+
+def test_stopping_in_mid_epoch_stops_there(mirrored):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch >= 9:
+                self.model.stop_training = True
+
+    with mirrored.scope():
+        model = linear(steps_per_execution=5)
+    model.fit(endless(), steps_per_epoch=25, epochs=3, verbose=0, callbacks=[Stop()])
+    assert int(model.optimizer.iterations.numpy()) == 10
+
+
+def test_data_that_end_early_warn_and_train_on_what_there_is(mirrored):
+    with mirrored.scope():
+        model = linear(steps_per_execution=4)
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(endless().take(10), steps_per_epoch=25, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 10
+
+
+def test_validation_evaluates_on_the_whole_of_its_data(strategy):
+    x, y = arrays()
+    with strategy.scope():
+        model = linear()
+    history = model.fit(
+        x, y, batch_size=20, validation_data=(x[:33], y[:33]), epochs=2, verbose=0
+    ).history
+    predicted = model.predict(x[:33], verbose=0)
+    accuracy = np.mean(predicted.argmax(1) == y[:33])
+    loss = -np.mean(np.log(predicted[np.arange(33), y[:33]]))
+    assert history["val_accuracy"][-1] == pytest.approx(accuracy, abs=1e-6)
+    assert history["val_loss"][-1] == pytest.approx(loss, rel=1e-5)
+
+
+def padded(number, batch):
+    """Batches of equal size; the last one is filled up with rows that would spoil every metric."""
+    x, y = arrays(number)
+    rows = -(-number // batch) * batch
+    x = np.concatenate([x, np.full((rows - number, 4), 1e6, "float32")])
+    y = np.concatenate([y, np.full(rows - number, 2)])
+    return tf.data.Dataset.from_tensor_slices((x, y, np.arange(rows) < number)).batch(batch)
+
+
+@pytest.mark.parametrize("number", [1, 5, 8, 9, 11, 16])
+def test_padding_counts_nowhere(strategy, number):
+    with strategy.scope():
+        model = linear()
+        model.compile(
+            loss="sparse_categorical_crossentropy",
+            metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")],
+            weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
+        )
+    x, y = arrays(number)
+    result = model.evaluate(padded(number, 8), verbose=0, return_dict=True)
+    predicted = linear(keras.Model).predict(x, verbose=0)
+    accuracy = np.mean(predicted.argmax(1) == y)
+    assert result["accuracy"] == result["weighted"] == pytest.approx(accuracy, abs=1e-6)
+    top2 = np.mean([label in np.argsort(p)[-2:] for p, label in zip(predicted, y, strict=True)])
+    assert result["top2"] == pytest.approx(top2, abs=1e-6)
+    loss = -np.mean(np.log(predicted[np.arange(number), y]))
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(model.predict(padded(number, 8), verbose=0), predicted, rtol=1e-5)
+
+
+def test_boolean_sample_weights_of_the_user_are_weights(mirrored):
+    x, y = arrays(16)
+    with mirrored.scope():
+        model = linear()
+    weights = np.arange(16) < 4
+    ours = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    plain = linear(keras.Model)
+    keras_says = plain.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    assert ours == pytest.approx(keras_says, rel=1e-5)
+
+
+def test_a_step_of_the_users_own_gives_its_own_logs(mirrored):
+    class Own(kdist.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            return {**logs, "mine": tf.constant(7.0)}
+
+    with mirrored.scope():
+        model = Own()
+        model.compile(
+            "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=3
+        )
+    history = model.fit(endless(), steps_per_epoch=8, verbose=0).history
+    assert history["mine"] == [7.0]
+    assert int(model.optimizer.iterations.numpy()) == 8
+
+
+def test_run_eagerly_trains_the_same(mirrored):
+    with mirrored.scope():
+        eager = linear(run_eagerly=True, steps_per_execution=3)
+    eager.fit(endless(), steps_per_epoch=5, verbose=0)
+    reference = linear(keras.Model)
+    reference.fit(endless(), steps_per_epoch=5, verbose=0)
+    assert_same_weights(eager.get_weights(), reference.get_weights(), 1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 5])
+def test_the_first_step_with_a_bad_loss_is_known(strategy, k):
+    x, y = arrays(100)
+    x[4 * 12 + 3] = np.nan  # within the thirteenth batch, on the last replica
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    with strategy.scope():
+        model = linear(steps_per_execution=k)
+    assert model.first_nonfinite_step() is None
+    model.fit(dataset.take(12), verbose=0)
+    assert model.first_nonfinite_step() is None
+    model.fit(dataset, verbose=0)
+    assert model.first_nonfinite_step() == 12 + 13
+
+
+def test_train_on_batch_and_test_on_batch(mirrored):
+    x, y = arrays(8)
+    with mirrored.scope():
+        model = linear()
+    reference = linear(keras.Model)
+    assert model.train_on_batch(x, y, return_dict=True) == pytest.approx(
+        reference.train_on_batch(x, y, return_dict=True), rel=1e-5
+    )
+    assert model.test_on_batch(x, y) == pytest.approx(reference.test_on_batch(x, y), rel=1e-5)
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-6)
+
+
+def test_xla_gives_the_same_weights():
+    with kdist.create_strategy("one_device").scope():
+        model = linear(jit_compile=True, steps_per_execution=4)
+    model.fit(endless(), steps_per_epoch=10, verbose=0)
+    reference = linear(keras.Model, jit_compile=False)
+    reference.fit(endless(), steps_per_epoch=10, verbose=0)
+    assert model.jit_compile
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-5)
