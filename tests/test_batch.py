@@ -30,8 +30,10 @@ def test_is_frozen_and_a_value():
 @pytest.mark.parametrize("field", ["local", "replicas", "accumulate"])
 @pytest.mark.parametrize("size", [0, -1, True])
 def test_refuses_sizes_below_one(field, size):
-    with pytest.raises(ValueError, match=f"{field} must be at least 1") if size is not True else (
-        pytest.raises((ValueError, TypeError))
+    with (
+        pytest.raises(ValueError, match=f"{field} must be at least 1")
+        if size is not True
+        else (pytest.raises((ValueError, TypeError)))
     ):
         Batch(**{"local": 1, field: size})
 

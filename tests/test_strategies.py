@@ -61,7 +61,10 @@ def test_strategies_of_two_sizes_live_in_one_process():
         ({"name": "multi_worker"}, "not in this version of kdist yet.*'mirrored'"),
         ({"name": "parameter_server"}, "not in this version"),
         ({"name": "one_device", "devices": 2}, "one_device takes one device, 2 were asked for"),
-        ({"name": "mirrored", "reduction": "ring"}, "unknown reduction 'ring'; there are auto, nccl"),
+        (
+            {"name": "mirrored", "reduction": "ring"},
+            "unknown reduction 'ring'; there are auto, nccl",
+        ),
         ({"name": "mirrored", "reduction": "nccl"}, "nccl reduces between GPUs"),
         ({"name": "mirrored", "num_packs": 2}, "needs --reduction=nccl or hierarchical_copy"),
         (

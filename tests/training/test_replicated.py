@@ -191,7 +191,9 @@ def test_a_step_of_the_users_own_gives_its_own_logs(mirrored):
     with mirrored.scope():
         model = Own()
         model.compile(
-            "sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), steps_per_execution=3
+            "sgd",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            steps_per_execution=3,
         )
     history = model.fit(endless(), steps_per_epoch=8, verbose=0).history
     assert history["mine"] == [7.0]

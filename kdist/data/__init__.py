@@ -1,0 +1,17 @@
+"""Data sets and the pipelines that feed them to `fit`.
+
+batch = kdist.Batch(local=64, replicas=2)
+train, test = kdist.data.load("fashion_mnist", batch=batch, operations="random_flip()")
+model.fit(train, validation_data=test)
+plain_keras_model.fit(train.dataset(), steps_per_epoch=train.steps_per_epoch)
+
+source = kdist.data.from_arrays(images, labels)      # data of one's own
+train = kdist.data.Pipeline(source, batch)
+"""
+
+from kdist.data.arrays import from_arrays
+from kdist.data.load import load
+from kdist.data.pipeline import Pipeline
+from kdist.data.source import DatasetUnavailable, Source
+
+__all__ = ["DatasetUnavailable", "Pipeline", "Source", "from_arrays", "load"]

@@ -1,0 +1,86 @@
+"""IDX files, the format of MNIST and Fashion-MNIST (http://yann.lecun.com/exdb/mnist/).
+
+train, test = load_idx("/usr/share/datasets/fashion-mnist")
+"""
+
+import gzip
+import os
+import pathlib
+import struct
+
+import numpy as np
+
+from kdist.data.arrays import ArraySource, from_arrays
+
+FASHION_MNIST_CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+_TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+_PARTS = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+
+
+def holds_idx(directory: str | os.PathLike) -> bool:
+    """Whether MNIST's four files are there, compressed or not."""
+    return all(_find(directory, name) for names in _PARTS.values() for name in names)
+
+
+def load_idx(directory, class_names=None) -> tuple[ArraySource, ArraySource]:
+    """Training and test source from MNIST's four files, compressed (`.gz`) or not.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is no IDX file, or is cut short.
+    """
+    return tuple(
+        from_arrays(*(read_idx(_require(directory, name)) for name in names), None, class_names)
+        for names in _PARTS.values()
+    )
+
+
+def read_idx(path: str | os.PathLike) -> np.ndarray:
+    """The array in an IDX file, compressed if its name ends in `.gz`.
+
+    Raises:
+        ValueError: it is no IDX file, or it is cut short or damaged.
+    """
+    opener = gzip.open if os.fspath(path).endswith(".gz") else open
+    try:
+        with opener(path, "rb") as file:
+            content = file.read()
+    except (EOFError, gzip.BadGzipFile, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); fetch the file again") from error
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES:
+        raise ValueError(f"{path} is no IDX file: it begins with {content[:4]!r}")
+    dtype, rank = np.dtype(_TYPES[content[2]]), content[3]
+    start = 4 + 4 * rank
+    if len(content) >= start:
+        shape = struct.unpack(f">{rank}I", content[4:start])
+        if len(content) - start == dtype.itemsize * int(np.prod(shape)):
+            return np.frombuffer(content, dtype, offset=start).reshape(shape)
+    raise ValueError(f"{path} is cut short or damaged: {len(content)} bytes; fetch it again")
+
+
+def _find(directory, name):
+    for path in (pathlib.Path(directory, name), pathlib.Path(directory, f"{name}.gz")):
+        if path.is_file():
+            return path
+    return None
+
+
+def _require(directory, name):
+    path = _find(directory, name)
+    if path is None:
+        raise FileNotFoundError(f"{directory} holds no {name} or {name}.gz")
+    return path

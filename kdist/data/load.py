@@ -1,0 +1,96 @@
+"""A name or a directory becomes two pipelines.
+
+train, test = load("fashion_mnist", batch=batch)
+train, test = load("PetImages", batch=batch, operations="resize(160, 160)|random_flip()")
+"""
+
+import os
+import pathlib
+from collections.abc import Sequence
+
+from kdist.batch import Batch
+from kdist.data import arrays, idx, image_folder, tfds
+from kdist.data.operations import Operation, parse
+from kdist.data.pipeline import Pipeline
+from kdist.data.source import DatasetUnavailable, Source
+
+# Where Debian's package dataset-fashion-mnist puts its files.
+DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
+
+
+def load(
+    name: str | os.PathLike,
+    *,
+    batch: Batch,
+    seed: int = 0,
+    examples: int | None = None,
+    operations: str | Sequence[Operation] = (),
+    splits: tuple[str, str] | None = None,
+    data_dir: str | os.PathLike | None = None,
+    download: bool = True,
+    cache: bool | str = "auto",
+) -> tuple[Pipeline, Pipeline]:
+    """The pipelines to train on and to test with.
+
+    Args:
+        name: a data set of TFDS (`"fashion_mnist"`, `"cats_vs_dogs"`), `"digits"` (scikit-learn's,
+            always there), or a directory: of MNIST's IDX files, or of images in class folders.
+        batch: a batch of a pipeline is one global batch.
+        seed: of the order, of random operations, and of `examples`. Defaults to 0.
+        examples: train on so many examples, drawn once; None, the default, is all.
+        operations: what is done to each image, as `"resize(160, 160)|random_flip()"` or as
+            operations of `kdist.data.operations`; random ones in training only.
+        splits: TFDS's split expressions for training and test.
+        data_dir: TFDS's directory, or for `fashion_mnist` a directory with the IDX files.
+        download: whether TFDS may download. Defaults to True.
+        cache: see `Pipeline`.
+
+    Fashion-MNIST is taken from `data_dir`, from TFDS's prepared directory, from Debian's package,
+    or downloaded, in this order.
+
+    Raises:
+        ValueError: an unknown name, no such examples or operations, a batch larger than the data.
+        DatasetUnavailable: the data set is not here and cannot be downloaded.
+        FileNotFoundError: a directory or a file in it is missing.
+    """
+    train, test = sources(name, seed=seed, splits=splits, data_dir=data_dir, download=download)
+    if examples is not None:
+        train = train.subset(examples, seed)
+    operations = parse(operations) if isinstance(operations, str) else operations
+    options = {"seed": seed, "operations": operations, "cache": cache}
+    return (
+        Pipeline(train, batch, training=True, **options),
+        Pipeline(test, batch, training=False, **options),
+    )
+
+
+def sources(name, *, seed=0, splits=None, data_dir=None, download=True) -> tuple[Source, Source]:
+    """The sources to train on and to test with; arguments as of `load`."""
+    name = os.fspath(name)
+    if name == "digits":
+        return arrays.digits()
+    if name == "fashion_mnist" and splits is None:
+        return _fashion_mnist(data_dir, download)
+    if os.path.isdir(name):
+        return (
+            idx.load_idx(name)
+            if idx.holds_idx(name)
+            else image_folder.load_image_folder(name, seed)
+        )
+    if os.sep in name and not pathlib.Path(name).exists():
+        raise FileNotFoundError(f"{name}: no such directory; give one that holds images, or a name")
+    return tfds.load_tfds(name, splits, data_dir and os.fspath(data_dir), download)
+
+
+def _fashion_mnist(data_dir, download):
+    if data_dir is not None and idx.holds_idx(data_dir):
+        return idx.load_idx(data_dir, idx.FASHION_MNIST_CLASSES)
+    data_dir = data_dir and os.fspath(data_dir)
+    if not tfds.is_prepared("fashion_mnist", data_dir) and idx.holds_idx(DEBIAN_FASHION_MNIST):
+        return idx.load_idx(DEBIAN_FASHION_MNIST, idx.FASHION_MNIST_CLASSES)
+    try:
+        return tfds.load_tfds("fashion_mnist", None, data_dir, download)
+    except DatasetUnavailable as error:
+        raise DatasetUnavailable(
+            f"{error}. Or install Debian's package: apt-get install dataset-fashion-mnist"
+        ) from error

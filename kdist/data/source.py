@@ -1,0 +1,64 @@
+"""What a pipeline draws from: numbered examples, in memory or on disk.
+
+A source gives any example by its number, so that an order is a matter of numbers alone and a
+position in the data is found without reading what came before.
+"""
+
+import abc
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+
+class DatasetUnavailable(RuntimeError):
+    """A data set is not on this machine and cannot be brought here; the message says what to do."""
+
+
+class Source(abc.ABC):
+    """Numbered examples: an image and a label each.
+
+    Attributes:
+        num_examples: how many.
+        num_classes: labels are whole numbers from 0 to this, exclusive.
+        image_shape: (H, W, C); None where sizes differ.
+        class_names: a name for each class, or None.
+    """
+
+    num_examples: int
+    num_classes: int
+    image_shape: tuple[int | None, int | None, int]
+    class_names: tuple[str, ...] | None = None
+
+    @abc.abstractmethod
+    def example(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Image (H, W, C) and int32 label () of the example with this number; in graph code."""
+
+    def subset(self, number: int, seed: int) -> "Source":
+        """`number` examples drawn once, by `seed`.
+
+        Raises:
+            ValueError: there are not so many, or `number` is smaller than 1.
+        """
+        if not 1 <= number <= self.num_examples:
+            raise ValueError(
+                f"{number} examples asked for; there are {self.num_examples}. Set --examples to a "
+                f"number from 1 to {self.num_examples}, or leave it out for all"
+            )
+        chosen = np.random.default_rng(seed).permutation(self.num_examples)[:number]
+        return self.select(np.sort(chosen))
+
+    @abc.abstractmethod
+    def select(self, indices: Sequence[int]) -> "Source":
+        """The source of these examples alone."""
+
+
+def check_labels(labels: np.ndarray, num_classes: int, what: str):
+    """Raises a ValueError unless all labels are from 0 to `num_classes` - 1."""
+    bad = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if len(bad):
+        raise ValueError(
+            f"{what}: example {bad[0]} has the label {labels[bad[0]]}, and labels go from 0 to "
+            f"{num_classes - 1} ({num_classes} classes; {len(bad)} labels are out of range). "
+            "Correct the labels, or set num_classes"
+        )

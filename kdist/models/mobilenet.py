@@ -1,0 +1,97 @@
+"""Transfer learning from MobileNetV2.
+
+model = kdist.models.mobilenet_v2(input_shape=(160, 160, 3), num_classes=2, weights="imagenet")
+"""
+
+import os
+from collections.abc import Sequence
+
+import keras
+
+from kdist.model import Model
+from kdist.models.parts import builder, pixels, probabilities
+
+
+@builder
+def mobilenet_v2(
+    input_shape: Sequence[int] = (224, 224, 3),
+    num_classes: int = 2,
+    *,
+    weights: str | os.PathLike | None = None,
+    trainable_extractor: bool = True,
+    sync_batch_norm: bool = False,
+    rescale: float | None = 1 / 127.5,
+    name: str = "mobilenet_v2",
+) -> Model:
+    """MobileNetV2 without its top, average pooling, Dense 512 ReLU, Dropout 0.5, an output.
+
+    From pixels (B, H, W, 3) to one logit (B, 1) for two classes, to be trained with
+    `BinaryCrossentropy(from_logits=True)`; for more classes to probabilities (B, num_classes).
+    With one logit it has 160 trainable variables, 4 with a frozen extractor.
+
+    Args:
+        input_shape: (H, W, 3), at least 32 × 32 pixels. Defaults to (224, 224, 3).
+        num_classes: 2, the default, or more.
+        weights: the extractor's: `"imagenet"` (downloaded by Keras), a weights file of
+            `keras.applications.MobileNetV2(include_top=False)`, or None, the default, for random.
+        trainable_extractor: whether the extractor is trained as well. If not, it works in
+            inference mode, and its BatchNorm statistics stay as they are. Defaults to True.
+        sync_batch_norm: statistics over all replicas. Defaults to False.
+        rescale: factor for the pixels, after which 1 is subtracted; None for neither. Defaults
+            to 1/127.5, which MobileNetV2's own weights are made for.
+        name: the model's.
+        precision: Keras's dtype policy. Defaults to float32.
+
+    Raises:
+        FileNotFoundError: there is no file of that name.
+        ConnectionError: the ImageNet weights cannot be downloaded.
+        ValueError: a shape, number of classes or precision that cannot be.
+    """
+    inputs, x = pixels(input_shape, rescale, smallest=32, offset=-1.0)
+    extractor = _extractor(tuple(input_shape), weights, sync_batch_norm)
+    extractor.trainable = trainable_extractor
+    # Without `training`, a trainable extractor follows the mode of the model around it.
+    x = extractor(x) if trainable_extractor else extractor(x, training=False)
+    x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
+    x = keras.layers.Dense(512, activation="relu", name="features")(x)
+    x = keras.layers.Dropout(0.5, name="dropout")(x)
+    if num_classes == 2:
+        outputs = keras.layers.Dense(1, dtype="float32", name="logit")(x)
+    else:
+        outputs = probabilities(x, num_classes)
+    return Model(inputs, outputs, name=name)
+
+
+def _extractor(input_shape, weights, sync_batch_norm):
+    if weights not in (None, "imagenet") and not os.path.exists(weights):
+        raise FileNotFoundError(
+            f"weights={os.fspath(weights)!r}: no such file; give one, 'imagenet', or None"
+        )
+    try:
+        extractor = keras.applications.MobileNetV2(
+            input_shape, include_top=False, weights="imagenet" if weights == "imagenet" else None
+        )
+    except Exception as error:
+        if weights != "imagenet" or isinstance(error, ValueError):
+            raise
+        raise ConnectionError(
+            "the ImageNet weights of MobileNetV2 cannot be downloaded "
+            f"({str(error).splitlines()[0]}); give weights= a file that you have, or None"
+        ) from error
+    if weights not in (None, "imagenet"):
+        extractor.load_weights(weights)
+    return _synchronised(extractor) if sync_batch_norm else extractor
+
+
+def _synchronised(extractor):
+    """The same network and weights, with BatchNorm over all replicas."""
+
+    def copy(layer):
+        config = layer.get_config()
+        if isinstance(layer, keras.layers.BatchNormalization):
+            config["synchronized"] = True
+        return type(layer).from_config(config)
+
+    twin = keras.models.clone_model(extractor, clone_function=copy)
+    twin.set_weights(extractor.get_weights())
+    return twin

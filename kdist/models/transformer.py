@@ -1,0 +1,72 @@
+"""A small transformer encoder that classifies sequences of tokens.
+
+model = kdist.models.transformer(input_shape=(128,), num_classes=2, vocabulary_size=10_000)
+"""
+
+from collections.abc import Sequence
+
+import keras
+
+from kdist.model import Model
+from kdist.models.parts import builder, probabilities
+
+
+@builder
+def transformer(
+    input_shape: Sequence[int],
+    num_classes: int,
+    *,
+    vocabulary_size: int = 10_000,
+    width: int = 64,
+    heads: int = 4,
+    depth: int = 2,
+    dropout: float = 0.1,
+    sync_batch_norm: bool = False,
+    name: str = "transformer",
+) -> Model:
+    """Encoder blocks over tokens (B, T), averaged over T, to class probabilities (B, num_classes).
+
+    Blocks are normalised before attention and before the feed-forward part (Xiong et al. 2020,
+    arXiv:2002.04745); positions are learned.
+
+    Args:
+        input_shape: (T,), the length of a sequence.
+        num_classes: at least 2.
+        vocabulary_size: tokens are whole numbers from 0 to this, exclusive. Defaults to 10,000.
+        width: features of a token; a multiple of `heads`. Defaults to 64.
+        heads: attention heads. Defaults to 4.
+        depth: blocks. Defaults to 2.
+        dropout: share of features dropped after each part. Defaults to 0.1.
+        sync_batch_norm: has no effect, there is no BatchNorm; taken as by all builders.
+        name: the model's.
+        precision: Keras's dtype policy. Defaults to float32.
+
+    Raises:
+        ValueError: a shape, number of classes, width or precision that cannot be.
+    """
+    del sync_batch_norm
+    if len(input_shape) != 1 or input_shape[0] is None:
+        raise ValueError(f"input_shape={tuple(input_shape)}: sequences are (length,), and fixed")
+    if heads < 1 or width % heads:
+        raise ValueError(f"width={width} must be a multiple of heads={heads}")
+    tokens = keras.Input(tuple(input_shape), dtype="int32", name="tokens")
+    # Built-in operations only, so that the saved model opens without kdist.
+    positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
+    x = keras.layers.Embedding(vocabulary_size, width, name="token_embedding")(tokens)
+    x += keras.layers.Embedding(input_shape[0], width, name="position_embedding")(positions)
+    for number in range(1, depth + 1):
+        x = _block(x, width, heads, dropout, f"block{number}")
+    x = keras.layers.LayerNormalization(name="norm")(x)
+    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
+    return Model(tokens, probabilities(x, num_classes), name=name)
+
+
+def _block(x, width, heads, dropout, name):
+    layers = keras.layers
+    y = layers.LayerNormalization(name=f"{name}_attention_norm")(x)
+    y = layers.MultiHeadAttention(heads, width // heads, name=f"{name}_attention")(y, y)
+    x = layers.Add(name=f"{name}_attention_add")([x, layers.Dropout(dropout)(y)])
+    y = layers.LayerNormalization(name=f"{name}_ffn_norm")(x)
+    y = layers.Dense(4 * width, activation="gelu", name=f"{name}_ffn_up")(y)
+    y = layers.Dense(width, name=f"{name}_ffn_down")(y)
+    return layers.Add(name=f"{name}_ffn_add")([x, layers.Dropout(dropout)(y)])
