@@ -40,6 +40,15 @@ class Model(ReplicatedTrainer, keras.Model):
             _derive_from_functional(type(self))
         super().__init__(*args, **kwargs)
 
+    def get_compile_config(self):
+        """What a file says about the compilation; nothing, if plain Keras could not read it.
+
+        A model that is compiled with a schedule of kdist is saved as not compiled, so that its
+        file opens without kdist; after opening it, call `compile` with a schedule again.
+        """
+        config = super().get_compile_config()
+        return {} if _names_kdist(config) else config
+
     @classmethod
     def of(cls, model: keras.Model) -> "Model":
         """A kdist model with the layers and weights of `model`.
@@ -63,7 +72,7 @@ class Model(ReplicatedTrainer, keras.Model):
             raise ValueError(
                 f"{model.name!r} has no variables yet; call it on a batch, or `build` it, first"
             )
-        if model.distribute_strategy is not tf.distribute.get_strategy():
+        if model._distribute_strategy is not _current_strategy():
             model = _copy_into_scope(model)
         if not isinstance(model, Model):
             model.__class__ = _trained_by_kdist(type(model))
@@ -79,6 +88,20 @@ class Functional(Model, KerasFunctional):
 @save_as(keras.Sequential, "keras.Sequential")
 class Sequential(Model, keras.Sequential):
     """What `kdist.Model.of` makes of a `keras.Sequential`."""
+
+
+def _current_strategy():
+    """The strategy whose scope this is, if any; as Keras notes it in a model."""
+    return tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+
+
+def _names_kdist(config):
+    """Whether a serialised object holds one of kdist's own classes."""
+    if isinstance(config, dict):
+        return str(config.get("module")).startswith("kdist") or any(
+            map(_names_kdist, config.values())
+        )
+    return isinstance(config, list | tuple) and any(map(_names_kdist, config))
 
 
 def _are_functional(args, kwargs):

@@ -4,6 +4,7 @@ if __name__ == "__main__":
     program.run(main)
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,19 +15,27 @@ from absl import app
 _USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ArithmeticError, ImportError)
 
 
-def run(main: Callable[[Sequence[str]], int | None]):
+def run(main: Callable[[Sequence[str]], int | None], takes: str | None = None):
     """Parses the command line, calls `main`, and exits with its code: 0, 1 for an error.
 
     An error prints its message alone; with KDIST_TRACEBACK=1 in the environment, where it came
     from as well. Ctrl-C ends with 130, as shells expect.
+
+    Args:
+        main: the program; it gets the arguments that are no flags, after the program's own name.
+        takes: what these arguments are, in words; None if the program takes flags alone.
     """
-    app.run(lambda arguments: _guarded(main, arguments))
+    # TensorFlow tells of every reduction that it plans; what goes wrong is still said.
+    logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    app.run(lambda arguments: _guarded(main, arguments, takes))
 
 
-def _guarded(main, arguments):
+def _guarded(main, arguments, takes):
     name = os.path.basename(arguments[0])
-    if len(arguments) > 1:
+    if len(arguments) > 1 and not takes:
         return _fail(name, f"unknown argument {arguments[1]!r}; flags are --name=value (--help)")
+    if len(arguments) == 1 and takes:
+        return _fail(name, f"name {takes} (--help)")
     try:
         return main(arguments)
     except KeyboardInterrupt:

@@ -29,6 +29,11 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
 
+    def check_is_free(self):
+        """Raises a FileExistsError if the directory holds a run, or is a file."""
+        if self.config.exists() or (self.path.exists() and not self.path.is_dir()):
+            raise self._taken()
+
     @classmethod
     def create(cls, path: str | os.PathLike, config: Mapping[str, Any]) -> "RunDirectory":
         """Makes the directory of a new run and writes `config` into it.
@@ -44,10 +49,7 @@ class RunDirectory:
             with open(run.config, "x", encoding="utf-8") as file:
                 json.dump(finite(config), file, indent=2)
         except FileExistsError as error:
-            raise FileExistsError(
-                f"{run.path} already holds {run._what_is_there()}; take another --run_dir, or move "
-                "the old one away"
-            ) from error
+            raise run._taken() from error
         except OSError as error:
             raise OSError(
                 f"cannot write the run directory {run.path} ({error.strerror}); take a --run_dir "
@@ -89,6 +91,12 @@ class RunDirectory:
         # Readable by whom the user's umask says, not by the owner alone as temporary files are.
         os.chmod(file.name, self.config.stat().st_mode)
         os.replace(file.name, self.summary)
+
+    def _taken(self):
+        return FileExistsError(
+            f"{self.path} already holds {self._what_is_there()}; take another --run_dir, or move "
+            "the old one away"
+        )
 
     def _what_is_there(self):
         if not self.path.is_dir():

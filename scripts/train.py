@@ -60,7 +60,7 @@ flags.DEFINE_integer("local_batch_size", 64, "Examples a replica takes in a step
 flags.DEFINE_integer("epochs", 1, "Times through the data.", lower_bound=1)
 flags.DEFINE_enum("optimizer", "momentum", ["sgd", "momentum", "adam"], "momentum is SGD with 0.9.")
 flags.DEFINE_float("learning_rate", 0.05, "The highest learning rate.", lower_bound=0.0)
-flags.DEFINE_enum("schedule", "ramp", ["constant", "ramp", "cosine"], "How the rate moves.")
+flags.DEFINE_enum("schedule", "cosine", ["constant", "ramp", "cosine"], "How the rate moves.")
 flags.DEFINE_float("ramp_epochs", 0.2, "Epochs in which the rate rises.", lower_bound=0.0)
 flags.DEFINE_float("decay", 0.5, "ramp: factor an epoch by which the rate falls afterwards.")
 flags.DEFINE_enum(
@@ -88,6 +88,9 @@ def main(_):
     import keras  # after --help has been answered: TensorFlow takes seconds to import
 
     started = time.perf_counter()
+    run_dir = FLAGS.run_dir or default_run_dir()
+    RunDirectory(run_dir).check_is_free()
+
     # Devices and data
     strategy = kdist.create_strategy(
         FLAGS.strategy,
@@ -98,7 +101,6 @@ def main(_):
     batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync)
     keras.utils.set_random_seed(FLAGS.seed)
     dataset, train, test = load_data(batch)
-    run = RunDirectory.create(FLAGS.run_dir or default_run_dir(), config(dataset))
     print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
 
     # Model
@@ -113,6 +115,7 @@ def main(_):
         )
 
     # Training
+    run = RunDirectory.create(run_dir, config(dataset))
     telemetry = kdist.callbacks.Telemetry(run)
     checkpoint = kdist.callbacks.EpochCheckpoint(run.checkpoints)
     stop = kdist.callbacks.StopOnNonFiniteLoss(checkpoint)

@@ -49,8 +49,8 @@ def from_arrays(images, labels, num_classes=None, class_names=None) -> ArraySour
         class_names: a name for each class.
 
     Raises:
-        ValueError: shapes or lengths that do not fit, no examples, or labels that are no whole
-            numbers or out of range.
+        ValueError: shapes or lengths that do not fit, no examples, images of another type, labels
+            that are no whole numbers or out of range, or not one name a class.
     """
     images, labels = np.asarray(images), np.asarray(labels)
     if images.ndim == 3:
@@ -64,23 +64,33 @@ def from_arrays(images, labels, num_classes=None, class_names=None) -> ArraySour
     if len(images) != len(labels) or not len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels: give one label an image")
     if images.dtype != np.uint8:
-        images = images.astype("float32")
+        images = _as_float32(images)
     num_classes = num_classes or len(class_names or ()) or int(labels.max()) + 1
     check_labels(labels, num_classes, "from_arrays")
+    if class_names and len(class_names) != num_classes:
+        raise ValueError(
+            f"{len(class_names)} class names for {num_classes} classes: give one name a class"
+        )
     names = tuple(class_names) if class_names else None
     return ArraySource(images, labels.astype("int32"), num_classes, names)
 
 
+def _as_float32(images):
+    # Whole numbers of other types are refused: whether 255 or 65,535 is white cannot be known.
+    if not np.issubdtype(images.dtype, np.floating):
+        raise ValueError(
+            f"images of type {images.dtype}: give uint8 (0 to 255) or floats, by images.astype(…)"
+        )
+    return images.astype("float32")
+
+
 def digits() -> tuple[ArraySource, ArraySource]:
-    """Scikit-learn's handwritten digits, 8×8×1: 1,437 to train on and 360 to test with."""
+    """Scikit-learn's handwritten digits, 8×8×1: always the same 1,437, and 360 to test with."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype("uint8")
     names = tuple(str(digit) for digit in range(10))
-    # The rows are grouped by writer; every fifth goes to the test, whatever the seed.
-    is_test = np.arange(len(images)) % 5 == 4
-    return (
-        from_arrays(images[~is_test], bunch.target[~is_test], class_names=names),
-        from_arrays(images[is_test], bunch.target[is_test], class_names=names),
-    )
+    source = from_arrays(images, bunch.target, class_names=names)
+    order = np.random.default_rng(0).permutation(len(images))
+    return source.select(np.sort(order[360:])), source.select(np.sort(order[:360]))

@@ -7,6 +7,7 @@ import gzip
 import os
 import pathlib
 import struct
+import zlib
 
 import numpy as np
 
@@ -41,32 +42,46 @@ def load_idx(directory, class_names=None) -> tuple[ArraySource, ArraySource]:
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: a file is no IDX file, or is cut short.
+        ValueError: a file is no IDX file, is cut short, or does not fit to the others.
     """
-    return tuple(
-        from_arrays(*(read_idx(_require(directory, name)) for name in names), None, class_names)
-        for names in _PARTS.values()
+    parts = [
+        (read_idx(_require(directory, images), rank=3), read_idx(_require(directory, labels), 1))
+        for images, labels in _PARTS.values()
+    ]
+    # Of both parts: a small test part need not hold every class.
+    num_classes = len(class_names or ()) or 1 + max(
+        int(labels.max(initial=0)) for _, labels in parts
     )
+    try:
+        return tuple(from_arrays(*part, num_classes, class_names) for part in parts)
+    except ValueError as error:
+        raise ValueError(f"IDX files in {directory}: {error}") from error
 
 
-def read_idx(path: str | os.PathLike) -> np.ndarray:
+def read_idx(path: str | os.PathLike, rank: int | None = None) -> np.ndarray:
     """The array in an IDX file, compressed if its name ends in `.gz`.
 
+    Args:
+        path: the file.
+        rank: how many axes the array must have: 3 for images, 1 for labels. Defaults to any.
+
     Raises:
-        ValueError: it is no IDX file, or it is cut short or damaged.
+        ValueError: it is no IDX file, is cut short or damaged, or has another number of axes.
     """
     opener = gzip.open if os.fspath(path).endswith(".gz") else open
     try:
         with opener(path, "rb") as file:
             content = file.read()
-    except (EOFError, gzip.BadGzipFile, OSError) as error:
+    except (EOFError, zlib.error, OSError) as error:
         raise ValueError(f"{path} cannot be read ({error}); fetch the file again") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES:
         raise ValueError(f"{path} is no IDX file: it begins with {content[:4]!r}")
-    dtype, rank = np.dtype(_TYPES[content[2]]), content[3]
-    start = 4 + 4 * rank
+    dtype, axes = np.dtype(_TYPES[content[2]]), content[3]
+    if rank not in (None, axes):
+        raise ValueError(f"{path} holds an array of {axes} axes instead of {rank}; were two mixed?")
+    start = 4 + 4 * axes
     if len(content) >= start:
-        shape = struct.unpack(f">{rank}I", content[4:start])
+        shape = struct.unpack(f">{axes}I", content[4:start])
         if len(content) - start == dtype.itemsize * int(np.prod(shape)):
             return np.frombuffer(content, dtype, offset=start).reshape(shape)
     raise ValueError(f"{path} is cut short or damaged: {len(content)} bytes; fetch it again")

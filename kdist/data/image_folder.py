@@ -15,6 +15,8 @@ from kdist.data.source import Source
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 _NAMED_AT_MOST = 5
+# Looking at every file takes a minute or so for 25,000: how far it is, is told after so many.
+_TOLD_EACH = 5000
 
 
 class ImageFolderSource(Source):
@@ -96,7 +98,11 @@ def _readable(found):
             return True
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        broken = list(pool.map(is_broken, found))
+        broken = []
+        for is_bad in pool.map(is_broken, found):
+            broken.append(is_bad)
+            if len(broken) % _TOLD_EACH == 0:
+                print(f"kdist: {len(broken)} of {len(found)} images looked at", file=sys.stderr)
     names = [os.path.join(*pathlib.Path(path).parts[-2:]) for path, _ in _where(found, broken)]
     if names:
         more = ", …" if len(names) > _NAMED_AT_MOST else ""

@@ -10,7 +10,7 @@ their type: uint8 stays uint8.
 
 import ast
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -24,12 +24,14 @@ class Operation:
         apply: image -> image, or (image, seed) -> image where it is random; a seed is int32 (2,).
         is_random: whether it differs from epoch to epoch; such are left out in evaluation.
         size: the (H, W) that comes out, or None if that of the image.
+        smallest: the (H, W) that an image needs at least; (1, 1) where any will do.
     """
 
     name: str
     apply: Callable
     is_random: bool = False
     size: tuple[int, int] | None = None
+    smallest: tuple[int, int] = (1, 1)
 
 
 def resize(height: int, width: int) -> Operation:
@@ -65,7 +67,9 @@ def random_crop(height: int, width: int, padding: int = 0) -> Operation:
     _check_size(height, width)
     if padding < 0:
         raise ValueError(f"random_crop: padding={padding} cannot be negative")
-    return Operation(f"random_crop({height}, {width}, {padding})", apply, True, (height, width))
+    name = f"random_crop({height}, {width}, {padding})"
+    smallest = height - 2 * padding, width - 2 * padding
+    return Operation(name, apply, is_random=True, size=(height, width), smallest=smallest)
 
 
 def random_flip() -> Operation:
@@ -99,8 +103,30 @@ def _parse_one(text):
         arguments = [ast.literal_eval(argument) for argument in call.args]
         named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         return BY_NAME[call.func.id](*arguments, **named)
-    except TypeError as error:
-        raise ValueError(f"{text!r}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{text!r}: {error}; arguments are numbers, as in resize(160, 160)"
+        ) from error
+
+
+def check(operations: str | Sequence[Operation]) -> tuple[Operation, ...]:
+    """The operations of a text, or these operations themselves if they are such.
+
+    Raises:
+        TypeError: something else than operations.
+        ValueError: as `parse`.
+    """
+    if isinstance(operations, str):
+        return parse(operations)
+    if isinstance(operations, Operation):
+        return (operations,)
+    for operation in operations:
+        if not isinstance(operation, Operation):
+            raise TypeError(
+                f"{operation!r} is no operation; give a text such as 'random_flip()', or calls of "
+                f"kdist.data.operations: {', '.join(f'{name}(…)' for name in BY_NAME)}"
+            )
+    return tuple(operations)
 
 
 def _check_size(height, width):

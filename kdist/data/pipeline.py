@@ -22,8 +22,8 @@ import tensorflow as tf
 
 from kdist.batch import Batch
 from kdist.data.arrays import ArraySource, from_arrays
-from kdist.data.operations import Operation
-from kdist.data.source import Source
+from kdist.data.operations import Operation, check
+from kdist.data.source import Source, check_seed
 
 # A cache may take this share of the memory that is free when it is decided on.
 CACHE_SHARE = 0.5
@@ -38,7 +38,8 @@ class Pipeline:
         batch: a batch of the pipeline is one global batch.
         training: endless and shuffled, or each example once, in order. Defaults to True.
         seed: of the order and of random operations. Defaults to 0.
-        operations: what is done to each image. In evaluation, random ones are left out.
+        operations: what is done to each image, as operations or as a text such as
+            `"resize(160, 160)|random_flip()"`. In evaluation, random ones are left out.
         cache: whether the images are decoded and resized once and kept in memory: True, False,
             or `"auto"`, the default: if they take no more than half of the free memory.
 
@@ -49,8 +50,10 @@ class Pipeline:
         steps_per_epoch: full batches in training, batches with all examples in evaluation.
 
     Raises:
-        ValueError: the batch is larger than the training data, or images differ in size and no
-            operation brings them to one.
+        TypeError: an operation that is none.
+        ValueError: the batch is larger than the training data, images differ in size and no
+            operation brings them to one, images smaller than an operation needs, or a seed or
+            cache that cannot be.
     """
 
     def __init__(
@@ -60,10 +63,12 @@ class Pipeline:
         *,
         training: bool = True,
         seed: int = 0,
-        operations: Sequence[Operation] = (),
+        operations: str | Sequence[Operation] = (),
         cache: bool | str = "auto",
     ):
-        self.batch, self.training, self.seed = batch, training, seed
+        if cache not in (True, False, "auto"):
+            raise ValueError(f"cache={cache!r}: give True, False or 'auto'")
+        self.batch, self.training, self.seed = batch, training, check_seed(seed)
         self.num_examples, self.num_classes = source.num_examples, source.num_classes
         self.class_names = source.class_names
         self.steps_per_epoch = (
@@ -71,7 +76,7 @@ class Pipeline:
             if training
             else batch.steps_to_see_all(self.num_examples)
         )
-        self._operations = tuple(op for op in operations if training or not op.is_random)
+        self._operations = tuple(op for op in check(operations) if training or not op.is_random)
         self.image_shape = _shape_after(self._operations, source.image_shape)
         self._source, self._operations = _cached(source, self._operations, cache)
 
@@ -80,14 +85,20 @@ class Pipeline:
 
         x is (B, H, W, C), uint8 if the source is; y int32 (B,); valid bool (B,), False for
         padding. B is the global batch.
+
+        Raises:
+            ValueError: `start_step` is negative.
         """
+        if start_step < 0:
+            raise ValueError(f"start_step={start_step}: batches are counted from 0")
         if self.training:
             steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
         else:
             steps = tf.data.Dataset.range(start_step, self.steps_per_epoch)
-        dataset = self._examples(steps) if self._operations or self._one_by_one else None
-        if dataset is None:
-            dataset = steps.map(self._gather, num_parallel_calls=tf.data.AUTOTUNE)
+        if self._operations or not isinstance(self._source, ArraySource):
+            dataset = self._examples(steps)
+        else:
+            dataset = steps.map(_as_is(self._gather), num_parallel_calls=tf.data.AUTOTUNE)
         return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
 
     @property
@@ -126,10 +137,6 @@ class Pipeline:
 
     # A batch at once, where nothing is to be done to single images.
 
-    @property
-    def _one_by_one(self):
-        return not isinstance(self._source, ArraySource)
-
     def _gather(self, step):
         numbers = self._numbers(step)
         if self.training:
@@ -141,15 +148,14 @@ class Pipeline:
     # Image by image.
 
     def _examples(self, steps):
-        numbered = steps.flat_map(
-            lambda step: tf.data.Dataset.from_tensor_slices(
-                (self._numbers(step), tf.fill([self.batch.global_size], step))
-            )
-        )
+        numbered = steps.map(_as_is(self._numbered)).unbatch()
         examples = numbered.map(
-            self._example, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+            _as_is(self._example), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
         return examples.batch(self.batch.global_size, drop_remainder=True)
+
+    def _numbered(self, step):
+        return self._numbers(step), tf.fill([self.batch.global_size], step)
 
     def _example(self, number, step):
         valid = number >= 0
@@ -170,6 +176,11 @@ class Pipeline:
         return image
 
 
+def _as_is(function):
+    """The function without AutoGraph, which would read its source again while a run goes on."""
+    return tf.autograph.experimental.do_not_convert(function)
+
+
 def _seed(seed, epoch, number, place):
     """int32 (2,): one seed for each operation on each example in each epoch."""
     base = tf.constant([seed & 0x7FFFFFFF, place], tf.int32)
@@ -188,6 +199,14 @@ def _blank(values, valid):
 def _shape_after(operations, image_shape):
     height, width, channels = image_shape
     for operation in operations:
+        if any(
+            has is not None and has < need
+            for has, need in zip((height, width), operation.smallest, strict=True)
+        ):
+            raise ValueError(
+                f"{operation.name} needs images of {operation.smallest} pixels or more, and they "
+                f"are {(height, width)} there; put a resize before it, or change its arguments"
+            )
         height, width = operation.size or (height, width)
     if None in (height, width):
         raise ValueError(
@@ -230,9 +249,12 @@ def _in_memory(source, operations):
         return functools.reduce(lambda image, op: op.apply(image), operations, image), label
 
     dataset = tf.data.Dataset.range(source.num_examples)
-    dataset = dataset.map(prepared, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-    batches = list(dataset.batch(256).as_numpy_iterator())
-    images, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    dataset = dataset.map(_as_is(prepared), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    images, labels = None, np.empty(source.num_examples, "int32")
+    for number, (image, label) in enumerate(dataset.as_numpy_iterator()):
+        if images is None:  # filled in place: two copies need not fit
+            images = np.empty((source.num_examples, *image.shape), image.dtype)
+        images[number], labels[number] = image, label
     return from_arrays(images, labels, source.num_classes, source.class_names)
 
 

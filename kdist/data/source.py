@@ -45,12 +45,19 @@ class Source(abc.ABC):
                 f"{number} examples asked for; there are {self.num_examples}. Set --examples to a "
                 f"number from 1 to {self.num_examples}, or leave it out for all"
             )
-        chosen = np.random.default_rng(seed).permutation(self.num_examples)[:number]
+        chosen = np.random.default_rng(check_seed(seed)).permutation(self.num_examples)[:number]
         return self.select(np.sort(chosen))
 
     @abc.abstractmethod
     def select(self, indices: Sequence[int]) -> "Source":
         """The source of these examples alone."""
+
+
+def check_seed(seed: int) -> int:
+    """The seed, if it is a whole number from 0 to 2^63 - 1; otherwise raises a ValueError."""
+    if not isinstance(seed, int | np.integer) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed!r}: give a whole number from 0 on (--seed)")
+    return int(seed)
 
 
 def check_labels(labels: np.ndarray, num_classes: int, what: str):

@@ -6,15 +6,21 @@ train, test = load_tfds("cats_vs_dogs", splits=("train[:80%]", "train[80%:]"))
 import contextlib
 import difflib
 import os
-import socket
+import sys
+import urllib.error
 import urllib.parse
 import urllib.request
 
 import numpy as np
+import psutil
 import tensorflow as tf
 
 from kdist.data.arrays import from_arrays
 from kdist.data.source import DatasetUnavailable, Source, check_labels
+from kdist.data.tfrecord import RecordSource
+
+# What is read into memory may take this share of what is free: its tensor is a second copy.
+MEMORY_SHARE = 0.25
 
 
 class EncodedSource(Source):
@@ -71,27 +77,32 @@ def load_tfds(
     Args:
         name: TFDS's name, with a configuration and version if wanted: `"mnist"`, `"cifar10:3.0.2"`.
         splits: TFDS's split expressions for training and test; by default `train` and `test`, or
-            where there is no `test`, the first 80 % of `train` and the rest.
+            where there is no `test`, `train` and `validation`; where there is neither, the first
+            80 % of `train` and the rest.
         data_dir: TFDS's directory; by default its own choice, `~/tensorflow_datasets`.
         download: whether it may be downloaded.
 
     Raises:
         ValueError: TFDS knows no such data set or split, or it is not one of images and labels.
         DatasetUnavailable: it is not here and cannot be downloaded.
+
+    A data set that takes more than a quarter of the free memory is read from its files as it is
+    asked for, any other once.
     """
     import tensorflow_datasets as tfds
 
     with _without_google_cloud(tfds):
         try:
             builder = tfds.builder(name, data_dir=data_dir)
-        except tfds.core.DatasetNotFoundError as error:
-            raise ValueError(_unknown(name, tfds.list_builders())) from error
+        except (tfds.core.DatasetNotFoundError, ValueError) as error:  # unknown, or no name at all
+            raise ValueError(_unknown(name, tfds.list_builders(), error)) from error
         if not builder.data_path.exists():
             _prepare(builder, download)
         return _sources(tfds, builder, splits)
 
 
-_CONNECT_SECONDS = 5.0
+# How long a host may take to answer.
+_SECONDS = 5.0
 
 
 def _prepare(builder, download):
@@ -115,55 +126,100 @@ def _prepare(builder, download):
 
 def _check_reachable(builder):
     """Raises OSError if no host of the data set answers; TFDS itself would retry for minutes."""
-    hosts = {urllib.parse.urlsplit(url).netloc for url in builder.url_infos}
-    if urllib.request.getproxies() or not hosts:
-        return
-    for host in hosts:
+    hosts = {urllib.parse.urlsplit(url).netloc: url for url in builder.url_infos}
+    failures = []
+    for host, url in hosts.items():
         try:
-            with socket.create_connection((host.partition(":")[0], 80), _CONNECT_SECONDS):
-                return
+            # Through the proxy, if the environment names one, as TFDS does.
+            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_SECONDS)
+            return
+        except urllib.error.HTTPError:  # an answer; what it means, the download will tell
+            return
         except OSError as error:
-            last = error
-    raise OSError(f"{', '.join(sorted(hosts))}: {last.strerror or last}")
+            failures.append(f"{host}: {getattr(error, 'reason', error)}")
+    if failures:
+        raise OSError("; ".join(failures))
 
 
 def _sources(tfds, builder, splits):
     info = builder.info
-    if not info.supervised_keys or not {"image", "label"} <= set(info.features):
+    keys = info.supervised_keys
+    kinds = tfds.features.Image, tfds.features.ClassLabel
+    if not keys or not all(
+        isinstance(info.features[key], kind) for key, kind in zip(keys, kinds, strict=False)
+    ):
         raise ValueError(
-            f"{builder.name} is not a data set of images with labels: its features are "
-            f"{', '.join(info.features)}"
+            f"{builder.name} is not a data set of images with class labels: its features are "
+            f"{', '.join(info.features)}; take another one"
         )
     if splits is None:
-        splits = ("train", "test") if "test" in info.splits else ("train[:80%]", "train[80%:]")
-    sources = []
-    for split in splits:
-        try:
-            sources.append(_source(tfds, builder, split))
-        except (ValueError, KeyError) as error:
-            if "split" not in str(error).lower():
-                raise
-            raise ValueError(
-                f"{builder.name} has no split {split!r}; it has {', '.join(info.splits)}, and "
-                "parts of them such as 'train[:80%]'"
-            ) from error
-    return tuple(sources)
+        held_out = [name for name in ("test", "validation") if name in info.splits]
+        splits = ("train", held_out[0]) if held_out else ("train[:80%]", "train[80%:]")
+    return tuple(_source(tfds, builder, split) for split in splits)
+
+
+def _part(info, split):
+    """What a split expression stands for."""
+    try:
+        part = info.splits[split]
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"{info.name} has no split {split!r}; it has {', '.join(info.splits)}, and parts of "
+            "them such as 'train[:80%]'"
+        ) from error
+    if not part.num_examples:
+        raise ValueError(f"{info.name}: the split {split!r} is empty; take a larger part")
+    return part
 
 
 def _source(tfds, builder, split):
-    features = builder.info.features
-    shape, label = features["image"].shape, features["label"]
-    names = tuple(label.names) if getattr(label, "names", None) else None
+    info = builder.info
+    part = _part(info, split)
+    image_key, label_key = info.supervised_keys[:2]
+    shape, label = info.features[image_key].shape, info.features[label_key]
+    names = tuple(label.names) if label.names else None
+    if not _fits_in_memory(builder, part, shape):
+        return _on_disk(builder, part, names)
     if None not in shape:
         examples = tfds.as_numpy(builder.as_dataset(split, batch_size=-1))
-        return from_arrays(examples["image"], examples["label"], label.num_classes, names)
+        return from_arrays(examples[image_key], examples[label_key], label.num_classes, names)
     # Images of different sizes stay as they are in the file; they are decoded when asked for.
-    decoders = {"image": tfds.decode.SkipDecoding()}
+    decoders = {image_key: tfds.decode.SkipDecoding()}
     examples = list(tfds.as_numpy(builder.as_dataset(split, decoders=decoders)))
-    labels = np.array([example["label"] for example in examples])
-    check_labels(labels, label.num_classes, builder.name)
-    contents = [example["image"] for example in examples]
+    labels = np.array([example[label_key] for example in examples])
+    check_labels(labels, label.num_classes, f"{builder.name}, split {split}")
+    contents = [example[image_key] for example in examples]
     return EncodedSource(contents, labels, shape[-1], label.num_classes, names)
+
+
+def _fits_in_memory(builder, part, shape):
+    splits = builder.info.splits.values()
+    share = part.num_examples / max(1, sum(split.num_examples for split in splits))
+    size = builder.info.dataset_size * share
+    if None not in shape:
+        size = part.num_examples * int(np.prod(shape))
+    free = psutil.virtual_memory().available
+    fits = size <= MEMORY_SHARE * free
+    if not fits:
+        print(
+            f"kdist: {builder.name} takes {size / 1e9:.1f} GB of {free / 1e9:.1f} GB free memory: "
+            "read from disk as it is asked for",
+            file=sys.stderr,
+        )
+    return fits
+
+
+def _on_disk(builder, part, names):
+    features = builder.info.features
+    image_key, label_key = builder.info.supervised_keys[:2]
+
+    def parse(record):
+        example = features.deserialize_example(record)
+        return example[image_key], tf.cast(example[label_key], tf.int32)
+
+    files = [(file.filename, file.skip, file.take) for file in part.file_instructions]
+    shape = features[image_key].shape
+    return RecordSource.of_files(files, parse, shape, features[label_key].num_classes, names)
 
 
 @contextlib.contextmanager
@@ -177,9 +233,13 @@ def _without_google_cloud(tfds):
     finally:
         if before is None:
             del os.environ["NO_GCE_CHECK"]
+        else:
+            os.environ["NO_GCE_CHECK"] = before
 
 
-def _unknown(name, known):
+def _unknown(name, known, error):
+    if name.partition("/")[0].partition(":")[0] in known:  # its configuration or version is not
+        return f"{name!r}: {error}"
     close = difflib.get_close_matches(name, ["digits", *known], n=3, cutoff=0.6)
     hint = f"; did you mean {' or '.join(close)}?" if close else ";"
     return (

@@ -11,6 +11,7 @@ from keras.src.backend.tensorflow.trainer import (
     reduce_per_replica,
 )
 from keras.src.callbacks.progbar_logger import ProgbarLogger
+from keras.src.losses.loss import unscale_loss_for_distribution
 from keras.src.models.functional import Functional
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.utils.python_utils import pythonify_logs
@@ -26,12 +27,15 @@ __all__ = [
     "reduce_per_replica",
     "save_as",
     "train_validation_split",
+    "unscale_loss_for_distribution",
 ]
 
 # Attributes and methods, private to Keras's trainer, that kdist/training reads, calls or overrides.
 TRAINER_MEMBERS = (
     "_assert_compile_called",
     "_autoconvert_optionals",
+    "_call_has_training_arg",
+    "_distribute_strategy",
     "_compute_loss",
     "_flatten_metrics_in_order",
     "_get_metrics_result_or_logs",

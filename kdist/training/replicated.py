@@ -16,9 +16,10 @@ from kdist.training.keras_internals import (
     filter_traceback,
     pythonify_logs,
     train_validation_split,
+    unscale_loss_for_distribution,
 )
 from kdist.training.logs import CallbackList, LazyLogs
-from kdist.training.padding import drop_padding
+from kdist.training.padding import call_on_rows, keep_valid, may_be_empty, split_mask
 
 
 class ReplicatedTrainer(TensorFlowTrainer):
@@ -37,10 +38,34 @@ class ReplicatedTrainer(TensorFlowTrainer):
     # What one replica does with its share of a batch.
 
     def test_step(self, data):
-        return super().test_step(drop_padding(data))
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        valid, sample_weight = split_mask(sample_weight)
+        if valid is None and not self._may_be_empty(x):
+            return super().test_step(data)
+        y_pred = self._predictions(x, valid)
+        x, y = keep_valid((x, y), valid)
+        loss = self._compute_loss(
+            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False
+        )
+        examples = tf.shape(keras.tree.flatten(x)[0])[0]
+        self._loss_tracker.update_state(unscale_loss_for_distribution(loss), examples)
+        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def predict_step(self, data):
-        return super().predict_step(drop_padding(data))
+        x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        return self._predictions(x, split_mask(sample_weight)[0])
+
+    def _predictions(self, x, valid):
+        """The outputs for one replica's share, without those for padding."""
+
+        def call(x):
+            return self(x, training=False) if self._call_has_training_arg else self(x)
+
+        outputs = call_on_rows(x, call) if self._may_be_empty(x) else call(x)
+        return keep_valid(outputs, valid)
+
+    def _may_be_empty(self, x):
+        return may_be_empty(x, self.distribute_strategy.num_replicas_in_sync)
 
     # What is called for a group of steps.
 
@@ -100,7 +125,9 @@ class ReplicatedTrainer(TensorFlowTrainer):
             (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        x, steps_per_epoch = _training_data(x, steps_per_epoch, initial_epoch)
+        if _is_pipeline(x):
+            x, steps_per_epoch = _training_data(x, steps_per_epoch, initial_epoch)
+            shuffle = False  # the pipeline does; Keras would warn that it does not
         groups = self._step_groups(
             x=x,
             y=y,
@@ -287,8 +314,6 @@ def _is_pipeline(x):
 
 
 def _training_data(x, steps_per_epoch, initial_epoch):
-    if not _is_pipeline(x):
-        return x, steps_per_epoch
     if not x.training:
         raise ValueError(
             "fit was given an evaluation pipeline, whose last batch holds padding; train on the "

@@ -13,7 +13,7 @@ from kdist.training.replicated import ReplicatedTrainer
 
 @pytest.mark.parametrize("name", keras_internals.TRAINER_MEMBERS)
 def test_trainer_members(name):
-    assert hasattr(keras_internals.TensorFlowTrainer, name)
+    assert hasattr(keras_internals.TensorFlowTrainer(), name)
 
 
 @pytest.mark.parametrize("name", keras_internals.EPOCH_ITERATOR_MEMBERS)

@@ -164,6 +164,37 @@ def test_padding_counts_nowhere(strategy, number):
     np.testing.assert_allclose(model.predict(padded(number, 8), verbose=0), predicted, rtol=1e-5)
 
 
+@pytest.mark.parametrize("number", [16, 17, 18, 31])
+@pytest.mark.parametrize("data", ["arrays", "padded"])
+def test_convolutions_take_batches_that_replicas_cannot_share(strategy, number, data):
+    """Of 17 examples in batches of 8, the last is one: some replicas get none."""
+    x = np.random.default_rng(0).normal(size=(number, 8, 8, 1)).astype("float32")
+    y = np.arange(number) % 3
+
+    def build(model_class):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((8, 8, 1))
+        z = keras.layers.Conv2D(4, 3, strides=2, padding="same")(inputs)
+        z = keras.layers.ReLU()(keras.layers.BatchNormalization()(z))
+        outputs = keras.layers.Dense(3, activation="softmax")(keras.layers.Flatten()(z))
+        model = model_class(inputs, outputs)
+        model.compile(loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    with strategy.scope():
+        model = build(kdist.Model)
+    reference = build(keras.Model)
+    batch = kdist.Batch.from_global(8, replicas=strategy.num_replicas_in_sync)
+    source = kdist.data.from_arrays(x, y)
+    test = kdist.data.Pipeline(source, batch, training=False) if data == "padded" else None
+    arguments = [test] if test else [x, y, 8]
+    assert model.evaluate(*arguments, verbose=0) == pytest.approx(
+        reference.evaluate(x, y, verbose=0), rel=1e-5
+    )
+    predicted = model.predict(test or x, **({} if test else {"batch_size": 8}), verbose=0)
+    np.testing.assert_allclose(predicted, reference.predict(x, verbose=0), rtol=1e-4, atol=1e-6)
+
+
 def test_boolean_sample_weights_of_the_user_are_weights(mirrored):
     x, y = arrays(16)
     with mirrored.scope():

@@ -1,0 +1,125 @@
+import json
+import math
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+from kdist.callbacks import (
+    EpochCheckpoint,
+    NonFiniteLossError,
+    StopOnNonFiniteLoss,
+    Telemetry,
+)
+
+
+def linear(rate=0.1, model_class=kdist.Model, **arguments):
+    inputs = keras.Input((4,))
+    model = model_class(inputs, keras.layers.Dense(1)(inputs))
+    model.compile(keras.optimizers.SGD(rate), "mse", **arguments)
+    return model
+
+
+X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_telemetry_writes_steps_examples_and_epochs(tmp_path, strategy):
+    with strategy.scope():
+        model = linear()
+    telemetry = Telemetry(tmp_path, every_seconds=0.0)
+    history = model.fit(
+        X, Y, batch_size=8, epochs=2, validation_data=(X, Y), verbose=0, callbacks=[telemetry]
+    ).history
+    records = lines(tmp_path / "metrics.jsonl")
+    assert [r["kind"] for r in records] == (["train"] * 5 + ["epoch"]) * 2
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 11))
+    assert [r["examples"] for r in records if r["kind"] == "train"] == list(range(8, 81, 8))
+    epochs = [r for r in records if r["kind"] == "epoch"]
+    assert [r["val_loss"] for r in epochs] == pytest.approx(history["val_loss"])
+    assert [r["loss"] for r in epochs] == pytest.approx(history["loss"])
+    assert [r["learning_rate"] for r in records] == pytest.approx([0.1] * 12)
+    assert sum(telemetry.epoch_seconds) == pytest.approx(sum(r["epoch_seconds"] for r in epochs))
+    after_first = sum(telemetry.epoch_seconds) - telemetry.first_call_seconds
+    assert telemetry.examples_per_second == pytest.approx(9 * 8 / after_first)
+
+
+def test_telemetry_writes_the_schedules_rate(tmp_path, mirrored):
+    rate = kdist.schedules.Ramp(0.1, kdist.Batch(4, 2), ramp_examples=40)
+    with mirrored.scope():
+        model = linear(rate)
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Telemetry(tmp_path, every_seconds=0.0)])
+    written = [r["learning_rate"] for r in lines(tmp_path / "metrics.jsonl")][:5]
+    assert written == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1], rel=1e-5)
+
+
+def test_telemetry_reads_no_logs_in_between(tmp_path):
+    model = linear()
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Telemetry(tmp_path, every_seconds=1e9)])
+    assert [r["kind"] for r in lines(tmp_path / "metrics.jsonl")] == ["epoch"]
+
+
+def poisoned(bad_example=27):
+    x = X.copy()
+    x[bad_example] = np.inf
+    return x
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_bad_loss_stops_at_its_step_and_keeps_the_last_good_model(tmp_path, strategy, k):
+    with strategy.scope():
+        model = linear(steps_per_execution=k)
+    checkpoint = EpochCheckpoint(tmp_path)
+    callbacks = [StopOnNonFiniteLoss(checkpoint), checkpoint]
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=callbacks)
+    good = model.get_weights()
+    with pytest.raises(NonFiniteLossError, match=r"step 9 \(epoch 2\).*--learning_rate") as caught:
+        model.fit(
+            poisoned(), Y, batch_size=8, initial_epoch=1, epochs=3, shuffle=False, verbose=0,
+            callbacks=callbacks,
+        )  # fmt: skip
+    assert caught.value.step == 9
+    assert str(tmp_path / "epoch-0001.keras") in str(caught.value)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "epoch-0000.keras",
+        "epoch-0001.keras",
+    ]
+    kept = keras.saving.load_model(checkpoint.newest())
+    assert all(np.array_equal(a, b) for a, b in zip(kept.get_weights(), good, strict=True))
+
+
+def test_a_bad_loss_stops_plain_keras_after_the_epoch():
+    model = linear(model_class=keras.Model)
+    with pytest.raises(NonFiniteLossError, match="some step of epoch 1"):
+        model.fit(poisoned(), Y, batch_size=8, verbose=0, callbacks=[StopOnNonFiniteLoss()])
+
+
+def test_a_good_loss_stops_nothing():
+    model = linear()
+    history = model.fit(X, Y, epochs=3, verbose=0, callbacks=[StopOnNonFiniteLoss(every_seconds=0)])
+    assert len(history.history["loss"]) == 3
+
+
+def test_checkpoints_keep_the_newest(tmp_path):
+    model = linear()
+    checkpoint = EpochCheckpoint(tmp_path / "new" / "directory", keep=3)
+    model.fit(X, Y, epochs=5, verbose=0, callbacks=[checkpoint])
+    names = [path.name for path in sorted((tmp_path / "new" / "directory").iterdir())]
+    assert names == ["epoch-0003.keras", "epoch-0004.keras", "epoch-0005.keras"]
+    newest = keras.saving.load_model(checkpoint.newest())
+    assert np.array_equal(newest.get_weights()[0], model.get_weights()[0])
+    with pytest.raises(ValueError, match="keep at least 1"):
+        EpochCheckpoint(tmp_path, keep=0)
+
+
+def test_a_model_with_a_bad_loss_is_not_saved(tmp_path):
+    model = linear()
+    checkpoint = EpochCheckpoint(tmp_path)
+    checkpoint.set_model(model)
+    checkpoint.on_epoch_end(0, {"loss": math.nan})
+    assert checkpoint.newest() is None

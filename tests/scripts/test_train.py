@@ -1,0 +1,176 @@
+"""The programs as a user runs them, each in a process of its own."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import keras
+import pytest
+
+SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
+DIGITS = ["--dataset=digits", "--verbose=0"]
+
+
+def program(name, *flags, timeout=300):
+    return subprocess.run(
+        [sys.executable, SCRIPTS / f"{name}.py", *flags],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def train(run_dir, *flags):
+    process = program("train", f"--run_dir={run_dir}", *DIGITS, *flags)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads((run_dir / "summary.json").read_text()), process.stdout
+
+
+def test_one_device_and_two_give_the_same_test_loss(tmp_path):
+    """ResNet-18 in float32 with synchronised BatchNorm, at equal global batch."""
+    same = ["--model=resnet18", "--examples=512", "--learning_rate=0.01", "--sync_batch_norm"]
+    one, _ = train(tmp_path / "1", "--strategy=one_device", "--local_batch_size=32", *same)
+    two, printed = train(
+        tmp_path / "2", "--strategy=mirrored", "--num_devices=2", "--local_batch_size=16", *same
+    )
+    assert one["global_batch_size"] == two["global_batch_size"] == 32
+    assert two["test_loss"] == pytest.approx(one["test_loss"], abs=1e-4)
+    assert two["test_accuracy"] == pytest.approx(one["test_accuracy"], abs=1e-6)
+
+    assert two["devices"] == ["CPU:0", "CPU:1"]
+    assert (two["strategy"], two["num_replicas"]) == ("MirroredStrategy", 2)
+    assert two["versions"]["tensorflow"].startswith("2.")
+    for shown in ("test accuracy 0.", "sec/epoch", "examples/sec", "on CPU:0, CPU:1", "report: "):
+        assert shown in printed
+    assert sorted(path.name for path in (tmp_path / "2").iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+        "report.html",
+        "summary.json",
+    ]
+    config = json.loads((tmp_path / "2" / "config.json").read_text())
+    assert (config["dataset"], config["seed"], config["num_devices"]) == ("digits", 0, 2)
+
+
+def test_the_rest_of_the_flags(tmp_path):
+    summary, _ = train(
+        tmp_path / "run",
+        "--model=lenet",
+        "--devices=CPU:0,CPU:1",
+        "--strategy=mirrored",
+        "--reduction=reduction_to_one_device",
+        "--precision=mixed_bfloat16",
+        "--steps_per_execution=4",
+        "--epochs=8",
+        "--optimizer=adam",
+        "--learning_rate=0.01",
+        "--schedule=ramp",
+        "--scale_learning_rate=sqrt",
+        "--base_batch_size=64",
+        "--local_batch_size=32",
+        "--operations=random_crop(8, 8, padding=1)",
+    )
+    assert summary["precision"] == "mixed_bfloat16"
+    assert summary["test_accuracy"] > 0.6  # chance is 0.1
+    last = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["step"] == 8 * (1437 // 64)
+    assert json.loads(last)["examples"] == 64 * 8 * (1437 // 64)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--dataset=fashion_mnits"], "did you mean fashion_mnist"),
+        (["--model=lenett"], "did you mean 'lenet'"),
+        (["--strategy=mirored"], "did you mean 'mirrored'"),
+        (["--strategy=multi_worker"], "not in this version of kdist yet"),
+        (["--local_batch_size=2000"], "--local_batch_size) to 1437 or less"),
+        (["--local_batch_size=0"], "local_batch_size"),
+        (["--num_devices=-1"], "num_devices"),
+        (["--epochs=0"], "epochs"),
+        (["--examples=5000"], "--examples to a number from 1 to 1437"),
+        (["--num_devices=2", "--devices=CPU:0"], "num_devices"),
+        (["--steps=3"], "Unknown command line flag 'steps'"),
+        (["stray"], "unknown argument 'stray'"),
+        (["--operations=rotate(3)"], "there are resize"),
+        (["--dataset=./nowhere"], "no such directory"),
+    ],
+)
+def test_bad_input_is_met_with_its_remedy(tmp_path, flags, says):
+    process = program("train", f"--run_dir={tmp_path / 'run'}", *DIGITS, "--model=mlp", *flags)
+    assert process.returncode == 1
+    assert says in process.stderr
+    assert "Traceback" not in process.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_run_is_left_alone(tmp_path):
+    summary, _ = train(tmp_path / "run", "--model=mlp")
+    process = program("train", f"--run_dir={tmp_path / 'run'}", *DIGITS, "--model=mlp")
+    assert process.returncode == 1
+    assert "already holds a finished run (mlp on digits); take another --run_dir" in process.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    flags = ["--model=mlp", "--learning_rate=1e20", "--schedule=constant", "--epochs=3"]
+    process = program("train", f"--run_dir={tmp_path / 'run'}", *DIGITS, *flags)
+    assert process.returncode == 1
+    assert "the loss became NaN or infinite at step " in process.stderr
+    assert "The last good model is " in process.stderr
+    assert "Traceback" not in process.stderr
+    last_good = max((tmp_path / "run" / "checkpoints").iterdir())
+    assert str(last_good) in process.stderr
+    model = keras.saving.load_model(last_good)
+    assert all(keras.ops.all(keras.ops.isfinite(weight)) for weight in model.weights)
+
+
+def test_the_fallback_is_taken_and_said(tmp_path):
+    process = program(
+        "train",
+        f"--run_dir={tmp_path / 'run'}",
+        "--dataset=mnist",
+        f"--data_dir={tmp_path}",
+        "--nodownload",
+        "--model=mlp",
+        "--verbose=0",
+        "--fallback_dataset=digits",
+    )
+    assert process.returncode == 0, process.stderr
+    assert "mnist is not prepared" in process.stderr
+    assert "Training on digits instead." in process.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["dataset"] == "digits"
+
+
+def test_help_teaches():
+    process = program("train", "--help")
+    assert "python scripts/train.py --strategy=mirrored --num_devices=2" in process.stdout
+    for flag in ("--local_batch_size", "sync_batch_norm", "--run_dir"):
+        assert flag in process.stdout
+
+
+def test_check_says_what_works():
+    process = program("check", "--strategies=one_device,mirrored,central_storage")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "works: one_device, mirrored, central_storage" in process.stdout
+    assert "tensorflow 2." in process.stdout
+    broken = program("check", "--strategies=tpu")
+    assert broken.returncode == 1
+    assert "no TPU answers" in broken.stdout
+    assert "does not work here: tpu" in broken.stdout
+
+
+def test_report_of_a_run(tmp_path):
+    train(tmp_path / "run", "--model=mlp")
+    page = tmp_path / "page.html"
+    process = program("report", str(tmp_path / "run"), f"--output={page}")
+    assert process.returncode == 0
+    assert str(page) in process.stdout
+    assert "digits" in page.read_text()
+    nothing = program("report", str(tmp_path / "nowhere"))
+    assert nothing.returncode == 1
+    assert "is no run directory" in nothing.stderr
+    assert program("report").returncode == 1

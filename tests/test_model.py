@@ -1,0 +1,197 @@
+import json
+import zipfile
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+from kdist.testing import assert_same_weights, python
+
+X, Y = np.ones((8, 4), "float32"), np.ones((8, 2), "float32")
+
+
+def functional(model_class):
+    inputs = keras.Input((4,))
+    return model_class(inputs, keras.layers.Dense(2)(inputs))
+
+
+class Subclassed(kdist.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class Plain(keras.Model):
+    def __init__(self, units=2):
+        super().__init__()
+        self.units = units
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x):
+        return self.dense(x)
+
+
+class Configured(Plain):
+    def get_config(self):
+        return {"units": self.units}
+
+
+def trains(model):
+    model.compile("sgd", "mse")
+    before = model.get_weights() if model.built else None
+    losses = model.fit(X, Y, batch_size=4, epochs=3, verbose=0).history["loss"]
+    assert losses[-1] < losses[0]
+    assert before is None or not np.array_equal(before[0], model.get_weights()[0])
+
+
+def test_functional_and_subclassed_train_side_by_side(mirrored):
+    class Derived(kdist.Model):
+        pass
+
+    with mirrored.scope():
+        for model in (functional(kdist.Model), functional(Derived), Subclassed()):
+            trains(model)
+    assert isinstance(functional(Derived), Derived)
+    trains(Subclassed())  # not changed by the functional use of its base
+
+
+def test_of_takes_over_models_where_they_are(mirrored):
+    with mirrored.scope():
+        sequential = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        plain = Plain()
+        plain(X)
+        for model in (functional(keras.Model), sequential, plain):
+            weights = model.get_weights()
+            ours = kdist.Model.of(model)
+            assert ours is model
+            assert isinstance(ours, kdist.Model)
+            assert_same_weights(ours.get_weights(), weights, 0.0)
+            trains(ours)
+            assert kdist.Model.of(ours) is ours
+
+
+def test_of_keeps_compilation_and_optimizer_state():
+    model = functional(keras.Model)
+    model.compile("adam", "mse")
+    model.fit(X, Y, batch_size=4, verbose=0)
+    ours = kdist.Model.of(model)
+    ours.fit(X, Y, batch_size=4, verbose=0)
+    assert int(ours.optimizer.iterations.numpy()) == 4
+
+
+def test_of_copies_into_the_scope_of_another_strategy(mirrored):
+    outside = [
+        functional(keras.Model),
+        keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]),
+    ]
+    outside.append(Configured())
+    outside[-1](X)
+    with mirrored.scope():
+        for model in outside:
+            copy = kdist.Model.of(model)
+            assert copy is not model
+            assert_same_weights(copy.get_weights(), model.get_weights(), 0.0)
+            assert copy.distribute_strategy is mirrored
+            trains(copy)
+
+
+def test_of_refuses(mirrored):
+    with pytest.raises(TypeError, match="takes a keras.Model, got int"):
+        kdist.Model.of(3)
+    with pytest.raises(ValueError, match="has no variables yet"):
+        kdist.Model.of(Plain())
+    plain = Plain(3)
+    plain(X)
+    with mirrored.scope(), pytest.raises(ValueError, match="outside the strategy's scope"):
+        kdist.Model.of(plain)
+
+
+@pytest.mark.parametrize("kind", ["functional", "sequential", "nested"])
+def test_files_are_those_of_plain_keras(tmp_path, kind):
+    def build(model_class):
+        if kind == "functional":
+            return functional(model_class)
+        if kind == "sequential":
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            return model if model_class is keras.Model else kdist.Model.of(model)
+        inputs = keras.Input((4,))
+        return model_class(inputs, functional(model_class)(inputs))
+
+    configs = []
+    for model_class in (kdist.Model, keras.Model):
+        keras.utils.clear_session()
+        model = build(model_class)
+        model.compile("adam", "mse", jit_compile=False)
+        model.fit(X, Y, verbose=0)
+        model.save(tmp_path / "model.keras")
+        configs.append(zipfile.ZipFile(tmp_path / "model.keras").read("config.json"))
+    assert b"kdist" not in configs[0]
+    assert json.loads(configs[0])["class_name"] == json.loads(configs[1])["class_name"]
+    assert json.loads(configs[0])["module"] == json.loads(configs[1])["module"]
+
+
+def test_a_checkpoint_of_a_replicated_model_goes_on_in_plain_keras(tmp_path, mirrored):
+    with mirrored.scope():
+        model = functional(kdist.Model)
+        model.compile("adam", "mse")
+    model.fit(X, Y, batch_size=4, verbose=0)
+    model.save(tmp_path / "model.keras")
+    plain = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(plain) is type(functional(keras.Model))
+    assert_same_weights(plain.get_weights(), model.get_weights(), 0.0)
+    assert int(plain.optimizer.iterations.numpy()) == 2
+    np.testing.assert_allclose(plain.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-6)
+
+
+def test_pipelines_go_into_fit_evaluate_and_predict(strategy):
+    batch = kdist.Batch.from_global(16, replicas=strategy.num_replicas_in_sync)
+    train, test = kdist.data.load("digits", batch=batch, examples=100)
+    with strategy.scope():
+        model = kdist.models.mlp(train.image_shape, train.num_classes, widths=(8,))
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    history = model.fit(train, validation_data=test, epochs=2, verbose=0).history
+    assert int(model.optimizer.iterations.numpy()) == 2 * 6
+    assert model.global_batch_size == 16
+    result = model.evaluate(test, verbose=0, return_dict=True)
+    assert result["accuracy"] == pytest.approx(history["val_accuracy"][-1], abs=1e-7)
+    assert model.predict(test, verbose=0).shape == (360, 10)
+    with pytest.raises(ValueError, match="evaluation pipeline.*validation_data"):
+        model.fit(test)
+
+
+def test_initial_epoch_goes_on_in_the_order_of_the_data():
+    train, _ = kdist.data.load("digits", batch=kdist.Batch(16), examples=100)
+
+    def model():
+        keras.utils.set_random_seed(0)
+        model = kdist.models.mlp(train.image_shape, 10, widths=())
+        model.compile(keras.optimizers.SGD(0.1), "sparse_categorical_crossentropy")
+        return model
+
+    whole, parts = model(), model()
+    whole.fit(train, epochs=3, verbose=0)
+    parts.fit(train, epochs=1, verbose=0)
+    parts.fit(train, initial_epoch=1, epochs=3, verbose=0)
+    assert_same_weights(parts.get_weights(), whole.get_weights(), 0.0)
+
+
+def test_a_model_with_a_schedule_of_kdist_opens_in_plain_keras(tmp_path):
+    model = functional(kdist.Model)
+    rate = kdist.schedules.Ramp(0.1, kdist.Batch(4), ramp_examples=8)
+    model.compile(keras.optimizers.SGD(rate), "mse")
+    model.fit(X, Y, batch_size=4, verbose=0)
+    model.save(tmp_path / "model.keras")
+    code = """
+import json, sys
+sys.modules["kdist"] = None
+import keras, numpy as np
+model = keras.saving.load_model(sys.argv[1])
+print(json.dumps([model.compiled, model.predict(np.ones((8, 4)), verbose=0).tolist()]))
+"""
+    compiled, outputs = python(code, [str(tmp_path / "model.keras")])
+    assert not compiled
+    np.testing.assert_allclose(outputs, model.predict(X, verbose=0), rtol=1e-5)
