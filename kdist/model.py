@@ -75,7 +75,7 @@ class Model(ReplicatedTrainer, keras.Model):
         if model._distribute_strategy is not _current_strategy():
             model = _copy_into_scope(model)
         if not isinstance(model, Model):
-            model.__class__ = _trained_by_kdist(type(model))
+            model.__class__ = _trained_by_kdist(type(model))  # type: ignore[arg-type]
             model.train_function = model.test_function = model.predict_function = None
         return model
 

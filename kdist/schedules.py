@@ -28,9 +28,16 @@ class ExampleSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     Args:
         batch: the `Batch` behind one optimizer step, or its dict of sizes.
+
+    Raises:
+        TypeError: `batch` is neither.
     """
 
     def __init__(self, batch: Batch | dict):
+        if not isinstance(batch, Batch | dict):
+            raise TypeError(
+                f"batch={batch!r}: give a kdist.Batch, such as Batch(local=16, replicas=4)"
+            )
         self.batch = batch if isinstance(batch, Batch) else Batch(**batch)
 
     def __call__(self, step):
@@ -41,10 +48,16 @@ class ExampleSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     def at_examples(self, examples) -> np.ndarray:
         """The float64 rates after so many examples: a number or an array of any shape."""
-        return self._rate(tf.constant(examples, tf.float64)).numpy()
+        with tf.init_scope():  # numbers also where a tf.function is being traced
+            return self._rate(tf.constant(examples, tf.float64)).numpy()
 
     def plot(self, num_examples: int, axes=None):
         """Draws the rate over the first `num_examples`; gives matplotlib's axes.
+
+        Args:
+            num_examples: the width of the drawing, in examples.
+            axes: matplotlib's axes to draw in. By default new ones, which also count epochs along
+                their top where the schedule has `epoch_examples`.
 
         Raises:
             ImportError: matplotlib is not installed (`pip install kdist[notebooks]`).
@@ -55,6 +68,7 @@ class ExampleSchedule(keras.optimizers.schedules.LearningRateSchedule):
             raise ImportError("drawing needs matplotlib: pip install 'kdist[notebooks]'") from error
         if axes is None:
             axes = plt.figure(figsize=(6, 3), layout="constrained").gca()
+            self._count_epochs(axes)
         examples = np.linspace(0, num_examples, 1000)
         axes.plot(examples, self.at_examples(examples), label=type(self).__name__)
         axes.set(xlabel="examples seen", ylabel="learning rate", xlim=(0, num_examples))
@@ -62,6 +76,12 @@ class ExampleSchedule(keras.optimizers.schedules.LearningRateSchedule):
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.grid(alpha=0.3)
         return axes
+
+    def _count_epochs(self, axes):
+        length = getattr(self, "epoch_examples", None)
+        if length:
+            functions = (lambda examples: examples / length, lambda epochs: epochs * length)
+            axes.secondary_xaxis("top", functions=functions).set_xlabel("epochs")
 
     def _rate(self, examples):
         raise TypeError(f"{type(self).__name__} is a base class; take Ramp, Cosine or Piecewise")
@@ -244,7 +264,8 @@ class Cosine(_Scaled):
         )
         if total_examples <= ramp_examples:
             raise ValueError(
-                f"total_examples={total_examples} must be more than ramp_examples={ramp_examples}"
+                f"total_examples={total_examples} must be more than ramp_examples={ramp_examples}; "
+                "lengthen the one or shorten the other"
             )
         self.total_examples = total_examples
 
@@ -296,11 +317,13 @@ class Piecewise(ExampleSchedule):
 
 def _check_not_negative(**values):
     for name, value in values.items():
-        if value < 0:
-            raise ValueError(f"{name}={value}: it cannot be negative")
+        if not 0 <= value < math.inf:  # NaN fails every comparison
+            raise ValueError(
+                f"{name}={value}: it cannot be negative; take a finite number, 0 or more"
+            )
 
 
 def _check_positive(**values):
     for name, value in values.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value}: it must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value}: it must be above 0; take a finite number, or None")

@@ -1,5 +1,6 @@
 import doctest
 import math
+import sys
 
 import keras
 import numpy as np
@@ -90,6 +91,12 @@ def test_far_steps_are_exact():
     assert float(rate(tf.constant(step))) == 0.5
 
 
+def test_steps_beyond_int32_count():
+    rate = Ramp(1.0, Batch(1024), ramp_examples=2**50)
+    assert float(rate(2**39)) == 0.5
+    assert float(rate(tf.constant(2**39, tf.int64))) == 0.5
+
+
 ALL = [
     Ramp(0.1, Batch(2, 3, 4), ramp_examples=10, decay=0.5, decay_examples=7, epoch_examples=5),
     Cosine(0.1, Batch(2), total_examples=100, ramp_examples=10, scale="sqrt", base_batch=8),
@@ -124,6 +131,31 @@ def test_the_optimizer_follows_it_in_graph_and_out(rate):
         assert before - float(variable.numpy()) == pytest.approx(expected, abs=1e-6)
 
 
+class RatesUsed(keras.callbacks.Callback):
+    """The change of a weight whose gradient is 1: the rate that each step used."""
+
+    def on_train_begin(self, logs=None):
+        self.weights = [self.model.get_weights()[0].item()]
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.weights.append(self.model.get_weights()[0].item())
+
+
+def test_fit_follows_it():
+    rate = Ramp(0.5, Batch(4), ramp_examples=12, decay=0.5, decay_examples=8)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(keras.optimizers.SGD(rate), loss=lambda _, outputs: keras.ops.mean(outputs))
+    used = RatesUsed()
+    model.fit(np.ones((24, 1)), np.ones(24), batch_size=4, verbose=0, callbacks=[used])
+    expected = rate.at_examples(np.arange(6) * 4)
+    np.testing.assert_allclose(-np.diff(used.weights), expected, atol=1e-6)
+
+
+def test_numbers_also_inside_a_tf_function():
+    in_graph = tf.function(lambda: tf.constant(ALL[0].at_examples([0, 5])))
+    np.testing.assert_array_equal(in_graph(), ALL[0].at_examples([0, 5]))
+
+
 def test_a_saved_model_comes_back_with_its_schedule(tmp_path):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(ALL[0]), "mse")
@@ -144,11 +176,37 @@ def test_draws_itself(tmp_path):
     assert len(axes.lines) == 2
 
 
+def test_its_drawing_counts_epochs_where_it_knows_them():
+    import matplotlib
+
+    matplotlib.use("agg")
+    by_epoch = Ramp(5e-5, Batch(16), **IN_EPOCHS).plot(10 * EPOCH)
+    (epochs,) = by_epoch.child_axes
+    assert epochs.get_xlabel() == "epochs"
+    by_epoch.figure.canvas.draw()
+    assert epochs.get_xlim() == pytest.approx((0, 10))
+    assert not Ramp(0.1, Batch(1)).plot(50).child_axes
+    assert not Piecewise([10], [1.0, 0.1], Batch(2)).plot(50).child_axes
+
+
+def test_drawing_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r"pip install 'kdist\[notebooks\]'"):
+        ALL[0].plot(10)
+
+
+def test_refuses_a_batch_that_is_only_a_number():
+    with pytest.raises(TypeError, match="batch=64: give a kdist.Batch"):
+        Ramp(0.1, 64)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: Ramp(-0.1, Batch(1)), "peak=-0.1: it cannot be negative"),
+        (lambda: Ramp(float("nan"), Batch(1)), "peak=nan.*take a finite number"),
         (lambda: Ramp(0.1, Batch(1), ramp_examples=-1), "ramp_examples=-1"),
+        (lambda: Ramp(0.1, Batch(1), epoch_examples=0), "epoch_examples=0: it must be above 0"),
         (lambda: Ramp(0.1, Batch(1), sustain_examples=-1), "sustain_examples=-1"),
         (lambda: Ramp(0.1, Batch(1), floor=0.2), "floor 0.2 is above the peak 0.1"),
         (lambda: Ramp(0.1, Batch(1), decay=0), "decay=0: take a factor above 0"),

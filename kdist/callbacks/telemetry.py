@@ -47,7 +47,7 @@ class Telemetry(keras.callbacks.Callback):
         """Examples trained on per second, after the first call; None where it can't be known."""
         steps = self._steps_done - self._steps_in_first_call
         batch = getattr(self.model, "global_batch_size", None)
-        if not (self.epoch_seconds and steps and batch):
+        if not (self.epoch_seconds and steps and batch) or self.first_call_seconds is None:
             return None
         return steps * batch / (sum(self.epoch_seconds) - self.first_call_seconds)
 

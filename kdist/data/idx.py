@@ -53,9 +53,10 @@ def load_idx(directory, class_names=None) -> tuple[ArraySource, ArraySource]:
         int(labels.max(initial=0)) for _, labels in parts
     )
     try:
-        return tuple(from_arrays(*part, num_classes, class_names) for part in parts)
+        train, test = (from_arrays(*part, num_classes, class_names) for part in parts)
     except ValueError as error:
         raise ValueError(f"IDX files in {directory}: {error}") from error
+    return train, test
 
 
 def read_idx(path: str | os.PathLike, rank: int | None = None) -> np.ndarray:

@@ -57,14 +57,17 @@ def load(
         DatasetUnavailable: the data set is not here and cannot be downloaded.
         FileNotFoundError: a directory or a file in it is missing.
     """
-    train, test = sources(name, seed=seed, splits=splits, data_dir=data_dir, download=download)
+    train_source, test_source = sources(
+        name, seed=seed, splits=splits, data_dir=data_dir, download=download
+    )
     if examples is not None:
-        train = train.subset(examples, seed)
+        train_source = train_source.subset(examples, seed)
     operations = check(operations)
     eval_operations = operations if eval_operations is None else check(eval_operations)
-    options = {"seed": seed, "cache": cache}
-    train = Pipeline(train, batch, operations=operations, **options)
-    test = Pipeline(test, batch, training=False, operations=eval_operations, **options)
+    train = Pipeline(train_source, batch, seed=seed, operations=operations, cache=cache)
+    test = Pipeline(
+        test_source, batch, training=False, seed=seed, operations=eval_operations, cache=cache
+    )
     if train.image_shape != test.image_shape:
         raise ValueError(
             f"training images come out as {train.image_shape}, test images as {test.image_shape}; "

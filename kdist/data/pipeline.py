@@ -27,7 +27,6 @@ from kdist.data.source import Source, check_seed
 
 # A cache may take this share of the memory that is free when it is decided on.
 CACHE_SHARE = 0.5
-_FLOAT_BYTES = 4
 
 
 class Pipeline:

@@ -5,7 +5,6 @@ position in the data is found without reading what came before.
 """
 
 import abc
-from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -49,7 +48,7 @@ class Source(abc.ABC):
         return self.select(np.sort(chosen))
 
     @abc.abstractmethod
-    def select(self, indices: Sequence[int]) -> "Source":
+    def select(self, indices: np.ndarray) -> "Source":
         """The source of these examples alone."""
 
 

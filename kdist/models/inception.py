@@ -29,7 +29,7 @@ def inception(
     `block1_a_…` to `block1_d_…`, so that branches can be told apart by name.
 
     Args:
-        input_shape: (H, W, C), at least 8 × 8 pixels.
+        input_shape: (H, W, C), at least 8 × 8 pixels; H and W may be None.
         num_classes: at least 2.
         blocks: how many. Defaults to 3.
         width: channels of each branch's output. Defaults to 32.

@@ -40,7 +40,7 @@ def lenet(
     Raises:
         ValueError: a shape, number of classes or precision that cannot be.
     """
-    inputs, x = pixels(input_shape, rescale, smallest=8)
+    inputs, x = pixels(input_shape, rescale, smallest=8, fixed_size=True)
     # At 28 × 28 the second convolution is without padding; below 12 it would leave nothing.
     padding = "valid" if min(input_shape[:2]) >= 12 else "same"
     for filters, pad in ((6, "same"), (16, padding)):

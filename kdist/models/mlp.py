@@ -37,7 +37,7 @@ def mlp(
     Raises:
         ValueError: a shape, number of classes or precision that cannot be.
     """
-    inputs, x = pixels(input_shape, rescale)
+    inputs, x = pixels(input_shape, rescale, fixed_size=True)
     x = keras.layers.Flatten()(x)
     for width in widths:
         x = keras.layers.Dense(width)(x)

@@ -3,13 +3,18 @@
 model = kdist.models.mobilenet_v2(input_shape=(160, 160, 3), num_classes=2, weights="imagenet")
 """
 
+import contextlib
 import os
+import socket
 from collections.abc import Sequence
 
 import keras
 
 from kdist.model import Model
 from kdist.models.parts import builder, pixels, probabilities
+
+# A server that is reached but stays silent for so long is given up.
+DOWNLOAD_SILENCE_SECONDS = 30
 
 
 @builder
@@ -25,15 +30,16 @@ def mobilenet_v2(
 ) -> Model:
     """MobileNetV2 without its top, average pooling, Dense 512 ReLU, Dropout 0.5, an output.
 
-    From pixels (B, H, W, 3) to one logit (B, 1) for two classes, to be trained with
+    From pixels (B, H, W, 3) to one logit (B, 1) for a yes-or-no question, to be trained with
     `BinaryCrossentropy(from_logits=True)`; for more classes to probabilities (B, num_classes).
     With one logit it has 160 trainable variables, 4 with a frozen extractor.
 
     Args:
         input_shape: (H, W, 3), at least 32 × 32 pixels. Defaults to (224, 224, 3).
-        num_classes: 2, the default, or more.
+        num_classes: 1 or 2, the default, both for one logit; or more.
         weights: the extractor's: `"imagenet"` (downloaded by Keras), a weights file of
-            `keras.applications.MobileNetV2(include_top=False)`, or None, the default, for random.
+            `keras.applications.MobileNetV2(include_top=False)` (`.weights.h5`, `.keras` or `.h5`),
+            or None, the default, for random.
         trainable_extractor: whether the extractor is trained as well. If not, it works in
             inference mode, and its BatchNorm statistics stay as they are. Defaults to True.
         sync_batch_norm: statistics over all replicas. Defaults to False.
@@ -44,8 +50,10 @@ def mobilenet_v2(
 
     Raises:
         FileNotFoundError: there is no file of that name.
-        ConnectionError: the ImageNet weights cannot be downloaded.
-        ValueError: a shape, number of classes or precision that cannot be.
+        ConnectionError: the ImageNet weights cannot be downloaded, or their server is silent for
+            `DOWNLOAD_SILENCE_SECONDS`.
+        ValueError: a shape, number of classes or precision that cannot be, or a weights file that
+            does not fit.
     """
     inputs, x = pixels(input_shape, rescale, smallest=32, offset=-1.0)
     extractor = _extractor(tuple(input_shape), weights, sync_batch_norm)
@@ -55,7 +63,7 @@ def mobilenet_v2(
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
     x = keras.layers.Dense(512, activation="relu", name="features")(x)
     x = keras.layers.Dropout(0.5, name="dropout")(x)
-    if num_classes == 2:
+    if num_classes in (1, 2):
         outputs = keras.layers.Dense(1, dtype="float32", name="logit")(x)
     else:
         outputs = probabilities(x, num_classes)
@@ -67,20 +75,52 @@ def _extractor(input_shape, weights, sync_batch_norm):
         raise FileNotFoundError(
             f"weights={os.fspath(weights)!r}: no such file; give one, 'imagenet', or None"
         )
-    try:
-        extractor = keras.applications.MobileNetV2(
-            input_shape, include_top=False, weights="imagenet" if weights == "imagenet" else None
-        )
-    except Exception as error:
-        if weights != "imagenet" or isinstance(error, ValueError):
-            raise
-        raise ConnectionError(
-            "the ImageNet weights of MobileNetV2 cannot be downloaded "
-            f"({str(error).splitlines()[0]}); give weights= a file that you have, or None"
-        ) from error
-    if weights not in (None, "imagenet"):
-        extractor.load_weights(weights)
+    if weights == "imagenet":
+        extractor = _downloaded(input_shape)
+    else:
+        extractor = keras.applications.MobileNetV2(input_shape, include_top=False, weights=None)
+        if weights is not None:
+            _load(extractor, weights)
     return _synchronised(extractor) if sync_batch_norm else extractor
+
+
+def _downloaded(input_shape):
+    try:
+        with _limited_silence():
+            return keras.applications.MobileNetV2(
+                input_shape, include_top=False, weights="imagenet"
+            )
+    except ValueError:  # Keras refuses the shape
+        raise
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConnectionError(
+            f"the ImageNet weights of MobileNetV2 cannot be downloaded ({reason}); "
+            "give weights= a file that you have, or None"
+        ) from error
+
+
+@contextlib.contextmanager
+def _limited_silence():
+    """Sockets opened meanwhile give up on silence; Keras's downloader has no limit of its own."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(DOWNLOAD_SILENCE_SECONDS)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def _load(extractor, weights):
+    # Keras, h5py and zipfile each have errors of their own for a file that is something else.
+    try:
+        extractor.load_weights(weights)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"weights={os.fspath(weights)!r} does not fit ({reason}); give a file that was saved "
+            "from keras.applications.MobileNetV2(include_top=False), or None"
+        ) from error
 
 
 def _synchronised(extractor):

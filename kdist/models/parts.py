@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Sequence
 
 import keras
@@ -23,6 +24,14 @@ def builder(build):
         with _dtype_policy(precision):
             return build(*arguments, **options)
 
+    # `wraps` alone would show the builder's own signature, without the argument added here.
+    signature = inspect.signature(build)
+    precision = inspect.Parameter(
+        "precision", inspect.Parameter.KEYWORD_ONLY, default="float32", annotation=str
+    )
+    build_with_precision.__signature__ = signature.replace(
+        parameters=[*signature.parameters.values(), precision]
+    )
     return build_with_precision
 
 
@@ -38,7 +47,13 @@ def _dtype_policy(precision):
         keras.config.set_dtype_policy(before)
 
 
-def pixels(input_shape: Sequence[int], rescale: float | None, smallest: int = 1, offset=0.0):
+def pixels(
+    input_shape: Sequence[int],
+    rescale: float | None,
+    smallest: int = 1,
+    offset: float = 0.0,
+    fixed_size: bool = False,
+):
     """The input layer for images, and the images scaled on the device.
 
     Args:
@@ -46,15 +61,25 @@ def pixels(input_shape: Sequence[int], rescale: float | None, smallest: int = 1,
         rescale: the factor for pixels from 0 to 255; None takes them as they are.
         smallest: the smallest height and width that the model can take.
         offset: is added after scaling.
+        fixed_size: whether height and width must be given, as a model that flattens images needs;
+            otherwise they may be None, for images of any size.
 
     Returns:
         The input, and the tensor to go on with, both (B, H, W, C).
 
     Raises:
-        ValueError: `input_shape` is not (H, W, C), or smaller than `smallest`.
+        ValueError: `input_shape` is not (H, W, C), or smaller than `smallest`, or not fixed.
     """
-    if len(input_shape) != 3:
-        raise ValueError(f"input_shape={tuple(input_shape)}: images are (height, width, channels)")
+    if len(input_shape) != 3 or not input_shape[2]:
+        raise ValueError(
+            f"input_shape={tuple(input_shape)}: images are (height, width, channels), with at "
+            "least 1 channel; give for example (28, 28, 1)"
+        )
+    if fixed_size and None in input_shape:
+        raise ValueError(
+            f"input_shape={tuple(input_shape)}: this model needs a fixed height and width; "
+            "give numbers, or take resnet18, inception or mobilenet_v2"
+        )
     if any(size is not None and size < smallest for size in input_shape[:2]):
         raise ValueError(
             f"input_shape={tuple(input_shape)} is too small for this model, which needs at least "
@@ -73,7 +98,10 @@ def probabilities(features, num_classes: int, initializer="glorot_uniform"):
     cross-entropy from them, which stays finite for logits of any size.
     """
     if num_classes < 2:
-        raise ValueError(f"num_classes={num_classes}: there must be at least 2 classes")
+        raise ValueError(
+            f"num_classes={num_classes}: there must be at least 2 classes; give num_classes=2 for "
+            "a yes-or-no question"
+        )
     logits = keras.layers.Dense(
         num_classes, kernel_initializer=initializer, dtype="float32", name="logits"
     )(features)

@@ -22,7 +22,7 @@ def resnet18(
     input_shape: Sequence[int],
     num_classes: int,
     *,
-    initializer: str = "glorot_uniform",
+    initializer: str | keras.initializers.Initializer = "glorot_uniform",
     sync_batch_norm: bool = False,
     rescale: float | None = 1 / 255,
     name: str = "resnet18",
@@ -35,10 +35,10 @@ def resnet18(
     parameters.
 
     Args:
-        input_shape: (H, W, C), at least 8 × 8 pixels.
+        input_shape: (H, W, C), at least 8 × 8 pixels; H and W may be None.
         num_classes: at least 2.
         initializer: of convolutions and dense layer: `"glorot_uniform"` (Keras's, the default),
-            `"he_normal"`, or `"normal_0.01"` as in d2l.
+            `"he_normal"`, `"normal_0.01"` as in d2l, or a Keras initializer without a seed.
         sync_batch_norm: statistics over all replicas. Defaults to False.
         rescale: factor for the pixels; None for none. Defaults to 1/255.
         name: the model's.
@@ -47,10 +47,9 @@ def resnet18(
     Raises:
         ValueError: a shape, number of classes, initializer or precision that cannot be.
     """
-    if initializer not in INITIALIZERS:
-        raise ValueError(f"initializer={initializer!r}; take one of {', '.join(INITIALIZERS)}")
+    new_initializer = _initializer_factory(initializer)
     inputs, x = pixels(input_shape, rescale, smallest=8)
-    layers = _Layers(INITIALIZERS[initializer], sync_batch_norm)
+    layers = _Layers(new_initializer, sync_batch_norm)
     x = layers.convolution(64, 3, name="stem_conv")(x)
     x = layers.norm_relu(x, "stem")
     for stage, filters in enumerate((64, 128, 256, 512), start=1):
@@ -58,15 +57,33 @@ def resnet18(
             halve = stage > 1 and block == 1
             x = layers.residual(x, filters, halve, f"stage{stage}_block{block}")
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
-    outputs = probabilities(x, num_classes, INITIALIZERS[initializer]())
+    outputs = probabilities(x, num_classes, new_initializer())
     return Model(inputs, outputs, name=name)
+
+
+def _initializer_factory(initializer):
+    """A function that makes a new initializer at each call."""
+    if not isinstance(initializer, keras.initializers.Initializer):
+        if initializer in INITIALIZERS:
+            return INITIALIZERS[initializer]
+        raise ValueError(
+            f"initializer={initializer!r}; take one of {', '.join(INITIALIZERS)}, "
+            "or an instance of keras.initializers.Initializer"
+        )
+    config = initializer.get_config()
+    if config.get("seed") is not None:
+        raise ValueError(
+            f"initializer has seed={config['seed']}, which gives layers of equal shape equal "
+            "weights; leave the seed out and call keras.utils.set_random_seed before building"
+        )
+    return lambda: type(initializer).from_config(config)
 
 
 class _Layers:
     """Layers of one network: all initialised and normalised alike."""
 
-    def __init__(self, initializer, sync_batch_norm):
-        self._initializer = initializer
+    def __init__(self, new_initializer, sync_batch_norm):
+        self._new_initializer = new_initializer
         self._sync_batch_norm = sync_batch_norm
 
     def convolution(self, filters, size, strides=1, name=None):
@@ -76,7 +93,7 @@ class _Layers:
             size,
             strides,
             padding="same",
-            kernel_initializer=self._initializer(),
+            kernel_initializer=self._new_initializer(),
             name=name,
         )
 

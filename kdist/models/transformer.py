@@ -42,13 +42,19 @@ def transformer(
         precision: Keras's dtype policy. Defaults to float32.
 
     Raises:
-        ValueError: a shape, number of classes, width or precision that cannot be.
+        ValueError: a shape, size, number of classes or precision that cannot be.
     """
     del sync_batch_norm
     if len(input_shape) != 1 or input_shape[0] is None:
         raise ValueError(f"input_shape={tuple(input_shape)}: sequences are (length,), and fixed")
     if heads < 1 or width % heads:
-        raise ValueError(f"width={width} must be a multiple of heads={heads}")
+        raise ValueError(
+            f"width={width} must be a multiple of heads={heads}, of which there is at least 1"
+        )
+    if min(width, depth, vocabulary_size) < 1:
+        raise ValueError(
+            f"width={width}, depth={depth}, vocabulary_size={vocabulary_size}: take at least 1 each"
+        )
     tokens = keras.Input(tuple(input_shape), dtype="int32", name="tokens")
     # Built-in operations only, so that the saved model opens without kdist.
     positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1

@@ -1,3 +1,6 @@
+import inspect
+import socket
+
 import keras
 import numpy as np
 import pytest
@@ -31,11 +34,34 @@ def test_every_builder_has_a_small_version_here():
     assert SMALL.keys() == models.BUILDERS.keys()
 
 
+def test_every_builder_shows_the_arguments_they_share():
+    for builder in models.BUILDERS.values():
+        parameters = inspect.signature(builder).parameters
+        assert list(parameters)[:2] == ["input_shape", "num_classes"]
+        assert parameters["precision"].default == "float32"
+        assert parameters["sync_batch_norm"].default is False
+
+
 def test_parameter_counts():
     assert trainable(models.resnet18((28, 28, 1), 10)) == 11_175_818
     assert models.mlp((28, 28, 1), 10).count_params() == (784 + 1) * 256 + (256 + 1) * 10
     lenet = 6 * 26 + 16 * (6 * 25 + 1) + 120 * (16 * 25 + 1) + 84 * 121 + 10 * 85
     assert models.lenet((28, 28, 1), 10).count_params() == lenet
+
+
+def test_parameter_counts_of_blocks():
+    # Convolutions without bias; gamma and beta of BatchNorm in brackets.
+    stem = 9 * 8 + (16)
+    one_one, into_three, into_five = 8 * 4 + (8), 8 * 2 + (4), 8 * 2 + (4)
+    block = one_one + into_three + 9 * 2 * 4 + (8) + into_five + 25 * 2 * 4 + (8) + 8 * 4 + (8)
+    inception = models.inception(**SMALL["inception"])
+    assert trainable(inception) == stem + block + (16 + 1) * 10
+    width, embeddings = 64, (20 + 6) * 64
+    attention = 4 * (width + 1) * width
+    feed_forward = (width + 1) * 4 * width + (4 * width + 1) * width
+    norms = 3 * 2 * width  # two in the block, one after it
+    transformer = embeddings + attention + feed_forward + norms + (width + 1) * 10
+    assert trainable(models.transformer(**SMALL["transformer"])) == transformer
 
 
 def test_mobilenet_has_160_trainable_variables_and_4_when_frozen():
@@ -45,6 +71,7 @@ def test_mobilenet_has_160_trainable_variables_and_4_when_frozen():
     frozen = models.mobilenet_v2((32, 32, 3), 2, trainable_extractor=False)
     assert len(frozen.trainable_variables) == 4
     assert models.mobilenet_v2((32, 32, 3), 5).output_shape == (None, 5)
+    assert models.mobilenet_v2((32, 32, 3), 1).output_shape == (None, 1)
 
 
 def test_a_frozen_extractor_stays_as_it_is():
@@ -84,6 +111,36 @@ def test_precision_reaches_the_layers_but_not_the_output(name, precision):
     assert np.isfinite(model.predict(batch_for(name), verbose=0)).all()
 
 
+@pytest.mark.parametrize("name", ["mlp", "mobilenet_v2", "inception"])
+def test_precision_reaches_nested_layers(name):
+    model = models.create(name, precision="mixed_bfloat16", **SMALL[name])
+    weighted = [layer for layer in model._flatten_layers(include_self=False) if layer.weights]
+    inner = [layer for layer in weighted if layer.name not in ("logits", "logit")]
+    assert len(inner) == len(weighted) - 1
+    assert {layer.dtype_policy.name for layer in inner} == {"mixed_bfloat16"}
+    assert {layer.compute_dtype for layer in inner} == {"bfloat16"}
+    assert model.outputs[0].dtype == "float32"
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float64"])
+def test_output_is_float32_where_the_variables_are_not(precision):
+    model = models.mlp((8, 8, 1), 10, precision=precision)
+    assert model.trainable_variables[0].dtype == precision
+    assert model(batch_for("mlp")).dtype == "float32"
+
+
+def test_pixels_can_be_left_as_they_are():
+    scaled = models.mlp((8, 8, 1), 10)
+    plain = models.mlp((8, 8, 1), 10, rescale=None)
+    kinds = [type(layer) for layer in plain.layers]
+    assert keras.layers.Rescaling not in kinds
+    plain.set_weights(scaled.get_weights())
+    batch = batch_for("mlp").astype("float32")
+    np.testing.assert_allclose(plain(batch / 255), scaled(batch), rtol=1e-5)
+    extractor_input = models.mobilenet_v2((32, 32, 3)).get_layer("rescale")
+    assert (extractor_input.scale, extractor_input.offset) == (1 / 127.5, -1.0)
+
+
 def batch_norms(model):
     return [
         layer
@@ -115,12 +172,41 @@ def test_initializers_of_resnet():
     assert kernel.std() == pytest.approx(np.sqrt(2 / (9 * 128)), rel=0.1)
 
 
-def test_logits_of_any_size_have_a_finite_loss():
-    model = models.mlp((8, 8, 1), 10, rescale=1e6)
-    model.compile("sgd", "sparse_categorical_crossentropy")
-    loss = model.evaluate(batch_for("mlp", 64), np.arange(64) % 10, verbose=0)
+def test_initializers_given_to_resnet_are_not_shared():
+    mine = keras.initializers.RandomNormal(stddev=0.05)
+    model = models.resnet18((8, 8, 1), 10, initializer=mine)
+    first, second = (model.get_layer(f"stage1_block1_conv{i}").kernel.numpy() for i in (1, 2))
+    assert first.std() == pytest.approx(0.05, rel=0.05)
+    assert not np.array_equal(first, second)
+    with pytest.raises(ValueError, match="seed=3.*leave the seed out"):
+        models.resnet18((8, 8, 1), 10, initializer=keras.initializers.RandomNormal(seed=3))
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+def test_logits_of_any_size_have_a_finite_loss(precision):
+    model = models.mlp((8, 8, 1), 10, rescale=1e6, precision=precision)
+    model.compile(keras.optimizers.SGD(1e-9), "sparse_categorical_crossentropy")
+    images, labels = batch_for("mlp", 64), np.arange(64) % 10
+    loss = model.evaluate(images, labels, verbose=0)
     assert np.isfinite(loss)
     assert loss > 100  # beyond what probabilities clipped at 1e-7 can give
+    model.fit(images, labels, verbose=0)
+    assert all(np.isfinite(weights).all() for weights in model.get_weights())
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet18", "inception", "transformer"])
+def test_the_last_operation_is_the_softmax(name, precision):
+    """Keras finds the logits by that, for a loss that is stable."""
+    model = models.create(name, precision=precision, **SMALL[name])
+    seen = []
+
+    @tf.function
+    def call(batch):
+        seen.append(model(batch).op.type)
+
+    call(tf.constant(batch_for(name)))
+    assert seen == ["Softmax"]
 
 
 @pytest.mark.parametrize("name", ["mlp", "lenet"])
@@ -173,11 +259,15 @@ print(json.dumps(outputs))
         ("resnet18", {"input_shape": (28, 28)}, "images are .height, width, channels."),
         ("resnet18", {"input_shape": (4, 4, 1)}, r"needs at least 8 × 8 pixels.*resize\(8, 8\)"),
         ("resnet18", {"num_classes": 1}, "at least 2 classes"),
+        ("resnet18", {"input_shape": (8, 8, None)}, "at least 1 channel"),
+        ("mlp", {"input_shape": (None, 8, 1)}, "needs a fixed height and width"),
+        ("lenet", {"input_shape": (None, None, 1)}, "needs a fixed height and width"),
         ("resnet18", {"initializer": "zeros"}, "take one of glorot_uniform"),
         ("lenet", {"precision": "fp16"}, "take one of float32, mixed_bfloat16"),
         ("inception", {"blocks": 0}, "at least 1 block"),
         ("transformer", {"input_shape": (None,)}, "sequences are"),
         ("transformer", {"heads": 5}, "must be a multiple of heads=5"),
+        ("transformer", {"depth": 0}, "depth=0.*at least 1 each"),
     ],
 )
 def test_refuses(name, arguments, says):
@@ -198,12 +288,29 @@ def test_weights_that_are_not_there(monkeypatch):
         models.mobilenet_v2((96, 96, 3), weights="imagenet")
 
 
-def test_weights_from_a_file(tmp_path):
+def test_a_server_that_stays_silent_is_given_up(monkeypatch, tmp_path):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setattr("kdist.models.mobilenet.DOWNLOAD_SILENCE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        monkeypatch.setattr("keras.src.applications.mobilenet_v2.BASE_WEIGHT_PATH", address)
+        with pytest.raises(ConnectionError, match="timed out.*give weights="):
+            models.mobilenet_v2((96, 96, 3), weights="imagenet")
+    assert socket.getdefaulttimeout() is None
+
+
+def test_weights_of_something_else(tmp_path):
+    (tmp_path / "notes.h5").write_text("not weights")
+    with pytest.raises(ValueError, match="notes.h5' does not fit.*include_top=False"):
+        models.mobilenet_v2((32, 32, 3), weights=tmp_path / "notes.h5")
+
+
+@pytest.mark.parametrize("suffix", [".weights.h5", ".keras"])
+def test_weights_from_a_file(tmp_path, suffix):
     extractor = keras.applications.MobileNetV2((32, 32, 3), include_top=False, weights=None)
-    extractor.save_weights(tmp_path / "extractor.weights.h5")
-    model = models.mobilenet_v2(
-        (32, 32, 3), weights=tmp_path / "extractor.weights.h5", sync_batch_norm=True
-    )
+    path = tmp_path / f"extractor{suffix}"
+    extractor.save(path) if suffix == ".keras" else extractor.save_weights(path)
+    model = models.mobilenet_v2((32, 32, 3), weights=path, sync_batch_norm=True)
     twin = next(layer for layer in model.layers if isinstance(layer, keras.Model))
     for ours, theirs in zip(twin.get_weights(), extractor.get_weights(), strict=True):
         assert np.array_equal(ours, theirs)

@@ -1,0 +1,61 @@
+# The two commands are `make train` and `make test`; both make the environment first.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/installed
+
+# The main job: a small part of an epoch, so that it ends in a few minutes on two CPU cores.
+# For a full epoch: make train EXAMPLES=60000. On GPUs: make train FLAGS="--strategy=auto"
+EXAMPLES ?= 10000
+FLAGS ?= --strategy=mirrored --num_devices=2 --local_batch_size=32
+
+DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
+
+.PHONY: help env data train test lint format notebooks bench constraints clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+env: $(INSTALLED) ## the environment in .venv, with every version pinned
+
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --editable '.[test,dev,notebooks]' --constraint constraints.txt
+	@touch $@
+
+data: ## Fashion-MNIST from Debian's package, where apt and the rights are there
+	@if [ ! -d $(DEBIAN_FASHION_MNIST) ] && [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; \
+	then apt-get install -y -qq dataset-fashion-mnist > /dev/null 2>&1 \
+	  || { apt-get update -qq && apt-get install -y -qq dataset-fashion-mnist; } > /dev/null 2>&1 \
+	  || echo "Debian's dataset-fashion-mnist cannot be installed; looking elsewhere"; fi
+
+train: env data ## ResNet-18 on Fashion-MNIST, two replicas, by model.fit
+	$(RUN) scripts/train.py --model=resnet18 --dataset=fashion_mnist --fallback_dataset=digits \
+	  --examples=$(EXAMPLES) $(FLAGS)
+
+test: env ## all tests, the notebooks too
+	$(RUN) -m pytest --nbmake --nbmake-timeout=600 tests notebooks
+
+lint: env ## format, lint and types, as CI checks them
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+format: env ## mend what lint says, as far as a tool can
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+notebooks: env ## run the notebooks and keep their output
+	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+bench: env ## kdist beside plain Keras, in one session
+	$(RUN) benchmarks/fit.py
+
+constraints: env ## write the installed versions to constraints.txt
+	{ sed '/^[^#]/,$$d' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new
+	mv constraints.new constraints.txt
+
+clean: ## remove the environment and what tools left behind; runs/ stays
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
