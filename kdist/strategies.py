@@ -46,7 +46,7 @@ def create_strategy(
         devices: how many, or their names; None takes all GPUs, or the CPU where there are none.
             A number on a machine without GPUs makes that many logical CPU devices.
         reduction: how `mirrored` adds gradients across devices: `auto` (TensorFlow's choice
-            between GPUs, `hierarchical_copy` between CPU devices), `nccl` (GPUs only),
+            between GPUs, `reduction_to_one_device` between CPU devices), `nccl` (GPUs only),
             `hierarchical_copy`, `reduction_to_one_device`.
         num_packs: gradients are packed into this many tensors before `nccl` or
             `hierarchical_copy` sends them; 0 sends each alone. None is TensorFlow's default, 1.
@@ -119,8 +119,9 @@ def _mirrored(devices, cross_device_ops):
         )
     if cross_device_ops is None and names[0].startswith("CPU"):
         # TensorFlow's own choice, its collectives, lets only one group of CPU devices exist in a
-        # process: a second strategy of another size fails, and all later ones with it.
-        cross_device_ops = tf.distribute.HierarchicalCopyAllReduce()
+        # process: a second strategy of another size fails, and all later ones with it. Packed
+        # copies would fail on gradients of several types.
+        cross_device_ops = tf.distribute.ReductionToOneDevice()
     return tf.distribute.MirroredStrategy(names, cross_device_ops=cross_device_ops)
 
 

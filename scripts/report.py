@@ -3,7 +3,7 @@
   python scripts/report.py runs/first
   python scripts/report.py runs/one_device runs/two_devices --output=comparison.html
 
-The first run is the one that the others' speed is compared with.
+It prints the path of the page. The first run is the one that the others' speed is compared with.
 """
 
 from absl import flags
@@ -13,7 +13,7 @@ from kdist import program
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_string("output", "report.html", "The page to write.")
+flags.DEFINE_string("output", "report.html", "The page to write; one that is there is replaced.")
 
 
 def main(arguments):

@@ -82,11 +82,10 @@ def test_cosine_halfway():
     assert rate.at_examples(25) == pytest.approx(1 + (1 + math.cos(math.pi / 4)) / 2)
 
 
-def test_far_steps_are_exact():
-    """2^24 + 1 examples and products beyond int32 are told apart."""
-    boundary = 3 * 2**32 + 1024
-    rate = Piecewise([boundary], [1.0, 0.5], Batch(1024))
-    step = boundary // 1024
+@pytest.mark.parametrize(("local", "step"), [(1, 2**24 + 1), (3, 2**23 + 1), (1024, 3 * 2**22 + 1)])
+def test_far_steps_are_exact(local, step):
+    """Steps and examples that float32 rounds, and examples beyond int32, are told apart."""
+    rate = Piecewise([local * step], [1.0, 0.5], Batch(local))
     assert float(rate(tf.constant(step - 1))) == 1.0
     assert float(rate(tf.constant(step))) == 0.5
 

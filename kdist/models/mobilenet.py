@@ -41,7 +41,8 @@ def mobilenet_v2(
             `keras.applications.MobileNetV2(include_top=False)` (`.weights.h5`, `.keras` or `.h5`),
             or None, the default, for random.
         trainable_extractor: whether the extractor is trained as well. If not, it works in
-            inference mode, and its BatchNorm statistics stay as they are. Defaults to True.
+            inference mode, and its BatchNorm statistics stay as they are for as long as its
+            `trainable` is False. Defaults to True.
         sync_batch_norm: statistics over all replicas. Defaults to False.
         rescale: factor for the pixels, after which 1 is subtracted; None for neither. Defaults
             to 1/127.5, which MobileNetV2's own weights are made for.
@@ -58,7 +59,8 @@ def mobilenet_v2(
     inputs, x = pixels(input_shape, rescale, smallest=32, offset=-1.0)
     extractor = _extractor(tuple(input_shape), weights, sync_batch_norm)
     extractor.trainable = trainable_extractor
-    # Without `training`, a trainable extractor follows the mode of the model around it.
+    # `trainable = False` is what keeps BatchNorm's statistics: Keras 3.15's functional models put
+    # the mode of the model around it over `training=False`, which says what is meant.
     x = extractor(x) if trainable_extractor else extractor(x, training=False)
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
     x = keras.layers.Dense(512, activation="relu", name="features")(x)

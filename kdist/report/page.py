@@ -1,40 +1,26 @@
-"""The web page about one or several runs, in one file that asks for nothing else."""
+"""The web page about one or several runs, in one file that asks for nothing else.
+
+path = write(["runs/first", "runs/second"], "report.html")
+"""
 
 import html
 import os
 import pathlib
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import resources
-from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from kdist.report import tables
 from kdist.report.plots import progress_plots
-from kdist.report.runs import read_run
+from kdist.report.runs import Run, read_runs
+from kdist.report.sentence import sentence
 
-
-def _digits(number: int) -> Callable[[Any], str]:
-    return lambda value: f"{value:,.{number}f}"
-
-
-# Heading of a column -> where the summary, or else the configuration, has it, and how it is shown.
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "Model": ("model", str),
-    "Data": ("dataset", str),
-    "Strategy": ("strategy", str),
-    "Devices": (
-        "devices",
-        lambda value: ", ".join(value) if isinstance(value, list) else str(value),
-    ),
-    "Local batch": ("local_batch_size", str),
-    "Global batch": ("global_batch_size", str),
-    "Precision": ("precision", str),
-    "Epochs": ("epochs", str),
-    "Test accuracy": ("test_accuracy", _digits(4)),
-    "Test loss": ("test_loss", _digits(4)),
-    "Seconds an epoch": ("seconds_per_epoch", _digits(1)),
-    "Examples a second": ("examples_per_second", _digits(1)),
+_PLOT_OPTIONS = {
+    "responsive": True,
+    "displaylogo": False,
+    "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
 }
 
 
@@ -43,100 +29,64 @@ def write(
 ) -> pathlib.Path:
     """Writes the page about these runs; gives its path.
 
-    The first run is the one that the others' speed is compared with.
+    The first run is the one that the others' speed is compared with. The page holds all it needs,
+    plotly.js included (5 MB), and opens from disk, without a network.
+
+    Args:
+        run_directories: at least one directory of a run; it may go on still, or have been killed.
+        output: the file to write; one that is there is replaced. Defaults to `report.html` in the
+            current directory.
 
     Raises:
-        ValueError: no run was given, or a file of a run is not what a run writes.
+        ValueError: no run was given, one was given twice, or a file is not what a run writes.
         FileNotFoundError: a directory is not there, or holds no run.
-        OSError: the page cannot be written.
+        OSError: a run cannot be read, or the page cannot be written.
     """
-    if not run_directories:
-        raise ValueError("no run was given; name at least one run directory")
-    runs = [read_run(directory) for directory in run_directories]
-    template = string.Template(
-        resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    )
-    page = template.substitute(
-        title=html.escape(", ".join(run.name for run in runs)),
-        notes="".join(
-            f"<p class=note>{html.escape(f'{run.name}: {note}')}</p>"
-            for run in runs
-            for note in run.notes
-        ),
-        runs=_run_table(runs),
-        plots=_plots(runs),
-        configuration=_configuration(runs),
-        environment=_environment(runs),
-        plotly=get_plotlyjs(),
-    )
+    text = _page(read_runs(run_directories))
     path = pathlib.Path(output)
-    path.write_text(page, encoding="utf-8")
+    try:
+        # File names need not be Unicode; what is not is shown by its bytes.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise OSError(
+            f"cannot write the page {path} ({error.strerror}); give as --output a file in a "
+            "directory that exists and that you may write to"
+        ) from error
     return path
 
 
-def _run_table(runs):
-    headings = ["Run", *COLUMNS]
-    rows = [[run.name, *(_shown(run, *column) for column in COLUMNS.values())] for run in runs]
-    if len(runs) > 1:
-        headings.append("Speed-up")
-        for row, run in zip(rows, runs, strict=True):
-            row.append(_speed_up(run, runs[0]))
-    return _table("Runs", headings, rows)
+def _page(runs: Sequence[Run]) -> str:
+    template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    return string.Template(template).substitute(
+        title=html.escape(", ".join(run.name for run in runs)),
+        heading=html.escape(f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name),
+        sentence=html.escape(sentence(runs)),
+        notes=_notes(runs),
+        runs=tables.run_table(runs),
+        plots=_plots(runs),
+        configuration=tables.configuration(runs),
+        environment=tables.environment(runs),
+        plotly=get_plotlyjs(),
+    )
 
 
-def _shown(run, key, show):
-    value = run.summary.get(key, run.config.get(key))
-    return "–" if value is None else show(value)
-
-
-def _speed_up(run, first):
-    rates = [r.summary.get("examples_per_second") for r in (run, first)]
-    return f"{rates[0] / rates[1]:.2f}" if all(rates) else "–"
+def _notes(runs):
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
+    return "\n".join(f"<p class=note>{html.escape(note)}</p>" for note in notes)
 
 
 def _plots(runs):
-    parts = []
-    for title, figure in progress_plots(runs):
-        plot = figure.to_html(
-            full_html=False,
-            include_plotlyjs=False,
-            config={"responsive": True, "displaylogo": False},
-        )
-        parts.append(f"<figure><h2>{title}</h2>{plot}</figure>")
-    return "\n".join(parts) or "<p>No measurements yet.</p>"
-
-
-def _configuration(runs):
-    names = sorted({name for run in runs for name in run.config})
-    differ = [n for n in names if len({repr(run.config.get(n)) for run in runs}) > 1]
-    shown = differ if len(runs) > 1 else names
-    if not shown:
-        return "<p>All runs have the same configuration.</p>"
-    rows = [[name, *(str(run.config.get(name, "–")) for run in runs)] for name in shown]
-    title = "What differs" if len(runs) > 1 else "Flags"
-    return _table(title, ["Setting", *(run.name for run in runs)], rows)
-
-
-def _environment(runs):
-    names = sorted({name for run in runs for name in run.summary.get("versions") or {}})
-    rows = [
-        [name, *(str((run.summary.get("versions") or {}).get(name, "–")) for run in runs)]
-        for name in names
-    ]
-    rows.append(["git commit", *(str(run.summary.get("git_commit") or "–") for run in runs)])
-    return _table("Versions", ["", *(run.name for run in runs)], rows)
-
-
-def _table(caption, headings, rows):
-    head = "".join(f"<th scope=col>{html.escape(heading)}</th>" for heading in headings)
-    body = "".join(
-        "<tr>"
-        + f"<th scope=row>{html.escape(row[0])}</th>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row[1:])
-        + "</tr>"
-        for row in rows
+    plots = progress_plots(runs)
+    return "\n".join(_plot(title, figure) for title, figure in plots) or (
+        "<p>No measurements yet.</p>"
     )
-    return (
-        f"<div class=scroll tabindex=0><table><caption>{html.escape(caption)}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _plot(title, figure):
+    plot = figure.to_html(
+        full_html=False,
+        include_plotlyjs=False,
+        config=_PLOT_OPTIONS,
+        div_id=title.lower().replace(" ", "-"),  # a random one would change the page every time
     )
+    return f"<h3>{title}</h3>\n<figure>{plot}</figure>"

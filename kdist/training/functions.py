@@ -16,6 +16,8 @@ _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 class StepFunction:
     """Runs `step` on the batches of an iterator, on every replica of the trainer's strategy.
 
+    Raises a ValueError where the model asks for XLA and there are several replicas.
+
     Args:
         trainer: the model.
         step: a function of one replica's batch, such as `model.train_step`, that gives its logs.
@@ -59,6 +61,7 @@ class StepFunction:
             return reduce_per_replica(outputs, strategy, reduction="auto")
 
         if not trainer.run_eagerly and trainer.jit_compile:
+            _check_xla_can_compile(strategy)
             on_all_replicas = _function(on_all_replicas, jit_compile=True)
         return trainer._autoconvert_optionals(on_all_replicas)
 
@@ -92,6 +95,15 @@ class StepFunction:
                 break
             outputs = self._on_batch(batch)
         return outputs
+
+
+def _check_xla_can_compile(strategy):
+    if strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            f"XLA cannot compile a step over the {strategy.num_replicas_in_sync} replicas of "
+            f"{type(strategy).__name__}, whose gradients meet in it; leave jit_compile=True "
+            "(--jit_compile) out, or train on one device (--strategy=one_device)"
+        )
 
 
 def _function(python_function, **options):

@@ -230,12 +230,14 @@ def test_inception_branches_do_not_meet_before_the_join():
 
 def test_saved_models_open_in_plain_keras_without_kdist(tmp_path):
     predictions = {}
-    for name, arguments in SMALL.items():
+    mixed = {**SMALL["resnet18"], "precision": "mixed_bfloat16", "sync_batch_norm": True}
+    for stem, arguments in {**SMALL, "resnet18-mixed": mixed}.items():
+        name = stem.removesuffix("-mixed")
         model = models.create(name, **arguments)
         model.compile("adam", "mse")
-        model.save(tmp_path / f"{name}.keras")
-        predictions[name] = model.predict(batch_for(name), verbose=0)
-        np.save(tmp_path / f"{name}.npy", batch_for(name))
+        model.save(tmp_path / f"{stem}.keras")
+        predictions[stem] = model.predict(batch_for(name), verbose=0)
+        np.save(tmp_path / f"{stem}.npy", batch_for(name))
     code = """
 import json, pathlib, sys
 sys.modules["kdist"] = None  # importing it fails
@@ -289,7 +291,7 @@ def test_weights_that_are_not_there(monkeypatch):
 
 
 def test_a_server_that_stays_silent_is_given_up(monkeypatch, tmp_path):
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setattr("keras.src.backend.config._KERAS_DIR", str(tmp_path))  # nothing cached
     monkeypatch.setattr("kdist.models.mobilenet.DOWNLOAD_SILENCE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/"

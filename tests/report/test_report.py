@@ -1,9 +1,14 @@
 import json
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
 from kdist import report
+from kdist.report.plots import MAX_POINTS, progress_plots
+from kdist.report.sentence import sentence
 
 SUMMARY = {
     "strategy": "MirroredStrategy",
@@ -24,88 +29,238 @@ SUMMARY = {
 }
 
 
-def run_directory(path, summary=SUMMARY, config=None, torn=False):
-    path.mkdir()
+def run_directory(path, summary=SUMMARY, config=None, torn="", lines=29):
+    path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config or {"model": "lenet", "seed": 0}))
     records = [
         {"kind": "train", "step": s, "examples": 128 * s, "loss": 2.0 / s, "learning_rate": 0.1}
-        for s in range(1, 30)
+        for s in range(1, lines + 1)
     ]
-    records += [{"kind": "epoch", "examples": 3840, "loss": 0.1, "val_loss": 0.2}]
+    records[1]["loss"] = None
+    records += [{"kind": "epoch", "examples": 128 * (lines + 1), "loss": 0.1, "val_loss": 0.2}]
     text = "".join(json.dumps(record) + "\n" for record in records)
-    (path / "metrics.jsonl").write_text(text + ('{"kind": "tra' if torn else ""))
+    (path / "metrics.jsonl").write_bytes(text.encode() + torn.encode("latin-1"))
     if summary is not None:
         (path / "summary.json").write_text(json.dumps(summary))
     return path
 
 
 def without_plotly(page):
-    text = page.read_text()
-    return text[: text.index("<script>")] + text[text.index("</script>", len(text) // 2) :]
+    head, rest = page.read_text().split("<script>", 1)
+    return head + rest[rest.index("</script>\n</head>") :]
 
 
-def test_one_run(tmp_path):
-    page = report.write([run_directory(tmp_path / "first")], tmp_path / "page.html")
+def cells(page, run):
+    """Heading -> figure in the run's row of the first table."""
     text = without_plotly(page)
-    for shown in ("0.8765", "0.4321", "12.3", "1,234.5", "CPU:0, CPU:1", "abc123", "2.21.0"):
-        assert f"<td>{shown}</td>" in text
-    titles = re.findall(r"<h2>(.*?)</h2>", page.read_text())
-    assert titles == ["Loss", "Learning rate"]  # there was no accuracy
-    assert "Speed-up" not in text
+    headings = re.findall(r"<th scope=col>(.*?)</th>", text.split("</thead>")[0])
+    row = re.search(f"<tr><th scope=row>{re.escape(run)}</th>(.*?)</tr>", text).group(1)
+    return dict(zip(headings[1:], re.findall("<td>(.*?)</td>", row), strict=True))
+
+
+def test_the_table_has_the_figures_of_the_summary(tmp_path):
+    page = report.write([run_directory(tmp_path / "first")], tmp_path / "page.html")
+    assert cells(page, "first") == {
+        "Model": "lenet",
+        "Dataset": "digits",
+        "Strategy": "MirroredStrategy",
+        "Devices": "CPU:0, CPU:1",
+        "Local batch": "64",
+        "Global batch": "128",
+        "Precision": "float32",
+        "Epochs": "2",
+        "Test accuracy": "0.8765",
+        "Test loss": "0.4321",
+        "Seconds an epoch": "12.3",
+        "Examples a second": "1,234.5",
+    }
+
+
+def test_plots_configuration_and_environment_of_one_run(tmp_path):
+    text = without_plotly(report.write([run_directory(tmp_path / "first")], tmp_path / "page.html"))
+    assert re.findall("<h3>(.*?)</h3>", text) == ["Loss", "Learning rate"]  # there is no accuracy
+    assert "<details><summary>All 2 settings" in text
+    for name, value in [("seed", "0"), ("tensorflow", "2.21.0"), ("git_commit", "abc123")]:
+        assert f"<tr><th scope=row>{name}</th><td>{value}</td></tr>" in text
 
 
 def test_two_runs_are_overlaid_and_compared(tmp_path):
     faster = {**SUMMARY, "examples_per_second": 2469.0}
     runs = [
         run_directory(tmp_path / "one"),
-        run_directory(tmp_path / "two", faster, {"model": "lenet", "seed": 1}),
+        run_directory(tmp_path / "two", faster, {"model": "lenet", "seed": 1, "run_dir": "two"}),
     ]
-    text = report.write(runs, tmp_path / "page.html").read_text()
-    assert "<td>2.00</td>" in text
-    assert "<th scope=row>seed</th>" in text
+    page = report.write(runs, tmp_path / "page.html")
+    text = without_plotly(page)
+    assert [cells(page, run)["Speed-up"] for run in ("one", "two")] == ["1.00", "2.00"]
+    assert "<tr><th scope=row>seed</th><td>0</td><td>1</td></tr>" in text
     assert "<th scope=row>model</th>" not in text  # only what differs
-    for name in ("one: training", "two: training", "one: test", "two: test"):
-        assert f'"name":"{name}"' in text
+    assert "<th scope=row>run_dir</th>" not in text
+    loss = progress_plots(report.read_runs(runs))[0][1]
+    assert [(trace.name, trace.line.dash) for trace in loss.data] == [
+        ("one", "solid"),
+        ("one", "dash"),
+        ("two", "solid"),
+        ("two", "dash"),
+    ]
+    assert len({trace.line.color for trace in loss.data}) == 2
+    assert sum(trace.showlegend for trace in loss.data) == 2
+    assert len(loss.data[0].x) == 29  # 29 train lines and the epoch's, without the null one
+
+
+def test_equal_configurations_are_said(tmp_path):
+    runs = [run_directory(tmp_path / name) for name in ("one", "two")]
+    text = without_plotly(report.write(runs, tmp_path / "page.html"))
+    assert "All runs have the same configuration." in text
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [run_directory(tmp_path / parent / "run") for parent in ("a", "b")]
+    assert [run.name for run in report.read_runs(runs)] == ["a/run", "b/run"]
+
+
+def test_the_opening_sentence(tmp_path):
+    first = run_directory(tmp_path / "first")
+    slow = run_directory(tmp_path / "slow", {"examples_per_second": 617.25, "test_accuracy": 0.9})
+    going = run_directory(tmp_path / "going", summary=None, config={"model": "mlp"})
+    assert sentence(report.read_runs([first])) == (
+        "lenet on digits, MirroredStrategy on CPU:0, CPU:1: test accuracy 0.8765, "
+        "test loss 0.4321, 12.3 seconds an epoch, 1,234.5 examples a second."
+    )
+    assert sentence(report.read_runs([going])) == "mlp on –: not finished, 3,840 examples seen."
+    assert sentence(report.read_runs([slow, first, going])) == (
+        "3 runs, 1 of them not finished. Most accurate: slow (test accuracy 0.9000). "
+        "Fastest: first (1,234.5 examples a second, 2.00 × slow)."
+    )
+
+
+def test_a_long_run_is_thinned_and_keeps_its_ends(tmp_path):
+    run = report.read_run(run_directory(tmp_path / "long", lines=3 * MAX_POINTS))
+    loss = progress_plots([run])[0][1]
+    examples = loss.data[0].x
+    assert len(examples) <= MAX_POINTS + 1
+    assert (examples[0], examples[-1]) == (128, 128 * (3 * MAX_POINTS + 1))
 
 
 def test_the_page_asks_for_nothing(tmp_path):
     page = report.write([run_directory(tmp_path / "first")], tmp_path / "page.html")
-    tags = re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=[^>]*>", without_plotly(page))
-    assert tags == []
-    assert page.stat().st_size < 6e6
+    text = without_plotly(page)
+    assert not re.findall(r"\b(?:src|href)\s*=|<link|@import|url\(", text)
+    assert not re.findall(r"(?:src|href)=[\"']?https?:", text)
+    assert "default-src 'none'" in text  # and the browser refuses what plotly.js might ask for
+    assert 4e6 < page.stat().st_size < 6e6  # bytes, nearly all of them plotly.js
+
+
+def test_the_same_runs_give_the_same_page(tmp_path):
+    run = run_directory(tmp_path / "first")
+    pages = [report.write([run], tmp_path / f"{n}.html").read_bytes() for n in range(2)]
+    assert pages[0] == pages[1]
 
 
 def test_names_cannot_inject(tmp_path):
-    config = {"model": "<script>alert(1)</script>"}
-    summary = {**SUMMARY, "dataset": "<img src=x onerror=alert(1)>"}
-    runs = [run_directory(tmp_path / "a<b>", summary, config)]
+    attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\" onfocus='x'"
+    summary = {**SUMMARY, "dataset": attack, "versions": {attack: attack}, "git_commit": attack}
+    runs = [
+        run_directory(
+            tmp_path / parent / "<script>alert(1)<" / "script>", summary, {attack: parent}
+        )
+        for parent in ("a", "b")
+    ]
     text = without_plotly(report.write(runs, tmp_path / "page.html"))
+    assert "alert(1)" in text
     assert "<script>alert" not in text
     assert "<img" not in text
-    assert "a<b>" not in text
+    assert "\" onfocus='" not in text
 
 
 def test_what_is_missing_is_said(tmp_path):
-    unfinished = run_directory(tmp_path / "unfinished", summary=None, torn=True)
-    text = without_plotly(report.write([unfinished], tmp_path / "page.html"))
+    unfinished = run_directory(tmp_path / "unfinished", summary=None, torn='{"kind": "tr\xe2')
+    page = report.write([unfinished], tmp_path / "page.html")
+    text = without_plotly(page)
     assert "unfinished: not finished: there is no summary.json yet" in text
-    assert "the last line of metrics.jsonl is cut short" in text
+    assert "the last line of metrics.jsonl is cut short and was left out" in text
+    assert cells(page, "unfinished (not finished)")["Model"] == "lenet"
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_a_run_that_has_just_begun(tmp_path, text):
+    run = run_directory(tmp_path / "new", summary=None)
+    (run / "metrics.jsonl").write_text(text)
+    text = without_plotly(report.write([run], tmp_path / "page.html"))
+    assert "No measurements yet." in text
+    assert "cut short" not in text
 
 
 def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere is no run directory"):
-        report.write([tmp_path / "nowhere"], tmp_path / "page.html")
-    with pytest.raises(ValueError, match="no run was given"):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name, found in [
+        ("nowhere", "there is nothing of this name"),
+        ("empty", "it holds neither config.json nor metrics.jsonl nor summary.json"),
+        ("file", "it is a file"),
+    ]:
+        with pytest.raises(FileNotFoundError, match=f"{name} is no run directory: {found}. Give"):
+            report.write([tmp_path / name], tmp_path / "page.html")
+    with pytest.raises(ValueError, match="name at least one"):
         report.write([], tmp_path / "page.html")
-    run = run_directory(tmp_path / "damaged")
-    (run / "summary.json").write_text("{")
-    with pytest.raises(ValueError, match=r"summary.json is no JSON"):
-        report.write([run], tmp_path / "page.html")
-    (run / "summary.json").write_text("[1]")
-    with pytest.raises(ValueError, match="holds no JSON object"):
-        report.write([run], tmp_path / "page.html")
-    (run / "summary.json").unlink()
-    (run / "metrics.jsonl").write_text('{"kind": "train"}\n{\n{"kind": "train"}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2"):
-        report.write([run], tmp_path / "page.html")
+    with pytest.raises(ValueError, match="give a list"):
+        report.write(str(tmp_path), tmp_path / "page.html")
+    run = run_directory(tmp_path / "run")
+    with pytest.raises(ValueError, match="given twice; name each run directory once"):
+        report.write([run, tmp_path / "file" / ".." / "run"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "{", r"config.json is no JSON \(.*line 1.*leave this run out"),
+        ("summary.json", "[1]", "summary.json holds no JSON object; leave"),
+        ("metrics.jsonl", '{"kind": "train"}\n{\n{"kind": "train"}\n', "line 2 is no JSON"),
+        ("metrics.jsonl", '{"kind": "train"}\n7\n', "line 2 holds no JSON object"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, file, text, message):
+    run = run_directory(tmp_path / "damaged")
+    (run / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        report.write([run], tmp_path / "page.html")
+
+
+def test_figures_of_another_kind_do_not_stop_the_page(tmp_path):
+    strange = {**SUMMARY, "test_loss": "low", "examples_per_second": True, "versions": ["1"]}
+    page = report.write([run_directory(tmp_path / "strange", strange)], tmp_path / "page.html")
+    assert cells(page, "strange")["Test loss"] == "low"
+    assert cells(page, "strange")["Examples a second"] == "true"
+
+
+def test_a_page_that_cannot_be_written(tmp_path):
+    run = run_directory(tmp_path / "run")
+    with pytest.raises(OSError, match="cannot write the page .* give as --output a file"):
+        report.write([run], tmp_path / "nowhere" / "page.html")
+
+
+def test_the_room_needs_no_tensorflow():
+    code = (
+        "import sys, kdist; kdist.report.write; print({'tensorflow', 'keras'} & set(sys.modules))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "set()"
+
+
+def test_the_program(tmp_path):
+    def program(*arguments):
+        script = pathlib.Path(__file__).parents[2] / "scripts" / "report.py"
+        command = [sys.executable, str(script), *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    page = tmp_path / "page.html"
+    made = program(run_directory(tmp_path / "run"), f"--output={page}")
+    assert (made.returncode, made.stdout) == (0, f"{page}\n"), made.stderr
+    refused = program(tmp_path / "nowhere", f"--output={page}")
+    assert refused.returncode == 1
+    assert len(refused.stderr.splitlines()) == 1
+    assert "Give the --run_dir of a run" in refused.stderr
+    assert "--output=comparison.html" in program("--help").stdout

@@ -274,3 +274,10 @@ def test_xla_gives_the_same_weights():
     reference.fit(endless(), steps_per_epoch=10, verbose=0)
     assert model.jit_compile
     assert_same_weights(model.get_weights(), reference.get_weights(), 1e-5)
+
+
+def test_xla_over_several_replicas_is_refused(mirrored):
+    with mirrored.scope():
+        model = linear(jit_compile=True)
+    with pytest.raises(ValueError, match="XLA cannot compile.*2 replicas.*--strategy=one_device"):
+        model.fit(endless(), steps_per_epoch=2, verbose=0)
