@@ -54,7 +54,7 @@ class Telemetry(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self._run.path.mkdir(parents=True, exist_ok=True)
         self._writer = JsonlWriter(self._run.metrics)
-        self._step_at_begin = self._step_at_epoch = int(self.model.optimizer.iterations.numpy())
+        self._step_at_epoch = int(self.model.optimizer.iterations.numpy())
         self._began = self._last_line = time.perf_counter()
 
     def on_epoch_begin(self, epoch, logs=None):

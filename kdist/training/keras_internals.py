@@ -34,15 +34,18 @@ __all__ = [
 TRAINER_MEMBERS = (
     "_assert_compile_called",
     "_autoconvert_optionals",
-    "_call_has_training_arg",
     "_distribute_strategy",
     "_compute_loss",
     "_flatten_metrics_in_order",
     "_get_metrics_result_or_logs",
+    "_initial_epoch",
+    "_loss_tracker",
     "_maybe_symbolic_build",
     "_should_eval",
     "_symbolic_build",
 )
+# What the trainer reads of the layer that every model is.
+LAYER_MEMBERS = ("_call_has_training_arg",)
 EPOCH_ITERATOR_MEMBERS = (
     "_enumerate_iterator",
     "_get_iterator",

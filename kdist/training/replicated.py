@@ -5,6 +5,8 @@ any class that derives from it, `kdist.Model` among them. The losses, the gradie
 are Keras's.
 """
 
+import functools
+
 import keras
 import tensorflow as tf
 
@@ -33,7 +35,6 @@ class ReplicatedTrainer(TensorFlowTrainer):
     global_batch_size: int | None = None
 
     _finite_watch: FiniteWatch | None = None
-    _eval_step_groups: StepGroups | None = None
 
     # What one replica does with its share of a batch.
 
@@ -160,7 +161,6 @@ class ReplicatedTrainer(TensorFlowTrainer):
                 break
         if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
             self.optimizer.finalize_variable_values(self.trainable_weights)
-        self._eval_step_groups = None
         callbacks.on_train_end(logs=logs)
         return self.history
 
@@ -249,11 +249,11 @@ class ReplicatedTrainer(TensorFlowTrainer):
             return None
         x, y, sample_weight = _unpack(data)
 
+        @functools.cache
+        def step_groups():
+            return self._evaluation_groups(x, y, sample_weight, batch_size, steps)
+
         def validate():
-            if self._eval_step_groups is None:
-                self._eval_step_groups = self._evaluation_groups(
-                    x, y, sample_weight, batch_size, steps
-                )
             return self.evaluate(
                 x=x,
                 y=y,
@@ -262,10 +262,9 @@ class ReplicatedTrainer(TensorFlowTrainer):
                 steps=steps,
                 callbacks=callbacks,
                 return_dict=True,
-                _step_groups=self._eval_step_groups,
+                _step_groups=step_groups(),
             )
 
-        self._eval_step_groups = None
         return validate
 
     def _evaluation_groups(self, x, y, sample_weight, batch_size, steps):

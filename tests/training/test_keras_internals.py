@@ -16,6 +16,11 @@ def test_trainer_members(name):
     assert hasattr(keras_internals.TensorFlowTrainer(), name)
 
 
+@pytest.mark.parametrize("name", keras_internals.LAYER_MEMBERS)
+def test_layer_members(name):
+    assert hasattr(keras.layers.Layer(), name)
+
+
 @pytest.mark.parametrize("name", keras_internals.EPOCH_ITERATOR_MEMBERS)
 def test_epoch_iterator_members(name):
     assert hasattr(keras_internals.TFEpochIterator, name)
