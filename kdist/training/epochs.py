@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.training.keras_internals import TFEpochIterator
+from kdist.training.keras_internals import EpochIterator, TFEpochIterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,23 @@ class StepGroups(TFEpochIterator):
 
     Keras runs `steps_per_execution` steps each time, also where fewer are left: an endless data
     set of 25 steps an epoch gives 52 steps in two epochs with groups of four.
+
+    Batches come whole, from a plain iterator; the step divides them among the replicas
+    (`kdist.training.share`). So any data will do that one device can read: ragged, sparse, of
+    unknown length, from a generator.
+
+    Args:
+        distribute_strategy: the strategy of the model.
+        data: what Keras's `EpochIterator` takes.
     """
+
+    def __init__(self, distribute_strategy, **data):
+        EpochIterator.__init__(self, **data)
+        dataset = self.data_adapter.get_tf_dataset()
+        # The cores of a TPU are fed by its own host; they take data that are divided beforehand.
+        if isinstance(distribute_strategy, tf.distribute.TPUStrategy):
+            dataset = distribute_strategy.experimental_distribute_dataset(dataset)
+        self._distributed_dataset = dataset
 
     @functools.cached_property
     def _length_is_certain(self):

@@ -5,10 +5,14 @@ that loop from optionals and conditions, which fail under MirroredStrategy; a pl
 known number of steps does not.
 """
 
+import functools
+
 import tensorflow as tf
 
 from kdist.training.keras_internals import reduce_per_replica
 from kdist.training.logs import LazyLogs
+from kdist.training.share import Division
+from kdist.training.step import ReplicaStep
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
@@ -16,23 +20,24 @@ _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 class StepFunction:
     """Runs `step` on the batches of an iterator, on every replica of the trainer's strategy.
 
-    Raises a ValueError where the model asks for XLA and there are several replicas.
-
     Args:
         trainer: the model.
         step: a function of one replica's batch, such as `model.train_step`, that gives its logs.
         logs_are_metrics: the logs are the results of the model's metrics. Then nothing is
             carried out of the loop, and the metrics are read when somebody reads the logs.
+        accumulators: where the gradients of micro-steps are kept; None if a step is a single one.
+        micro_steps: into how many parts a replica's rows of a batch are divided.
     """
 
-    def __init__(self, trainer, step, logs_are_metrics):
+    def __init__(self, trainer, step, logs_are_metrics, accumulators=None, micro_steps=1):
         self._trainer = trainer
         self._logs_are_metrics = logs_are_metrics
-        self._on_all_replicas = self._one_step(step)
+        on_all_replicas = OnAllReplicas(trainer, step, accumulators, micro_steps)
+        self._on_all_replicas = trainer._autoconvert_optionals(self._compiled(on_all_replicas))
         compiled = (lambda f: f) if trainer.run_eagerly else _function
-        self._one = compiled(lambda iterator: self._on_all_replicas(next(iterator)))
+        self._one = compiled(lambda iterator: self._step_on(next(iterator)))
         self._group = self._several if trainer.run_eagerly else _function(self._loop)
-        self._on_batch = compiled(self._on_all_replicas)
+        self._on_batch = compiled(self._step_on)
         self._read_metrics = compiled(trainer.get_metrics_result)
 
     def __call__(self, iterator, length=None, may_run_out=False):
@@ -50,29 +55,27 @@ class StepFunction:
             outputs = self._group(iterator, tf.constant(length))
         return LazyLogs(self._read_metrics) if self._logs_are_metrics else outputs
 
-    def _one_step(self, step):
-        strategy, trainer = self._trainer.distribute_strategy, self._trainer
+    def _compiled(self, on_all_replicas):
+        """With one replica XLA takes the whole step; with several, the model compiles parts."""
+        trainer = self._trainer
+        if trainer.jit_compile and not trainer.run_eagerly and on_all_replicas.is_a_single_part:
+            return _function(on_all_replicas, jit_compile=True)
+        return on_all_replicas
 
-        @tf.autograph.experimental.do_not_convert
-        def on_all_replicas(data):
-            outputs = strategy.run(step, args=(data,))
-            if self._logs_are_metrics:
-                return ()
-            return reduce_per_replica(outputs, strategy, reduction="auto")
-
-        if not trainer.run_eagerly and trainer.jit_compile:
-            _check_xla_can_compile(strategy)
-            on_all_replicas = _function(on_all_replicas, jit_compile=True)
-        return trainer._autoconvert_optionals(on_all_replicas)
+    def _step_on(self, batch):
+        outputs = self._on_all_replicas(batch)
+        if self._logs_are_metrics:
+            return ()
+        return reduce_per_replica(outputs, self._trainer.distribute_strategy, reduction="auto")
 
     def _loop(self, iterator, length):
         if self._logs_are_metrics:
             start = tf.constant(0), ()
         else:
-            start = tf.constant(1), self._on_all_replicas(next(iterator))
+            start = tf.constant(1), self._step_on(next(iterator))
         _, outputs = tf.while_loop(
             lambda done, _: done < length,
-            lambda done, _: (done + 1, self._on_all_replicas(next(iterator))),
+            lambda done, _: (done + 1, self._step_on(next(iterator))),
             start,
         )
         return outputs
@@ -97,13 +100,80 @@ class StepFunction:
         return outputs
 
 
-def _check_xla_can_compile(strategy):
-    if strategy.num_replicas_in_sync > 1:
-        raise ValueError(
-            f"XLA cannot compile a step over the {strategy.num_replicas_in_sync} replicas of "
-            f"{type(strategy).__name__}, whose gradients meet in it; leave jit_compile=True "
-            "(--jit_compile) out, or train on one device (--strategy=one_device)"
+class OnAllReplicas:
+    """Runs a step on each replica's share of a batch, in one or several micro-steps.
+
+    Arguments are those of `StepFunction`.
+    """
+
+    def __init__(self, trainer, step, accumulators=None, micro_steps=1):
+        self._trainer = trainer
+        self._step = step
+        self._accumulators = accumulators
+        self._micro_steps = micro_steps
+        self._strategy = trainer.distribute_strategy
+        self._replicas = self._strategy.num_replicas_in_sync
+        self._has_copies = isinstance(
+            self._strategy,
+            tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy,
         )
+
+    @property
+    def is_a_single_part(self):
+        """A batch is not divided: one replica, one micro-step."""
+        return self._replicas * self._micro_steps == 1
+
+    def __call__(self, data):
+        """What the step gives in the last micro-step, on each replica."""
+        if self.is_a_single_part:
+            return self._strategy.run(self._step, args=(data,))
+        division = Division.of(data, self._strategy, self._micro_steps)
+        last = self._micro_steps - 1
+        run = functools.partial(self._micro_step, data, division)
+        if self._trainer.run_eagerly:
+            for number in range(last):
+                run(number)
+        elif last:
+            # One after the other, so that only one micro-step's activations are in memory.
+            (done,) = tf.while_loop(
+                lambda number: number < last,
+                lambda number: (number + 1, run(number))[:1],
+                [tf.constant(0)],
+                parallel_iterations=1,
+            )
+            with tf.control_dependencies([done]):
+                data = tf.nest.map_structure(tf.identity, data, expand_composites=True)
+        return self._micro_step(data, division, last, is_last=True)
+
+    def _micro_step(self, data, division, number, is_last=False):
+        def on_replica(data):
+            replica = _replica()
+            rows, share = division.take(data, replica, number)
+            step = ReplicaStep(
+                share, replica, self._replicas, self._has_copies, self._accumulators, is_last
+            )
+            with step.running():
+                with step.counting(self._trainer.metrics_variables):
+                    outputs = self._step(rows)
+                step.bring_together(except_for=self._equal())
+            return outputs
+
+        return self._strategy.run(tf.autograph.experimental.do_not_convert(on_replica), args=(data,))
+
+
+    def _equal(self):
+        """The statistics of synchronised BatchNorm, which all replicas compute alike."""
+        return [
+            statistic
+            for layer in self._trainer._flatten_layers()
+            if getattr(layer, "synchronized", False)
+            for statistic in layer.non_trainable_variables
+        ]
+
+
+def _replica():
+    """This replica's number, from 0."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
 def _function(python_function, **options):

@@ -5,29 +5,49 @@ of Keras starts here and nowhere else.
 """
 
 from keras.src import api_export
+from keras.src.backend.tensorflow import image as image_module
+from keras.src.backend.tensorflow import nn as nn_module
+from keras.src.backend.tensorflow import random as random_module
+from keras.src.backend.tensorflow.core import Variable as KerasVariable
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import (
     TensorFlowTrainer,
     TFEpochIterator,
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
     reduce_per_replica,
 )
 from keras.src.callbacks.progbar_logger import ProgbarLogger
-from keras.src.losses.loss import unscale_loss_for_distribution
+from keras.src.losses import loss as loss_module
+from keras.src.losses.loss import apply_mask
 from keras.src.models.functional import Functional
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils.python_utils import pythonify_logs
 from keras.src.utils.traceback_utils import filter_traceback
 
 __all__ = [
+    "BaseOptimizer",
+    "EpochIterator",
     "Functional",
+    "KerasVariable",
     "ProgbarLogger",
     "TFEpochIterator",
+    "TFOptimizer",
     "TensorFlowTrainer",
+    "apply_mask",
+    "convert_to_np_if_not_ragged",
     "filter_traceback",
+    "image_module",
+    "loss_module",
+    "nn_module",
+    "potentially_ragged_concat",
     "pythonify_logs",
+    "random_module",
     "reduce_per_replica",
     "save_as",
     "train_validation_split",
-    "unscale_loss_for_distribution",
 ]
 
 # Attributes and methods, private to Keras's trainer, that kdist/training reads, calls or overrides.
@@ -45,7 +65,9 @@ TRAINER_MEMBERS = (
     "_symbolic_build",
 )
 # What the trainer reads of the layer that every model is.
-LAYER_MEMBERS = ("_call_has_training_arg",)
+LAYER_MEMBERS = ("_call_has_training_arg", "_flatten_layers")
+# Of the optimizer: what the hooks replace is named in `keras_hooks`.
+OPTIMIZER_MEMBERS = ("_common_apply", "_trainable_variables", "_var_key")
 EPOCH_ITERATOR_MEMBERS = (
     "_enumerate_iterator",
     "_get_iterator",

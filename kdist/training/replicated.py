@@ -10,18 +10,25 @@ import functools
 import keras
 import tensorflow as tf
 
+from kdist.training import compiled_parts, keras_hooks
+from kdist.training import step as steps
+from kdist.training.accumulation import Accumulators, optimizers_of
 from kdist.training.epochs import StepGroups
 from kdist.training.finite import FiniteWatch
 from kdist.training.functions import StepFunction
 from kdist.training.keras_internals import (
     TensorFlowTrainer,
     filter_traceback,
+    loss_module,
     pythonify_logs,
     train_validation_split,
-    unscale_loss_for_distribution,
 )
 from kdist.training.logs import CallbackList, LazyLogs
-from kdist.training.padding import call_on_rows, keep_valid, may_be_empty, split_mask
+from kdist.training.padding import keep_valid, split_mask
+from kdist.training.predictions import PredictFunction, concatenated
+
+# Outside of a step of kdist they call Keras's own functions, so that nothing else changes.
+keras_hooks.install()
 
 
 class ReplicatedTrainer(TensorFlowTrainer):
@@ -36,52 +43,89 @@ class ReplicatedTrainer(TensorFlowTrainer):
 
     _finite_watch: FiniteWatch | None = None
 
+    # How many micro-batches' gradients are added up before an update; see `compile`.
+    accumulate: int = 1
+
+    def compile(self, *args, accumulate=1, **kwargs):
+        """Keras's `compile`, with one argument more.
+
+        Args:
+            accumulate: into how many micro-batches each replica divides its rows of a batch, one
+                after the other, to save memory. Their gradients are added up, reduced once, and
+                make one update: the same as without, but for layers that look at a whole batch
+                (BatchNorm sees micro-batches). Defaults to 1.
+
+        Raises:
+            ValueError: `accumulate` is smaller than 1.
+        """
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise ValueError(f"accumulate must be a whole number from 1 on, got {accumulate!r}")
+        super().compile(*args, **kwargs)
+        self.accumulate = accumulate
+
     # What one replica does with its share of a batch.
+
+    def train_step(self, data):
+        if not self._compiles_parts():
+            return super().train_step(data)
+        return compiled_parts.train_step(self, data)
 
     def test_step(self, data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         valid, sample_weight = split_mask(sample_weight)
-        if valid is None and not self._may_be_empty(x):
+        if valid is None:
             return super().test_step(data)
-        y_pred = self._predictions(x, valid)
+        y_pred = keep_valid(self._predictions(x), valid)
         x, y = keep_valid((x, y), valid)
         loss = self._compute_loss(
             x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False
         )
         examples = tf.shape(keras.tree.flatten(x)[0])[0]
-        self._loss_tracker.update_state(unscale_loss_for_distribution(loss), examples)
+        self._loss_tracker.update_state(loss_module.unscale_loss_for_distribution(loss), examples)
         return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def predict_step(self, data):
         x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        return self._predictions(x, split_mask(sample_weight)[0])
+        return keep_valid(self._predictions(x), split_mask(sample_weight)[0])
 
-    def _predictions(self, x, valid):
-        """The outputs for one replica's share, without those for padding."""
+    def _predictions(self, x):
+        return self(x, training=False) if self._call_has_training_arg else self(x)
 
-        def call(x):
-            return self(x, training=False) if self._call_has_training_arg else self(x)
-
-        outputs = call_on_rows(x, call) if self._may_be_empty(x) else call(x)
-        return keep_valid(outputs, valid)
-
-    def _may_be_empty(self, x):
-        return may_be_empty(x, self.distribute_strategy.num_replicas_in_sync)
+    def _compiles_parts(self):
+        """XLA cannot compile a step in which replicas meet; it compiles what each does alone."""
+        in_a_divided_step = steps.current() is not None
+        return self.jit_compile and not self.run_eagerly and in_a_divided_step
 
     # What is called for a group of steps.
 
     def make_train_function(self, force=False):
         if self.train_function is None or force:
             self._finite_watch = FiniteWatch(self)
-            step = self._finite_watch.watching(self.train_step)
-            self.train_function = StepFunction(self, step, self._logs_are_metrics("train_step"))
+            self.train_function = StepFunction(
+                self,
+                self._finite_watch.watching(self.train_step),
+                self._logs_are_metrics("train_step"),
+                self._accumulators(),
+                self.accumulate,
+            )
         return self.train_function
+
+    def _accumulators(self):
+        if self.accumulate == 1:
+            return None
+        with self.distribute_strategy.scope():
+            return Accumulators(optimizers_of(self))
 
     def make_test_function(self, force=False):
         if self.test_function is None or force:
             lazy = self._logs_are_metrics("test_step")
             self.test_function = StepFunction(self, self.test_step, lazy)
         return self.test_function
+
+    def make_predict_function(self, force=False):
+        if self.predict_function is None or force:
+            self.predict_function = PredictFunction(self, self.predict_step)
+        return self.predict_function
 
     def first_nonfinite_step(self) -> int | None:
         """The optimizer step (from 1) whose loss was the first to be NaN or infinite, if any."""
@@ -205,12 +249,36 @@ class ReplicatedTrainer(TensorFlowTrainer):
         callbacks.on_test_end(logs)
         return logs if return_dict else self._flatten_metrics_in_order(logs)
 
+    @filter_traceback
     def predict(self, x, batch_size=None, verbose="auto", steps=None, callbacks=None):
         """Gives the outputs for `x`, in its order, as Keras does; `x` may also be a pipeline."""
         x, steps = _evaluation_data(x, steps)
-        return super().predict(
-            x, batch_size=batch_size, verbose=verbose, steps=steps, callbacks=callbacks
+        groups = StepGroups(
+            self.distribute_strategy,
+            x=x,
+            batch_size=batch_size,
+            steps_per_epoch=steps,
+            steps_per_execution=self.steps_per_execution,
         )
+        callbacks = self._callback_list(callbacks, verbose, 1, groups)
+        self.make_predict_function()
+        self.stop_predicting = False
+        callbacks.on_predict_begin()
+        outputs = []
+
+        def predict_group(*group):
+            outputs.append(self.predict_function.group(*group))
+            return {"outputs": outputs[-1]}
+
+        self._run_groups(
+            groups,
+            predict_group,
+            callbacks.on_predict_batch_begin,
+            callbacks.on_predict_batch_end,
+            lambda: self.stop_predicting,
+        )
+        callbacks.on_predict_end()
+        return concatenated(outputs)
 
     def _train_epoch(self, groups, callbacks):
         self.reset_metrics()

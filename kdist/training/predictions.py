@@ -1,0 +1,91 @@
+"""Predictions: the outputs of all replicas, in the order of the rows."""
+
+import keras
+import tensorflow as tf
+
+from kdist.training import step as steps
+from kdist.training.functions import OnAllReplicas
+from kdist.training.keras_internals import (
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
+    reduce_per_replica,
+)
+
+
+class PredictFunction:
+    """Gives the outputs for batches, on every replica of the trainer's strategy.
+
+    Args:
+        trainer: the model.
+        step: a function of one replica's rows that gives their outputs.
+    """
+
+    def __init__(self, trainer, step):
+        self._strategy = trainer.distribute_strategy
+        on_all_replicas = trainer._autoconvert_optionals(OnAllReplicas(trainer, _own_rows(step)))
+
+        def on_batch(batch):
+            return reduce_per_replica(on_all_replicas(batch), self._strategy, reduction="concat")
+
+        if not trainer.run_eagerly:
+            is_one = self._strategy.num_replicas_in_sync == 1
+            on_batch = tf.function(
+                on_batch,
+                reduce_retracing=True,
+                autograph=False,
+                jit_compile=bool(trainer.jit_compile) and is_one,
+            )
+        self._on_batch = on_batch
+
+    def __call__(self, batches):
+        """The outputs for some batches, one after the other.
+
+        Raises:
+            StopIteration: there is no batch.
+        """
+        outputs = [self._on_batch(batch) for batch in batches]
+        if not outputs:
+            raise StopIteration
+        return _joined(outputs)
+
+    def group(self, iterator, length, may_run_out=False):
+        """The outputs for the next `length` batches of an iterator, or for as many as it has."""
+        return self(_up_to(length, iterator))
+
+
+def concatenated(outputs):
+    """The outputs of several calls as NumPy arrays; ragged and sparse ones stay what they are."""
+    return keras.tree.map_structure(convert_to_np_if_not_ragged, _joined(outputs))
+
+
+def _joined(outputs):
+    def join(*parts):
+        return potentially_ragged_concat(list(parts))
+
+    return outputs[0] if len(outputs) == 1 else keras.tree.map_structure(join, *outputs)
+
+
+def _up_to(length, iterator):
+    for _ in range(length):
+        try:
+            yield next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return
+
+
+def _own_rows(step):
+    """The step, without outputs for a row that was shown to a replica that has none."""
+
+    def on_rows(rows):
+        outputs = step(rows)
+        running = steps.current()
+        if running is None or not running.share.may_be_empty:
+            return outputs
+        return keras.tree.map_structure(lambda output: _without(output, running), outputs)
+
+    return on_rows
+
+
+def _without(output, running):
+    shown = tf.cast(running.share.rows > 0, tf.int32)
+    return output[: tf.shape(output)[0] * shown]
