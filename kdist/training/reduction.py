@@ -19,7 +19,7 @@ def all_reduce_sum(tensors):
     """
     packs = defaultdict(list)
     for number, tensor in enumerate(tensors):
-        packs[tensor.dtype if _is_small(tensor) else number].append(number)
+        packs[tensor.dtype.name if _is_small(tensor) else number].append(number)
     groups = list(packs.values())
     sent = [_packed([tensors[number] for number in group]) for group in groups]
     context = tf.distribute.get_replica_context()

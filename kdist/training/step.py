@@ -112,7 +112,10 @@ class ReplicaStep:
 
     def gradients(self, optimizer, gradients, variables):
         """The gradients of the whole batch; None while there are micro-steps to come."""
-        gradients = [g if g is None else self.counts_gradient(g) for g in gradients]
+        gradients = [
+            g if g is None else self.counts_gradient(_with_shape_of(variable, g))
+            for g, variable in zip(gradients, variables, strict=True)
+        ]
         if id(optimizer) not in self._weighed:
             gradients = [g if g is None else _scaled(g, self.share.of_batch) for g in gradients]
         if self._accumulators is not None:
@@ -204,6 +207,13 @@ def _can_be_averaged(variable):
         and value.aggregation in (tf.VariableAggregation.NONE, tf.VariableAggregation.MEAN)
         and variable.synchronization != "on_read"
     )
+
+
+def _with_shape_of(variable, gradient):
+    """What is known of the variable's shape, TensorFlow may have lost on the way back."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        gradient = tf.ensure_shape(gradient, variable.shape)
+    return gradient
 
 
 def _scaled(gradient, factor):
