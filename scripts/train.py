@@ -56,7 +56,10 @@ flags.DEFINE_integer("num_packs", None, "Pack the gradients into so many tensors
 flags.mark_flags_as_mutual_exclusive(["num_devices", "devices"])
 
 # How.
-flags.DEFINE_integer("local_batch_size", 64, "Examples a replica takes in a step.", lower_bound=1)
+flags.DEFINE_integer("local_batch_size", 64, "Examples a replica takes at once.", lower_bound=1)
+flags.DEFINE_integer(
+    "accumulate", 1, "Micro-steps of --local_batch_size behind one update.", lower_bound=1
+)
 flags.DEFINE_integer("epochs", 1, "Times through the data.", lower_bound=1)
 flags.DEFINE_enum("optimizer", "momentum", ["sgd", "momentum", "adam"], "momentum is SGD with 0.9.")
 flags.DEFINE_float("learning_rate", 0.05, "The highest learning rate.", lower_bound=0.0)
@@ -73,7 +76,12 @@ flags.DEFINE_enum(
     "precision", "float32", ["float32", "mixed_bfloat16", "mixed_float16"], "Keras's dtype policy."
 )
 flags.DEFINE_boolean("jit_compile", False, "Compile the step with XLA.")
-flags.DEFINE_integer("steps_per_execution", 1, "Steps in one call.", lower_bound=1)
+flags.DEFINE_string("steps_per_execution", "1", "Steps in one call; auto tries what is fastest.")
+flags.register_validator(
+    "steps_per_execution",
+    lambda text: text == "auto" or (text.isdecimal() and int(text) > 0),
+    "must be auto or a whole number from 1 on",
+)
 flags.DEFINE_boolean("sync_batch_norm", False, "BatchNorm over all replicas, not each its own.")
 flags.DEFINE_integer("seed", 0, "Of initial weights, order of examples, augmentation, dropout.")
 
@@ -98,7 +106,9 @@ def main(_):
         reduction=FLAGS.reduction,
         num_packs=FLAGS.num_packs,
     )
-    batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync)
+    batch = kdist.Batch(
+        FLAGS.local_batch_size, strategy.num_replicas_in_sync, FLAGS.accumulate
+    )
     keras.utils.set_random_seed(FLAGS.seed)
     dataset, train, test = load_data(batch)
     print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
@@ -111,7 +121,8 @@ def main(_):
             loss(model),
             metrics=[accuracy(model)],
             jit_compile=FLAGS.jit_compile,
-            steps_per_execution=FLAGS.steps_per_execution,
+            steps_per_execution=steps_per_execution(),
+            accumulate=FLAGS.accumulate,
         )
 
     # Training
@@ -225,6 +236,12 @@ def optimizer(rate):
     return keras.optimizers.SGD(rate, momentum=0.9 if FLAGS.optimizer == "momentum" else 0.0)
 
 
+def steps_per_execution():
+    """A number, or "auto"."""
+    text = FLAGS.steps_per_execution
+    return text if text == "auto" else int(text)
+
+
 def verbosity():
     """Keras's `verbose`: a progress bar for a person, a line an epoch for a log file."""
     if FLAGS.verbose == "auto":
@@ -254,6 +271,7 @@ def summary_of_layout(strategy, batch, dataset, model):
         "devices": list(kdist.strategies.device_names(strategy)),
         "num_replicas": batch.replicas,
         "local_batch_size": batch.local,
+        "accumulate": batch.accumulate,
         "global_batch_size": batch.global_size,
         "precision": FLAGS.precision,
         "epochs": FLAGS.epochs,
@@ -296,7 +314,9 @@ def print_summary(summary):
     )
     print(
         f"on {', '.join(summary['devices'])} ({summary['strategy']}, "
-        f"{summary['num_replicas']} replicas × {summary['local_batch_size']})"
+        f"{summary['num_replicas']} replicas × {summary['local_batch_size']}"
+        + (f" × {accumulate} micro-steps" if (accumulate := summary["accumulate"]) > 1 else "")
+        + ")"
     )
 
 

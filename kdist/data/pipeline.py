@@ -12,6 +12,7 @@ threads work.
 In evaluation each example comes once; rows that fill up the last batch are marked as not valid.
 """
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
@@ -67,13 +68,15 @@ class Pipeline:
     ):
         if cache not in (True, False, "auto"):
             raise ValueError(f"cache={cache!r}: give True, False or 'auto'")
-        self.batch, self.training, self.seed = batch, training, check_seed(seed)
+        # Evaluation has nothing to accumulate: it takes what fits at once.
+        self.batch = batch if training else dataclasses.replace(batch, accumulate=1)
+        self.training, self.seed = training, check_seed(seed)
         self.num_examples, self.num_classes = source.num_examples, source.num_classes
         self.class_names = source.class_names
         self.steps_per_epoch = (
-            batch.steps_per_epoch(self.num_examples)
+            self.batch.steps_per_epoch(self.num_examples)
             if training
-            else batch.steps_to_see_all(self.num_examples)
+            else self.batch.steps_to_see_all(self.num_examples)
         )
         self._operations = tuple(op for op in check(operations) if training or not op.is_random)
         self.image_shape = _shape_after(self._operations, source.image_shape)

@@ -6,6 +6,7 @@ are Keras's.
 """
 
 import functools
+import time
 
 import keras
 import tensorflow as tf
@@ -26,6 +27,7 @@ from kdist.training.keras_internals import (
 from kdist.training.logs import CallbackList, LazyLogs
 from kdist.training.padding import keep_valid, split_mask
 from kdist.training.predictions import PredictFunction, concatenated
+from kdist.training.tuning import GroupTuner
 
 # Outside of a step of kdist they call Keras's own functions, so that nothing else changes.
 keras_hooks.install()
@@ -46,22 +48,30 @@ class ReplicatedTrainer(TensorFlowTrainer):
     # How many micro-batches' gradients are added up before an update; see `compile`.
     accumulate: int = 1
 
-    def compile(self, *args, accumulate=1, **kwargs):
-        """Keras's `compile`, with one argument more.
+    _tuner: GroupTuner | None = None
+
+    def compile(self, *args, accumulate=1, steps_per_execution=1, **kwargs):
+        """Keras's `compile`, with two things more.
 
         Args:
             accumulate: into how many micro-batches each replica divides its rows of a batch, one
                 after the other, to save memory. Their gradients are added up, reduced once, and
-                make one update: the same as without, but for layers that look at a whole batch
-                (BatchNorm sees micro-batches). Defaults to 1.
+                make one update: the same as without, but for what looks at a whole batch
+                (BatchNorm, and means over a mask, see micro-batches). Defaults to 1.
+            steps_per_execution: as Keras's, or "auto": the first steps of `fit` try how many steps
+                a call are fastest, and a line says what was found.
 
         Raises:
-            ValueError: `accumulate` is smaller than 1.
+            ValueError: `accumulate` is no whole number from 1 on.
         """
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate must be a whole number from 1 on, got {accumulate!r}")
-        super().compile(*args, **kwargs)
+        finds_out = steps_per_execution == "auto"
+        super().compile(
+            *args, steps_per_execution=1 if finds_out else steps_per_execution, **kwargs
+        )
         self.accumulate = accumulate
+        self._tuner = GroupTuner() if finds_out else None
 
     # What one replica does with its share of a batch.
 
@@ -284,12 +294,25 @@ class ReplicatedTrainer(TensorFlowTrainer):
         self.reset_metrics()
         logs = self._run_groups(
             groups,
-            self.train_function,
+            functools.partial(self._tune, groups) if self._tuner else self.train_function,
             callbacks.on_train_batch_begin,
             callbacks.on_train_batch_end,
             lambda: self.stop_training,
         )
         return self._results(logs)
+
+    def _tune(self, groups, iterator, length, may_run_out):
+        """Runs a group and notes how long it took, until the best length is found."""
+        tuner = self._tuner
+        began = time.perf_counter()
+        logs = self.train_function(iterator, length, may_run_out)
+        if not tuner.is_done:
+            self.optimizer.iterations.numpy()  # waits for the device
+            tuner.note(length, time.perf_counter() - began)
+            groups.steps_per_execution = self.steps_per_execution = tuner.length
+            if tuner.is_done:
+                print(f"kdist: {tuner}")
+        return logs
 
     def _run_groups(self, groups, function, at_begin, at_end, stopped):
         """Runs `function` on each group of one epoch; gives the last one's logs."""

@@ -5,9 +5,11 @@ import inspect
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras.src import api_export
 
-from kdist.training import keras_internals
+import kdist
+from kdist.training import keras_hooks, keras_internals
 from kdist.training.replicated import ReplicatedTrainer
 
 
@@ -19,6 +21,62 @@ def test_trainer_members(name):
 @pytest.mark.parametrize("name", keras_internals.LAYER_MEMBERS)
 def test_layer_members(name):
     assert hasattr(keras.layers.Layer(), name)
+
+
+@pytest.mark.parametrize("name", keras_internals.OPTIMIZER_MEMBERS)
+def test_optimizer_members(name):
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build([keras.Variable(np.ones(1))])
+    assert hasattr(optimizer, name)
+
+
+PARAMETERS_OF_HOOKED = {
+    "scale_loss_for_distribution": ["value"],
+    "unscale_loss_for_distribution": ["value"],
+    "reduce_weighted_values": ["values", "sample_weight", "mask", "reduction", "dtype"],
+    "update_state": ["self", "values", "sample_weight"],
+    "_compute_moments_sync": ["x", "axes", "keepdims"],
+    "draw_seed": ["seed"],
+    "_direct_assign": ["self", "value"],
+    "scale_loss": ["self", "loss"],
+    "apply": ["self", "grads", "trainable_variables"],
+    "_tf_apply": ["self", "grads", "trainable_variables"],
+    "_all_reduce_sum_gradients": ["self", "grads_and_vars"],
+    "_apply_weight_decay": ["self", "variables"],
+    "_backend_increment_gradient_accumulators": ["self", "grads", "acc_grads"],
+    "_backend_update_step": ["self", "grads", "trainable_variables", "learning_rate"],
+    "_overwrite_model_variables_with_average_value": ["self", "trainable_variables"],
+}
+HOOKED = [(owner, name) for owner, name, _ in keras_hooks.hooks()]
+
+
+@pytest.mark.parametrize(("owner", "name"), HOOKED)
+def test_hooked_functions_take_what_they_did(owner, name):
+    kerass_own = inspect.unwrap(getattr(owner, name))
+    assert kerass_own.__module__.startswith("keras.")
+    assert list(inspect.signature(kerass_own).parameters) == PARAMETERS_OF_HOOKED[name]
+
+
+def test_every_hook_is_installed_once():
+    keras_hooks.install()
+    for owner, name in HOOKED:
+        assert getattr(owner, name).__wrapped__ is inspect.unwrap(getattr(owner, name))
+
+
+def test_keras_without_kdist_is_as_before():
+    """A known fault of Keras, two replicas clipping before they add, is still Keras's own."""
+    strategy = kdist.create_strategy("mirrored", 2)
+    with strategy.scope():
+        variable = keras.Variable(np.zeros(2, "float32"))
+        optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1.0)
+        optimizer.build([variable])
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.constant([3.0, 0.0])], [variable]))
+
+    step()
+    np.testing.assert_allclose(variable.numpy(), [-2.0, 0.0])
 
 
 @pytest.mark.parametrize("name", keras_internals.EPOCH_ITERATOR_MEMBERS)

@@ -276,8 +276,105 @@ def test_xla_gives_the_same_weights():
     assert_same_weights(model.get_weights(), reference.get_weights(), 1e-5)
 
 
-def test_xla_over_several_replicas_is_refused(mirrored):
+def normalised(synchronized):
+    inputs = keras.Input((4,))
+    x = keras.layers.BatchNormalization(synchronized=synchronized)(keras.layers.Dense(8)(inputs))
+    model = kdist.Model(inputs, keras.layers.Dense(3, activation="softmax")(x))
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
+    return model
+
+
+def test_xla_compiles_what_each_replica_does_alone(mirrored):
     with mirrored.scope():
-        model = linear(jit_compile=True)
-    with pytest.raises(ValueError, match="XLA cannot compile.*2 replicas.*--strategy=one_device"):
-        model.fit(endless(), steps_per_epoch=2, verbose=0)
+        model = normalised(synchronized=False)
+    model.fit(*arrays(), batch_size=20, verbose=0)
+    assert_replicas_agree(mirrored, model)
+
+
+def test_xla_over_replicas_that_meet_says_what_to_do(mirrored):
+    with mirrored.scope():
+        model = normalised(synchronized=True)
+    with pytest.raises(ValueError, match="replicas meet.*synchronised BatchNorm.*jit_compile"):
+        model.fit(*arrays(), batch_size=20, verbose=0)
+
+
+def assert_replicas_agree(strategy, model):
+    """Every replica's copy of every variable holds the same bits."""
+    for variable in [*model.variables, *model.optimizer.variables]:
+        first, *others = strategy.experimental_local_results(variable.value)
+        for other in others:
+            np.testing.assert_array_equal(first.numpy(), other.numpy(), err_msg=variable.path)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("number", [100, 101])
+def test_replicas_hold_the_same_bits(number, accumulate):
+    """Also of what layers write: the statistics of a BatchNorm on each replica by itself."""
+    four = kdist.create_strategy("mirrored", 4)
+    with four.scope():
+        inputs = keras.Input((4,))
+        x = keras.layers.BatchNormalization(momentum=0.5)(keras.layers.Dense(8)(inputs))
+        x = keras.layers.Dropout(0.2)(x)
+        model = kdist.Model(inputs, keras.layers.Dense(3, activation="softmax")(x))
+        model.compile(
+            keras.optimizers.Adam(global_clipnorm=1.0, use_ema=True, ema_overwrite_frequency=2),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            accumulate=accumulate,
+        )
+    before = model.layers[2].moving_mean.numpy()
+    model.fit(*arrays(number), batch_size=25, epochs=2, verbose=0)
+    assert_replicas_agree(four, model)
+    moved = model.layers[2].moving_mean.numpy()
+    assert np.all(np.isfinite(moved))
+    assert not np.array_equal(moved, before)
+
+
+def test_statistics_are_the_mean_of_all_replicas(mirrored):
+    x = np.concatenate([np.zeros((4, 2)), np.ones((4, 2))]).astype("float32")
+    with mirrored.scope():
+        inputs = keras.Input((2,))
+        normalise = keras.layers.BatchNormalization(momentum=0.0)
+        model = kdist.Model(inputs, keras.layers.Dense(1)(normalise(inputs)))
+        model.compile("sgd", "mse")
+    model.fit(x, np.zeros((8, 1)), batch_size=8, shuffle=False, verbose=0)
+    np.testing.assert_allclose(normalise.moving_mean.numpy(), [0.5, 0.5])
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, 1.5, "2"])
+def test_accumulate_must_be_a_number_from_1_on(accumulate):
+    with pytest.raises(ValueError, match="accumulate must be a whole number from 1 on"):
+        linear(accumulate=accumulate)
+
+
+def test_an_optimizer_of_ones_own_that_is_not_built_cannot_accumulate(mirrored):
+    class Own(kdist.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            self.mine.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
+
+    with mirrored.scope():
+        inputs = keras.Input((4,))
+        model = Own(inputs, keras.layers.Dense(3, activation="softmax")(inputs))
+        model.mine = keras.optimizers.SGD(0.1)
+        model.compile("sgd", "sparse_categorical_crossentropy", accumulate=2)
+    with pytest.raises(ValueError, match=r"accumulate.*call optimizer.build\(variables\) before"):
+        model.fit(endless(8), steps_per_epoch=2, verbose=0)
+
+
+def test_auto_finds_the_steps_a_call_and_says_so(mirrored, capsys):
+    with mirrored.scope():
+        model = linear(steps_per_execution="auto")
+    steps = Steps()
+    model.fit(endless(), steps_per_epoch=1000, verbose=0, callbacks=[steps])
+    assert int(model.optimizer.iterations.numpy()) == 1000
+    assert steps.begins[0] == 0
+    assert steps.ends[-1] == 999
+    assert [last + 1 for last in steps.ends[:-1]] == steps.begins[1:]
+    assert f"kdist: steps_per_execution={model.steps_per_execution} (" in capsys.readouterr().out
+    reference = linear(keras.Model)
+    reference.fit(endless(), steps_per_epoch=1000, verbose=0)
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-5)

@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from kdist.training.share import Division, number_of_rows
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 24])
+def test_every_row_is_in_exactly_one_share(rows, micro_steps, known):
+    strategy = kdist.create_strategy("mirrored", 4)
+    batch = tf.reshape(tf.range(rows * 2), [rows, 2])
+
+    @tf.function(input_signature=[tf.TensorSpec([rows if known else None, 2], tf.int32)])
+    def shares(batch):
+        division = Division.of({"x": batch, "none": None, "scalar": tf.constant(7)}, strategy, micro_steps)
+        taken = []
+        for micro_step in range(micro_steps):
+            for replica in range(4):
+                data, share = division.take(
+                    {"x": batch, "none": None, "scalar": tf.constant(7)}, replica, micro_step
+                )
+                assert data["none"] is None
+                numbers = share.rows, share.micro_rows, share.batch_rows, share.of_batch
+                taken.append((data["x"], *(tf.convert_to_tensor(n) for n in numbers)))
+        return taken
+
+    taken = shares(batch)
+    own = [x.numpy()[: int(size)] for x, size, *_ in taken]
+    np.testing.assert_array_equal(
+        np.sort(np.concatenate(own)[:, 0]), np.arange(rows) * 2, err_msg="rows lost or doubled"
+    )
+    assert sum(float(fraction) for *_, fraction in taken) == pytest.approx(1.0)
+    for start in range(0, len(taken), 4):
+        micro_step = taken[start : start + 4]
+        assert sum(int(size) for _, size, *_ in micro_step) == int(micro_step[0][2])
+    for x, size, _, total, _ in taken:
+        assert len(x) >= 1, "an empty share is shown a row"
+        assert len(x) == max(int(size), 1)
+        assert int(total) == rows
+
+
+def test_a_size_that_is_known_stays_known():
+    strategy = kdist.create_strategy("mirrored", 4)
+    batch = tf.zeros([24, 3])
+    division = Division.of(batch, strategy, 2)
+
+    @tf.function
+    def first_share(micro_step):
+        rows, share = division.take(batch, 1, micro_step)
+        assert rows.shape == [3, 3]
+        assert not share.may_be_empty
+        assert share.of_batch == 1 / 8
+        return rows
+
+    assert first_share(tf.constant(1)).shape == [3, 3]
+
+
+@pytest.mark.parametrize(("rows", "may_be_empty"), [(7, True), (8, False), (9, False)])
+def test_may_be_empty_if_there_are_fewer_rows_than_shares(rows, may_be_empty):
+    strategy = kdist.create_strategy("mirrored", 4)
+    division = Division.of(tf.zeros([rows, 1]), strategy, 2)
+    assert division.take(tf.zeros([rows, 1]), 0, 0)[1].may_be_empty == may_be_empty
+
+
+def test_sparse_and_ragged_rows():
+    strategy = kdist.create_strategy("mirrored", 2)
+    dense = tf.constant([[0, 1], [2, 0], [0, 3], [4, 5]])
+    sparse, ragged = tf.sparse.from_dense(dense), tf.RaggedTensor.from_tensor(dense, padding=0)
+    division = Division.of(sparse, strategy)
+    second, share = division.take(sparse, 1, 0)
+    np.testing.assert_array_equal(tf.sparse.to_dense(second), dense[2:])
+    assert share.rows == 2
+    assert number_of_rows(ragged) == 4
+    second, _ = Division.of(ragged, strategy).take(ragged, 1, 0)
+    assert second.to_list() == ragged[2:].to_list()
+
+
+def test_data_without_rows_go_to_everybody():
+    strategy = kdist.create_strategy("mirrored", 4)
+    division = Division.of(tf.constant(3.0), strategy, 2)
+    data, share = division.take(tf.constant(3.0), 2, 1)
+    assert float(data) == 3.0
+    assert share.of_batch == 1 / 8
+
+
+def test_data_that_are_divided_already_keep_their_division():
+    strategy = kdist.create_strategy("mirrored", 2)
+    dataset = tf.data.Dataset.range(10).batch(6)
+    batch = next(iter(strategy.experimental_distribute_dataset(dataset.skip(1))))
+    division = Division.of(batch, strategy)
+    assert [int(size) for size in division.sizes] == [2, 2]
