@@ -14,6 +14,7 @@ This module imports neither TensorFlow nor Keras; the processes do.
 
 import dataclasses
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pathlib
 import pickle
@@ -36,7 +37,7 @@ class Column:
 
     @property
     def title(self) -> str:
-        return f"{self.library}, " + ("1 device" if self.replicas <= 1 else f"{self.replicas}")
+        return f"{self.library} × {max(1, self.replicas)}"
 
 
 REFERENCE = Column("Keras", 0)
@@ -75,10 +76,22 @@ class Cells:
 
     def __enter__(self):
         self._directory = tempfile.TemporaryDirectory(prefix="kdist-compare-")
+        self._start()
         return self
 
     def __exit__(self, *_):
         self._directory.cleanup()
+
+    def _start(self):
+        """Starts the process that all others are forked off; its chatter goes to a file."""
+        terminal = os.dup(2)
+        with open(pathlib.Path(self._directory.name) / "start.log", "w") as file:
+            os.dup2(file.fileno(), 2)
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
 
     def features(self) -> list[Description]:
         """All features, in the order of the table."""

@@ -118,8 +118,20 @@ FEATURES = {
         _weighted(STEPS * GLOBAL_BATCH),
         TWO_EPOCHS,
     ),
+    "mean_with_sample_weight, uneven batch": Feature(
+        "the same with a last batch of 5",
+        _crossentropy("mean_with_sample_weight"),
+        _weighted(ODD),
+        TWO_EPOCHS,
+    ),
     "loss reduction sum": Feature(
         "a loss that is not divided by the examples",
+        _crossentropy("sum", optimizer=lambda: keras.optimizers.SGD(0.1 / GLOBAL_BATCH)),
+        whole,
+        TWO_EPOCHS,
+    ),
+    "loss reduction sum, uneven batch": Feature(
+        "the same with a last batch of 5",
         _crossentropy("sum", optimizer=lambda: keras.optimizers.SGD(0.1 / GLOBAL_BATCH)),
         uneven(5),
         TWO_EPOCHS,
@@ -129,6 +141,9 @@ FEATURES = {
         _tagger,
         lambda: batched(*sentences()),
         TWO_EPOCHS,
+    ),
+    "masked loss, uneven batch": Feature(
+        "the same with a last batch of 5", _tagger, lambda: batched(*sentences(ODD)), TWO_EPOCHS
     ),
     "several outputs": Feature(
         "loss_weights, and each output's loss in the history",

@@ -30,10 +30,16 @@ _ACTIVITY = classifier(layer=lambda: {"activity_regularizer": keras.regularizers
 FEATURES = {
     "L2 regulariser": Feature("penalty on weights", _L2, whole, TWO_EPOCHS),
     "L2 regulariser, uneven batch": Feature(
-        "the penalty is not weighed by examples", _L2, uneven(5), TWO_EPOCHS
+        "the penalty counts once, whatever the batch", _L2, uneven(5), TWO_EPOCHS
     ),
     "activity regulariser": Feature("penalty on activations", _ACTIVITY, whole, TWO_EPOCHS),
+    "activity regulariser, uneven batch": Feature(
+        "the penalty is a mean over examples", _ACTIVITY, uneven(5), TWO_EPOCHS
+    ),
     "add_loss": Feature(
         "a layer adds a mean of its activations", _with_added_loss, whole, TWO_EPOCHS
+    ),
+    "add_loss, uneven batch": Feature(
+        "the same with a last batch of 5", _with_added_loss, uneven(5), TWO_EPOCHS
     ),
 }

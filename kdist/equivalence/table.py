@@ -3,7 +3,7 @@
 import pathlib
 
 BEGIN, END = "<!-- compare: begin -->", "<!-- compare: end -->"
-SHORT, LONG = 34, 90
+SHORT, LONG = 26, 90
 
 
 def as_text(rows: dict, columns) -> str:

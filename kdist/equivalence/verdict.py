@@ -2,7 +2,11 @@
 
 import dataclasses
 import math
+import re
 from typing import Literal
+
+# Keras and TensorFlow put a headline of their own above what happened.
+_HEADLINE = re.compile(r"^Exception encountered when calling|:$")
 
 Kind = Literal["works", "wrong", "error", "not there"]
 
@@ -35,9 +39,9 @@ class Verdict:
 
 def error(exception: BaseException) -> Verdict:
     """An exception as a verdict: its type and the first line that says something."""
-    lines = [line.strip() for line in str(exception).splitlines() if line.strip()]
-    # Keras and TensorFlow put a headline of their own above what happened.
-    telling = [line for line in lines if not line.endswith((":", "call last):"))] or lines
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(exception))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if not _HEADLINE.search(line)] or lines
     return Verdict("error", says=f"{type(exception).__name__}: {(telling or [''])[0]}")
 
 
