@@ -1,0 +1,207 @@
+"""Fills the table: each cell is trained in a process of its own.
+
+A collective that fails spoils its process for all later ones, two mirrored strategies of different
+size do not live together, and what hangs has to be ended. A new process for each would spend most
+of its time importing TensorFlow, so that is done once, and the others are forked off that process
+before TensorFlow has started anything.
+
+    with Cells(timeout_seconds=120) as cells:
+        for description in cells.features():
+            row = cells.row(description.name, COLUMNS)       # {Column: Verdict}
+
+This module imports neither TensorFlow nor Keras; the processes do.
+"""
+
+import dataclasses
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import pathlib
+import pickle
+import tempfile
+
+from kdist.equivalence.verdict import Verdict, error
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One way to train every feature.
+
+    Attributes:
+        library: `Keras` or `kdist`: whose model class.
+        replicas: 0 is one device without a strategy, 1 `one_device`, more are `mirrored`.
+    """
+
+    library: str
+    replicas: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.library} × {max(1, self.replicas)}"
+
+
+REFERENCE = Column("Keras", 0)
+COLUMNS = (
+    Column("Keras", 2),
+    Column("Keras", 4),
+    Column("kdist", 1),
+    Column("kdist", 2),
+    Column("kdist", 4),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What the table says of a feature."""
+
+    name: str
+    text: str
+    in_keras: bool
+
+
+class Cells:
+    """The process from which all others are forked, and a directory for what they leave.
+
+    Args:
+        timeout_seconds: what has not answered by then is killed; its cell is an error.
+    """
+
+    def __init__(self, timeout_seconds: float):
+        self._timeout_seconds = timeout_seconds
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["kdist.equivalence.features"])
+        # The table is about logical CPU devices, on machines with GPUs too.
+        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+    def __enter__(self):
+        self._directory = tempfile.TemporaryDirectory(prefix="kdist-compare-")
+        self._start()
+        return self
+
+    def __exit__(self, *_):
+        self._directory.cleanup()
+
+    def _start(self):
+        """Starts the process that all others are forked off; its chatter goes to a file."""
+        terminal = os.dup(2)
+        with open(pathlib.Path(self._directory.name) / "start.log", "w") as file:
+            os.dup2(file.fileno(), 2)
+        try:
+            multiprocessing.forkserver.ensure_running()
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+
+    def features(self) -> list[Description]:
+        """All features, in the order of the table."""
+        answer = self._in_a_process("features", _describe, ())
+        if isinstance(answer, Verdict):
+            raise RuntimeError(f"the features cannot be loaded: {answer.says}")
+        return answer
+
+    def row(self, feature: Description, columns=COLUMNS) -> dict[Column, Verdict]:
+        """Trains the reference, then every column, and says how they compare."""
+        reference = pathlib.Path(self._directory.name) / f"{_file_name(feature.name)}.pickle"
+        failed = self._in_a_process(feature.name, _train_reference, (feature.name, reference))
+        if failed:
+            return {
+                column: Verdict("error", says=f"reference: {failed.says}") for column in columns
+            }
+        row = {}
+        for column in columns:
+            if column.library == "Keras" and not feature.in_keras:
+                row[column] = Verdict("not there")
+            else:
+                arguments = (feature.name, column, reference)
+                row[column] = self._in_a_process(feature.name, _train_cell, arguments)
+        reference.unlink()
+        return row
+
+    def _in_a_process(self, name, function, arguments):
+        """What `function` gives; a verdict if it raises, dies, or does not end in time."""
+        log = pathlib.Path(self._directory.name) / f"{_file_name(name)}.log"
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=_answer, args=(sender, log, function, arguments), daemon=True
+        )
+        process.start()
+        sender.close()
+        try:
+            if not receiver.poll(self._timeout_seconds):
+                return Verdict("error", says=f"no answer within {self._timeout_seconds:g} s")
+            return receiver.recv()
+        except EOFError:
+            process.join()
+            return Verdict("error", says=f"process ended with {process.exitcode}: {_tail(log)}")
+        finally:
+            process.kill()
+            process.join()
+            receiver.close()
+
+
+def _file_name(name):
+    return "".join(letter if letter.isalnum() else "_" for letter in name)
+
+
+def _tail(log):
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1] if lines else "it said nothing"
+
+
+# What the processes do.
+
+
+def _answer(sender, log, function, arguments):
+    """Calls `function` with everything that is printed going to `log`."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        sender.send(function(*arguments))
+    except Exception as exception:
+        sender.send(error(exception))
+
+
+def _describe():
+    from kdist.equivalence.features import FEATURES
+
+    return [Description(name, f.description, f.in_keras) for name, f in FEATURES.items()]
+
+
+def _train_reference(name, file):
+    """Leaves the outcome of plain Keras on one device, without a strategy, in `file`."""
+    file.write_bytes(pickle.dumps(_train(name, REFERENCE)))
+
+
+def _train_cell(name, column, reference_file):
+    from kdist.equivalence.features import FEATURES
+
+    reference = pickle.loads(reference_file.read_bytes())
+    return FEATURES[name].judge(_train(name, column), reference)
+
+
+def _train(name, column):
+    import keras
+
+    import kdist
+    from kdist.equivalence import trial
+    from kdist.equivalence.features import FEATURES
+
+    model_class = keras.Model if column.library == "Keras" else kdist.Model
+    return trial.run(FEATURES[name], model_class, _strategy(column))
+
+
+def _strategy(column):
+    """For Keras the strategy as TensorFlow makes it, for kdist as kdist does."""
+    import tensorflow as tf
+
+    import kdist
+    from kdist.cluster import find_devices
+
+    devices = find_devices([f"CPU:{index}" for index in range(max(1, column.replicas))])
+    if column.replicas == 0:
+        return None
+    if column.library == "Keras":
+        return tf.distribute.MirroredStrategy(devices)
+    return kdist.create_strategy("one_device" if len(devices) == 1 else "mirrored", devices)

@@ -1,0 +1,105 @@
+"""Metrics in training, validation, evaluation; predictions: every example counts exactly once."""
+
+import keras
+
+from kdist.equivalence.examples import (
+    GLOBAL_BATCH,
+    NUM_CLASSES,
+    STEPS,
+    batched,
+    classifier,
+    compiled,
+    digits,
+    uneven,
+    whole,
+)
+from kdist.equivalence.feature import Feature
+
+TWO_EPOCHS = {"epochs": 2}
+ODD = 3 * GLOBAL_BATCH + 5
+
+
+def _yes_or_no(model_class):
+    """Whether a digit is 5 or more, with the metrics of such questions."""
+    inputs = keras.Input((64,))
+    x = keras.layers.Dense(16, activation="relu")(inputs)
+    metrics = [
+        keras.metrics.AUC(name="auc"),
+        keras.metrics.Precision(name="precision"),
+        keras.metrics.Recall(name="recall"),
+        keras.metrics.BinaryIoU(name="iou"),
+    ]
+    model = model_class(inputs, keras.layers.Dense(1, activation="sigmoid")(x))
+    return compiled(model, loss="binary_crossentropy", metrics=metrics)
+
+
+def _large_or_small(number=STEPS * GLOBAL_BATCH):
+    images, labels = digits(number)
+    return batched(images, (labels >= 5).astype("float32")[:, None])
+
+
+def _of_classes(model_class):
+    metrics = [
+        keras.metrics.MeanIoU(NUM_CLASSES, sparse_y_pred=False, name="mean_iou"),
+        keras.metrics.SparseTopKCategoricalAccuracy(3, name="top3"),
+        "accuracy",
+    ]
+    return classifier(metrics=metrics)(model_class)
+
+
+def _unseen(number=ODD):
+    """Digits that were not trained on."""
+    images, labels = digits(STEPS * GLOBAL_BATCH + number)
+    return images[-number:], labels[-number:]
+
+
+def _evaluated(model):
+    """Loss, metrics and predictions on a number of digits that replicas cannot share."""
+    found = {}
+    for number in (ODD, ODD - 4, 1):
+        x, y = _unseen(number)
+        logs = model.evaluate(x, y, batch_size=GLOBAL_BATCH, verbose=0, return_dict=True)
+        found |= {f"{name} of {number} examples": value for name, value in logs.items()}
+        found[f"predictions of {number} examples"] = model.predict(
+            x, batch_size=GLOBAL_BATCH, verbose=0
+        )
+    return found
+
+
+def _stop_early():
+    """The validation loss has to fall by more each epoch than it does after a few."""
+    return [keras.callbacks.EarlyStopping(monitor="val_loss", min_delta=0.1, patience=1)]
+
+
+_VALIDATION = {"validation_data": _unseen(), "validation_batch_size": GLOBAL_BATCH}
+
+FEATURES = {
+    "metrics: AUC, precision, recall, IoU": Feature(
+        "metrics that are no means", _yes_or_no, _large_or_small, TWO_EPOCHS
+    ),
+    "metrics: MeanIoU, top-k": Feature(
+        "confusion matrix and ranks", _of_classes, whole, TWO_EPOCHS
+    ),
+    "metrics, uneven batch": Feature(
+        "the same with a last batch of 5", _of_classes, uneven(5), TWO_EPOCHS
+    ),
+    "validation, uneven": Feature(
+        "validation_data that replicas cannot share",
+        _of_classes,
+        whole,
+        {**TWO_EPOCHS, **_VALIDATION},
+    ),
+    "evaluate and predict, uneven": Feature(
+        "last batches of 5 and of 1: loss, metrics and predictions",
+        _of_classes,
+        whole,
+        results=_evaluated,
+    ),
+    "early stopping": Feature(
+        "stops after the same epoch",
+        classifier(),
+        whole,
+        {"epochs": 12, **_VALIDATION},
+        callbacks=_stop_early,
+    ),
+}

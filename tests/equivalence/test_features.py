@@ -1,0 +1,45 @@
+"""Every feature of `kdist.equivalence` on 2 and 4 replicas, next to plain Keras on one device.
+
+A new feature joins by a row in one of the tables there; `scripts/compare.py` shows the same rows
+for plain Keras as well.
+"""
+
+import functools
+
+import keras
+import pytest
+
+import kdist
+from kdist.equivalence import trial
+from kdist.equivalence.features import FEATURES
+
+
+@functools.cache
+def reference(name):
+    """Plain Keras on one device without a strategy; trained once for all numbers of replicas."""
+    return trial.run(FEATURES[name], keras.Model)
+
+
+def verdict(name, model_class, strategy):
+    feature = FEATURES[name]
+    return feature.judge(trial.run(feature, model_class, strategy), reference(name))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_is_that_of_one_device(name, replicas):
+    says = verdict(name, kdist.Model, kdist.create_strategy("mirrored", replicas))
+    assert says.kind == "works", f"{name} on {replicas} replicas: {says}"
+
+
+@pytest.mark.parametrize("name", ["SGD", "dropout", "accumulate", "uneven batch, odd remainder"])
+def test_one_replica_is_no_exception(name):
+    says = verdict(name, kdist.Model, kdist.create_strategy("one_device"))
+    assert says.kind == "works", f"{name} on one replica: {says}"
+
+
+def test_the_comparison_sees_what_plain_keras_gets_wrong():
+    """Keras clips each replica's gradient, and then adds."""
+    says = verdict("clipnorm", keras.Model, kdist.create_strategy("mirrored", 2))
+    assert says.kind == "wrong"
+    assert says.difference > 1e-3

@@ -1,0 +1,50 @@
+"""scripts/compare.py as a user runs it."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = pathlib.Path(__file__).parents[2] / "scripts" / "compare.py"
+
+
+def compare(*flags):
+    return subprocess.run(
+        [sys.executable, PROGRAM, *flags], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_two_rows(tmp_path):
+    files = [f"--json={tmp_path / 'cells.json'}", f"--markdown={tmp_path / 'table.md'}"]
+    process = compare("--features=SGD,clipnorm", "--replicas=2", "--jobs=1", *files)
+    cells = {
+        (cell["feature"], cell["library"]): cell["verdict"]
+        for cell in json.loads((tmp_path / "cells.json").read_text())
+    }
+    assert cells["SGD", "Keras"] == cells["SGD", "kdist"] == "works"
+    assert cells["clipnorm", "Keras"] == "wrong"
+    assert process.returncode == int(cells["clipnorm", "kdist"] != "works"), process.stderr
+    assert "[2/2] clipnorm: Keras × 2 wrong by 0.0" in process.stdout
+    assert "2 features took 0 min" in process.stdout
+    assert "| **SGD**: plain gradient descent | works | works |" in (
+        (tmp_path / "table.md").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--features=clipnrom"], "did you mean 'clipnorm'? --list shows all of them"),
+        (["--replicas=3"], "there are 1, 2 and 4"),
+        (["--libraries=Keras", "--replicas=1"], "Keras on 1 device is the reference"),
+        (["--libraries=keras3"], "--libraries=keras3"),
+        ([f"--markdown={__file__}"], "has no place for the table"),
+    ],
+)
+def test_bad_input_is_met_with_its_remedy(flags, says):
+    process = compare(*flags)
+    assert process.returncode == 1
+    assert says in process.stderr
+    assert "Traceback" not in process.stderr
