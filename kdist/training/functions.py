@@ -117,6 +117,8 @@ class OnAllReplicas:
             self._strategy,
             tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy,
         )
+        if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
+            _check_storage_is_not_shared(self._replicas)
 
     @property
     def is_a_single_part(self):
@@ -169,6 +171,16 @@ class OnAllReplicas:
             if getattr(layer, "synchronized", False)
             for statistic in layer.non_trainable_variables
         ]
+
+
+def _check_storage_is_not_shared(replicas):
+    """Keras reads and then assigns: replicas that share a variable overwrite each other's part."""
+    if replicas > 1:
+        raise ValueError(
+            f"central_storage on {replicas} devices trains to wrong numbers with Keras 3, whose "
+            "metrics and layers read a variable and then assign it, each replica over the other; "
+            "take --strategy=mirrored, or central_storage on one device"
+        )
 
 
 def _replica():

@@ -341,6 +341,13 @@ def test_statistics_are_the_mean_of_all_replicas(mirrored):
     np.testing.assert_allclose(normalise.moving_mean.numpy(), [0.5, 0.5])
 
 
+def test_storage_that_replicas_share_is_refused():
+    with kdist.create_strategy("central_storage", 2).scope():
+        model = linear()
+    with pytest.raises(ValueError, match="central_storage on 2 devices.*--strategy=mirrored"):
+        model.fit(*arrays(), verbose=0)
+
+
 @pytest.mark.parametrize("accumulate", [0, -1, 1.5, "2"])
 def test_accumulate_must_be_a_number_from_1_on(accumulate):
     with pytest.raises(ValueError, match="accumulate must be a whole number from 1 on"):
