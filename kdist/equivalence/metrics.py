@@ -79,8 +79,8 @@ FEATURES = {
     "metrics: MeanIoU, top-k": Feature(
         "confusion matrix and ranks", _of_classes, whole, TWO_EPOCHS
     ),
-    "metrics, uneven batch": Feature(
-        "the same with a last batch of 5", _of_classes, uneven(5), TWO_EPOCHS
+    "metrics: MeanIoU, top-k, uneven batch": Feature(
+        "the same while training with a last batch of 5", _of_classes, uneven(5), TWO_EPOCHS
     ),
     "validation, uneven": Feature(
         "validation_data that replicas cannot share",
