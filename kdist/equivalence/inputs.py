@@ -16,7 +16,8 @@ from kdist.equivalence.examples import (
 from kdist.equivalence.feature import Feature
 
 TWO_EPOCHS = {"epochs": 2}
-ODD = STEPS * GLOBAL_BATCH + 5
+WHOLE = STEPS * GLOBAL_BATCH
+ODD = WHOLE + 5
 
 
 @keras.saving.register_keras_serializable("kdist_equivalence")
@@ -61,31 +62,31 @@ def _on_dict(model_class):
 
 
 def _dict():
-    images, labels = digits(ODD)
+    images, labels = digits()
     return batched({"left": images[:, :32], "right": images[:, 32:]}, labels)
 
 
-def _slices(number=ODD):
+def _slices(number):
     """The batches, one after the other, as NumPy arrays."""
     images, labels = digits(number)
     for start in range(0, number, GLOBAL_BATCH):
         yield images[start : start + GLOBAL_BATCH], labels[start : start + GLOBAL_BATCH]
 
 
-def _generator():
+def _generator(number):
     def batches():
         while True:
-            yield from _slices()
+            yield from _slices(number)
 
-    return {"x": batches(), "steps_per_epoch": STEPS + 1}
+    return lambda: {"x": batches(), "steps_per_epoch": -(-number // GLOBAL_BATCH)}
 
 
 class Batches(keras.utils.PyDataset):
     """The same batches by number."""
 
-    def __init__(self):
+    def __init__(self, number):
         super().__init__()
-        self._batches = list(_slices())
+        self._batches = list(_slices(number))
 
     def __len__(self):
         return len(self._batches)
@@ -94,9 +95,9 @@ class Batches(keras.utils.PyDataset):
         return self._batches[index]
 
 
-def _arrays():
-    images, labels = digits(ODD)
-    return {"x": images, "y": labels, "batch_size": GLOBAL_BATCH}
+def _arrays(number):
+    images, labels = digits(number)
+    return lambda: {"x": images, "y": labels, "batch_size": GLOBAL_BATCH}
 
 
 def _endless():
@@ -104,18 +105,24 @@ def _endless():
 
 
 FEATURES = {
-    "NumPy arrays": Feature("fit(x, y, batch_size)", classifier(), _arrays, TWO_EPOCHS),
+    "NumPy arrays": Feature("fit(x, y, batch_size)", classifier(), _arrays(WHOLE), TWO_EPOCHS),
+    "NumPy arrays, uneven batch": Feature(
+        "the same with a last batch of 5", classifier(), _arrays(ODD), TWO_EPOCHS
+    ),
     "Python generator": Feature(
-        "batches of 32 and a last one of 5", classifier(), _generator, TWO_EPOCHS
+        "an endless one and steps_per_epoch", classifier(), _generator(WHOLE), TWO_EPOCHS
+    ),
+    "Python generator, uneven batch": Feature(
+        "the same, each epoch with a last batch of 5", classifier(), _generator(ODD), TWO_EPOCHS
     ),
     "PyDataset": Feature(
-        "keras.utils.PyDataset, a last batch of 5",
-        classifier(),
-        lambda: {"x": Batches()},
-        TWO_EPOCHS,
+        "keras.utils.PyDataset", classifier(), lambda: {"x": Batches(WHOLE)}, TWO_EPOCHS
+    ),
+    "PyDataset, uneven batch": Feature(
+        "the same with a last batch of 5", classifier(), lambda: {"x": Batches(ODD)}, TWO_EPOCHS
     ),
     "endless tf.data": Feature("repeat() and steps_per_epoch", classifier(), _endless, TWO_EPOCHS),
-    "dict inputs": Feature("inputs by name, a last batch of 5", _on_dict, _dict, TWO_EPOCHS),
+    "dict inputs": Feature("inputs by name", _on_dict, _dict, TWO_EPOCHS),
     "ragged input": Feature("examples of different lengths", _on_ragged, _ragged, TWO_EPOCHS),
     "sparse input": Feature("tf.SparseTensor", _on_sparse, _sparse, TWO_EPOCHS),
 }

@@ -53,17 +53,16 @@ def _unseen(number=ODD):
     return images[-number:], labels[-number:]
 
 
-def _evaluated(model):
+def _evaluated(number):
     """Loss, metrics and predictions on a number of digits that replicas cannot share."""
-    found = {}
-    for number in (ODD, ODD - 4, 1):
-        x, y = _unseen(number)
+    x, y = _unseen(number)
+
+    def results(model):
         logs = model.evaluate(x, y, batch_size=GLOBAL_BATCH, verbose=0, return_dict=True)
-        found |= {f"{name} of {number} examples": value for name, value in logs.items()}
-        found[f"predictions of {number} examples"] = model.predict(
-            x, batch_size=GLOBAL_BATCH, verbose=0
-        )
-    return found
+        predictions = model.predict(x, batch_size=GLOBAL_BATCH, verbose=0)
+        return {**{f"evaluated {name}": logs[name] for name in logs}, "predictions": predictions}
+
+    return results
 
 
 def _stop_early():
@@ -80,8 +79,8 @@ FEATURES = {
     "metrics: MeanIoU, top-k": Feature(
         "confusion matrix and ranks", _of_classes, whole, TWO_EPOCHS
     ),
-    "metrics, uneven batch": Feature(
-        "the same with a last batch of 5", _of_classes, uneven(5), TWO_EPOCHS
+    "metrics: MeanIoU, top-k, uneven batch": Feature(
+        "the same while training with a last batch of 5", _of_classes, uneven(5), TWO_EPOCHS
     ),
     "validation, uneven": Feature(
         "validation_data that replicas cannot share",
@@ -90,10 +89,16 @@ FEATURES = {
         {**TWO_EPOCHS, **_VALIDATION},
     ),
     "evaluate and predict, uneven": Feature(
-        "last batches of 5 and of 1: loss, metrics and predictions",
+        "a last batch of 5: loss, metrics and predictions",
         _of_classes,
         whole,
-        results=_evaluated,
+        results=_evaluated(ODD),
+    ),
+    "evaluate and predict, remainder of 1": Feature(
+        "a last batch of 1", _of_classes, whole, results=_evaluated(ODD - 4)
+    ),
+    "evaluate and predict, one example": Feature(
+        "fewer examples than replicas", _of_classes, whole, results=_evaluated(1)
     ),
     "early stopping": Feature(
         "stops after the same epoch",

@@ -5,8 +5,12 @@ import math
 import re
 from typing import Literal
 
-# Keras and TensorFlow put a headline of their own above what happened.
-_HEADLINE = re.compile(r"^Exception encountered when calling|:$")
+# What Keras and TensorFlow put around what happened: headlines, stack traces, names of nodes.
+_AROUND = re.compile(
+    r"^Exception encountered when calling|:$|^File \"|^Detected at node|root error\(s\) found"
+    r"|^\[\[|^<stack traces unavailable>"
+)
+_BEFORE = re.compile(r"\x1b\[[0-9;]*m|\{\{function_node \S+\}\} |^\(0\) [A-Z_]+:\s+")
 
 Kind = Literal["works", "wrong", "error", "not there"]
 
@@ -39,9 +43,8 @@ class Verdict:
 
 def error(exception: BaseException) -> Verdict:
     """An exception as a verdict: its type and the first line that says something."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(exception))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if not _HEADLINE.search(line)] or lines
+    lines = [_BEFORE.sub("", line.strip()) for line in str(exception).splitlines()]
+    telling = [line for line in lines if line and not _AROUND.search(line)] or lines
     return Verdict("error", says=f"{type(exception).__name__}: {(telling or [''])[0]}")
 
 

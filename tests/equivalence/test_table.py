@@ -38,9 +38,14 @@ def test_an_error_is_its_first_telling_line():
         "Exception encountered when calling Cond.call().\n\n\x1b[1mno merge_call\x1b[0m\n\nx"
     )
     assert str(error(RuntimeError(keras_says))) == "error: RuntimeError: no merge_call"
-    assert str(error(ValueError("Graph execution error:\n\nDetected"))) == (
-        "error: ValueError: Detected"
+    graph = (
+        "Graph execution error:\n\nDetected at node while defined at (most recent call last):\n"
+        '  File "train.py", line 11, in <module>\n\n2 root error(s) found.\n'
+        "  (0) INVALID_ARGUMENT:  You must feed a value\n\t [[{{node while/cond}}]]\n"
     )
+    assert str(error(ValueError(graph))) == "error: ValueError: You must feed a value"
+    eager = "{{function_node __wrapped__AddN_N_2}} Inputs must have the same size"
+    assert str(error(ValueError(eager))) == "error: ValueError: Inputs must have the same size"
     assert str(error(KeyError())) == "error: KeyError: "
 
 
