@@ -10,6 +10,9 @@ INSTALLED := $(VENV)/installed
 EXAMPLES ?= 10000
 FLAGS ?= --strategy=mirrored --num_devices=2 --local_batch_size=32
 
+# Such as BENCH_FLAGS="--models=resnet18 --precisions=float32,bfloat16 --save"; all: --help
+BENCH_FLAGS ?=
+
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
 .PHONY: help env data train test lint format notebooks bench constraints clean
@@ -49,8 +52,8 @@ format: env ## mend what lint says, as far as a tool can
 notebooks: env ## run the notebooks and keep their output
 	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
-bench: env ## kdist beside plain Keras, in one session
-	$(RUN) benchmarks/fit.py
+bench: env ## kdist beside Keras, a loop by hand and PyTorch, in one session
+	$(RUN) -m benchmarks.compare_training $(BENCH_FLAGS)
 
 constraints: env ## write the installed versions to constraints.txt
 	{ sed '/^[^#]/,$$d' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new

@@ -1,0 +1,1 @@
+"""Programs behind every claim about speed; run them from the repository's root with `python -m`."""

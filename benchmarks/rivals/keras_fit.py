@@ -1,0 +1,19 @@
+"""Plain Keras's `fit` under MirroredStrategy, as TensorFlow's guide writes it.
+
+One step a call: Keras's own groups of steps fail under MirroredStrategy.
+"""
+
+from benchmarks.rivals import workload
+
+if __name__ == "__main__":
+    given = workload.read()
+
+    import tensorflow as tf
+
+    import kdist
+    from benchmarks.rivals import tensorflow_parts as parts
+
+    strategy = tf.distribute.MirroredStrategy(kdist.cluster.find_devices(given.replicas))
+    with strategy.scope():
+        model = parts.as_keras(parts.new_model(given))
+    parts.time_fit(given, model)

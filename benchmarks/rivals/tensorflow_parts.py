@@ -1,0 +1,78 @@
+"""What the rivals on TensorFlow share: devices, model, and the clock around `fit`."""
+
+import os
+import time
+
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # all rivals compute on the same CPU cores
+
+import keras
+import tensorflow as tf
+
+import kdist
+from benchmarks.rivals import operations
+from benchmarks.rivals.workload import CLASSES, IMAGE_SHAPE, LEARNING_RATE, Workload, report
+
+VERSIONS = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
+PRECISIONS = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
+
+
+def new_model(workload: Workload) -> keras.Model:
+    """A model of `kdist.models`; to be called in the strategy's scope."""
+    return kdist.models.create(
+        workload.model,
+        input_shape=IMAGE_SHAPE,
+        num_classes=CLASSES,
+        precision=PRECISIONS[workload.precision],
+    )
+
+
+def as_keras(model: keras.Model) -> keras.Model:
+    """The same network as a plain Keras model, which knows nothing of kdist."""
+    return keras.Model.from_config(model.get_config())
+
+
+def dataset(arrays) -> tf.data.Dataset:
+    """The batches, endlessly: a slice of what is in memory each, so that reading costs next to
+    nothing."""
+    return tf.data.Dataset.from_tensor_slices(arrays).repeat().prefetch(tf.data.AUTOTUNE)
+
+
+def time_fit(workload: Workload, model: keras.Model):
+    """Compiles the model, trains it twice, and reports the second time."""
+    model.compile(
+        keras.optimizers.SGD(LEARNING_RATE),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        steps_per_execution=workload.steps_per_call,
+    )
+    batches = dataset(workload.arrays())
+
+    def fit(*callbacks):
+        return model.fit(
+            batches, steps_per_epoch=workload.steps, verbose=0, callbacks=list(callbacks)
+        )
+
+    fit()
+    if workload.profile:
+        report_profile(workload, fit)
+        return
+    clock = _Clock()
+    history = fit(clock)
+    report(workload, clock.seconds, history.history["loss"][-1], VERSIONS)
+
+
+def report_profile(workload: Workload, train):
+    """Reports a run of `train` with the operations that it consists of."""
+    started = time.perf_counter()
+    table = operations.during(train)
+    report(workload, time.perf_counter() - started, 0.0, VERSIONS, operations=table)
+
+
+class _Clock(keras.callbacks.Callback):
+    """From on_train_begin to on_train_end: tf.data's autotuning may hold fit up after it."""
+
+    def on_train_begin(self, logs=None):
+        self._began = time.perf_counter()
+
+    def on_train_end(self, logs=None):
+        self.seconds = time.perf_counter() - self._began
