@@ -1,12 +1,12 @@
 """Runs Keras's own tests of training with kdist's trainer in the place of Keras's.
 
-  python scripts/keras_suite.py                                      # kdist, with and without a strategy
-  python scripts/keras_suite.py --trainer=keras --strategy=mirrored  # the same tests of Keras alone
-  python scripts/keras_suite.py --tests="fit and not jax"            # some of them, as pytest's -k
+  python scripts/keras_suite.py                            # with and without a strategy
+  python scripts/keras_suite.py --trainer=keras            # the same tests of Keras alone
+  python scripts/keras_suite.py --tests="fit and not jax"  # some of them, as pytest's -k
 
 The tests are those that Keras ships (keras/src/trainers/trainer_test.py), each in the scope of the
-strategy. Prints how many passed, and why the others did not. Exits with 1 if a test fails that is not
-known to, or if one that is known to fail passes.
+strategy. Prints how many passed, and why the others did not. Exits with 1 if a test fails that is
+not known to, or if one that is known to fail passes.
 """
 
 import os
@@ -65,7 +65,9 @@ def run(trainer, strategy):
             check=False,
         )
         if not results.exists():
-            raise RuntimeError(f"pytest did not run: {process.stdout[-2000:]}{process.stderr[-2000:]}")
+            raise RuntimeError(
+                f"pytest did not run: {process.stdout[-2000:]}{process.stderr[-2000:]}"
+            )
         return outcomes_of(results)
 
 
@@ -73,7 +75,9 @@ def outcomes_of(results):
     """What pytest's report says of each test."""
     outcomes = {}
     for case in xml.etree.ElementTree.parse(results).iter("testcase"):
-        bad = next((case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None)
+        bad = next(
+            (case.find(kind) for kind in ("failure", "error") if case.find(kind) is not None), None
+        )
         if bad is not None:
             outcomes[case.get("name")] = bad.get("message", "").strip().partition("\n")[0][:160]
         else:

@@ -106,9 +106,7 @@ def main(_):
         reduction=FLAGS.reduction,
         num_packs=FLAGS.num_packs,
     )
-    batch = kdist.Batch(
-        FLAGS.local_batch_size, strategy.num_replicas_in_sync, FLAGS.accumulate
-    )
+    batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync, FLAGS.accumulate)
     keras.utils.set_random_seed(FLAGS.seed)
     dataset, train, test = load_data(batch)
     print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")

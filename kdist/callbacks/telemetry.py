@@ -64,10 +64,11 @@ class Telemetry(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         now = time.perf_counter()
-        self._step = self._step_at_epoch + batch + 1
+        steps = getattr(self.model, "steps_in_epoch", batch + 1)
+        self._step = self._step_at_epoch + steps
         if self.first_call_seconds is None:
             self.first_call_seconds = now - self._epoch_began
-            self._steps_in_first_call = batch + 1
+            self._steps_in_first_call = steps
         if now - self._last_line >= self._every_seconds:
             self._last_line = now
             self._write("train", dict(logs))

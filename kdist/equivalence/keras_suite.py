@@ -1,15 +1,15 @@
 """Keras's own tests of training, run with kdist's trainer in the place of Keras's.
 
-Keras ships `keras/src/trainers/trainer_test.py` in its wheel. This module is a pytest plugin that runs
-it (`scripts/keras_suite.py` calls pytest with it): what derives from Keras's TensorFlow trainer then
-derives from kdist's, and each test runs under the strategy that is asked for, on two logical CPUs.
+Keras ships `keras/src/trainers/trainer_test.py` in its wheel. This module is a pytest plugin that
+runs it (`scripts/keras_suite.py` calls pytest with it): what derives from Keras's TensorFlow
+trainer then derives from kdist's, and each test runs under the strategy that is asked for, on two
+logical CPUs.
 """
 
 import contextlib
 import os
 import pathlib
-
-import pytest
+import unittest
 
 TRAINERS = ("kdist", "keras")
 STRATEGIES = ("default", "mirrored")
@@ -38,6 +38,7 @@ def pytest_configure():
     from kdist.cluster import find_devices
 
     find_devices(2)
+    unittest.TestCase._callTestMethod = _in_scope  # type: ignore[attr-defined]
     if os.environ[_TRAINER_VARIABLE] == "kdist":
         _put_kdist_in_place()
 
@@ -55,11 +56,10 @@ def _put_kdist_in_place():
     )
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """Runs a test in the scope of the strategy."""
+def _in_scope(case, method):
+    """Runs a test in the scope of the strategy; after `setUp`, which would clear the scope."""
     with _scope():
-        return (yield)
+        method()
 
 
 def _scope():

@@ -1,4 +1,4 @@
-"""Gradients of micro-steps, added up until the last one: k micro-batches, one reduction, one update."""
+"""Gradients of k micro-steps, added up until the last one: one reduction, one update."""
 
 import keras
 import tensorflow as tf
@@ -34,7 +34,9 @@ class Accumulators:
                 total.assign_add(gradient)
         if not is_last:
             return None
-        totals = [None if g is None else tf.identity(t) for g, t in zip(gradients, sums, strict=True)]
+        totals = [
+            None if g is None else tf.identity(t) for g, t in zip(gradients, sums, strict=True)
+        ]
         with tf.control_dependencies([t for t in totals if t is not None]):
             for total in sums:
                 total.assign(tf.zeros_like(total))

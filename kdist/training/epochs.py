@@ -30,11 +30,6 @@ class StepGroup:
     iterator: Any
     may_run_out: bool = False
 
-    @property
-    def last(self) -> int:
-        """The last step's number within the epoch, from 0."""
-        return self.first + self.length - 1
-
 
 class StepGroups(TFEpochIterator):
     """Keras's epoch iterator, but it never asks for more steps than the epoch has.

@@ -160,8 +160,9 @@ class OnAllReplicas:
                 step.bring_together(except_for=self._equal())
             return outputs
 
-        return self._strategy.run(tf.autograph.experimental.do_not_convert(on_replica), args=(data,))
-
+        return self._strategy.run(
+            tf.autograph.experimental.do_not_convert(on_replica), args=(data,)
+        )
 
     def _equal(self):
         """The statistics of synchronised BatchNorm, which all replicas compute alike."""

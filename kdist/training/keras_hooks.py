@@ -1,9 +1,10 @@
 """Where Keras, running on one replica, would have to know of the others: it asks the step.
 
-Each hook is a Keras function of the same name that first looks whether a step of kdist runs in this
-thread (`kdist.training.step.current`). If none does, which is always so outside of a kdist model's fit,
-evaluate and predict, Keras's own function is called, unchanged. The functions are private to Keras;
-`kdist.training.keras_internals` lists them and its test fails when one of them is gone.
+Each hook is a Keras function of the same name that first looks whether a step of kdist runs in
+this thread (`kdist.training.step.current`). If none does, which is always so outside of a kdist
+model's fit, evaluate and predict, Keras's own function is called, unchanged. The functions are
+private to Keras; `kdist.training.keras_internals` lists them and its test fails when one of them
+is gone.
 """
 
 import functools

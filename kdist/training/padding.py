@@ -1,7 +1,7 @@
 """A data set may fill up its last batch, so that all batches have one size.
 
-It then marks rows by a third component, a boolean `valid` of shape (B,) in the place of sample weights,
-False for padding. No such row reaches a loss, a metric or a prediction.
+It then marks rows by a third component, a boolean `valid` of shape (B,) in the place of sample
+weights, False for padding. No such row reaches a loss, a metric or a prediction.
 """
 
 import keras

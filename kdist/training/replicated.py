@@ -7,6 +7,7 @@ are Keras's.
 
 import functools
 import time
+import warnings
 
 import keras
 import tensorflow as tf
@@ -42,6 +43,9 @@ class ReplicatedTrainer(TensorFlowTrainer):
 
     # Examples behind one step of the last `fit`; None where the data did not say.
     global_batch_size: int | None = None
+
+    # Steps of this epoch that are done; what callbacks are told counts groups as whole.
+    steps_in_epoch: int = 0
 
     _finite_watch: FiniteWatch | None = None
 
@@ -176,6 +180,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
         the steps that the pipeline says, and `initial_epoch` goes on where that epoch begins.
         """
         self._assert_compile_called("fit")
+        epochs = _at_most(keras.config.max_epochs(), epochs)
         if validation_split and validation_data is None:
             (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
@@ -320,8 +325,11 @@ class ReplicatedTrainer(TensorFlowTrainer):
         with groups.catch_stop_iteration():
             for group in groups:
                 at_begin(group.first)
+                # As Keras counts them, also for a group that is cut short at the epoch's end.
+                last = group.first + groups.steps_per_execution - 1
                 logs = function(group.iterator, group.length, group.may_run_out)
-                at_end(group.last, logs)
+                self.steps_in_epoch = group.first + group.length
+                at_end(last, logs)
                 if stopped():
                     break
         return logs
@@ -397,6 +405,14 @@ class ReplicatedTrainer(TensorFlowTrainer):
             steps=groups.num_batches,
             model=self,
         )
+
+
+def _at_most(limit, epochs):
+    """The number of epochs, within the limit that Keras's configuration sets to debug a run."""
+    if limit and limit < epochs:
+        warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
+        return limit
+    return epochs
 
 
 def _is_pipeline(x):

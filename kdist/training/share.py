@@ -1,10 +1,10 @@
 """How the rows of a batch are shared out: by replica, and each replica's rows by micro-step.
 
-Part *p* of *P* parts of *n* rows is rows n·p // P up to n·(p + 1) // P: every row is in exactly one
-part, and no two parts differ by more than one row. With fewer rows than parts some are left empty. As
-many layers cannot compute on nothing (a convolution fails, a BatchNorm gives NaN), an empty part is
-shown one row that belongs to another; its `rows` is 0 all the same, and nothing that comes of it is
-counted (`kdist.training.step`).
+Part *p* of *P* parts of *n* rows is rows n·p // P up to n·(p + 1) // P: every row is in exactly
+one part, and no two parts differ by more than one row. With fewer rows than parts some are left
+empty. As many layers cannot compute on nothing (a convolution fails, a BatchNorm gives NaN), an
+empty part is shown one row that belongs to another; its `rows` is 0 all the same, and nothing that
+comes of it is counted (`kdist.training.step`).
 """
 
 import dataclasses

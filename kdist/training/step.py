@@ -1,15 +1,18 @@
 """One replica's part of a step, and the points at which replicas meet in it.
 
-A step of kdist runs the model's `train_step` on each replica as though that replica were alone: its
-losses are means over its own rows, and no code has to know how many others there are. A `ReplicaStep`
-is what makes the whole right. It is asked at the few points where replicas meet, by the hooks that
-`kdist.training.keras_hooks` puts into Keras:
+A step of kdist runs the model's `train_step` on each replica as though that replica were alone:
+its losses are means over its own rows, and no code has to know how many others there are. A
+`ReplicaStep` is what makes the whole right. It is asked at the few points where replicas meet, by
+the hooks that `kdist.training.keras_hooks` puts into Keras:
 
-- a loss is weighed by the replica's share of the batch before it is differentiated, so that gradients
-  need only be added up: sum over replicas of (rows of r / rows) · mean over rows of r = mean over rows;
-- the optimizer acts on the gradient of the whole batch: it is reduced first, then clipped, checked for
-  infinity, averaged and applied, by Keras's own code and on each replica's own copy of the variables;
-- state that layers write, such as the moving statistics of a BatchNorm, is averaged at the step's end;
+- a loss is weighed by the replica's share of the batch before it is differentiated, so that
+  gradients need only be added up:
+  sum over replicas of (rows of r / rows) · mean over rows of r = mean over rows;
+- the optimizer acts on the gradient of the whole batch: it is reduced first, then clipped, checked
+  for infinity, averaged and applied, by Keras's own code and on each replica's own copy of the
+  variables;
+- state that layers write, such as the moving statistics of a BatchNorm, is averaged at the step's
+  end;
 - random numbers are drawn from a seed that holds the replica's number.
 """
 

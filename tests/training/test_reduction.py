@@ -12,7 +12,9 @@ def test_sums_come_back_in_order_whatever_travels_together(mirrored, monkeypatch
     @tf.function
     def sums():
         def on_replica():
-            number = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+            number = tf.cast(
+                tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32
+            )
             return reduction.all_reduce_sum(
                 [
                     tf.fill([3], 1.0 + number),

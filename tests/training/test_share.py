@@ -15,7 +15,9 @@ def test_every_row_is_in_exactly_one_share(rows, micro_steps, known):
 
     @tf.function(input_signature=[tf.TensorSpec([rows if known else None, 2], tf.int32)])
     def shares(batch):
-        division = Division.of({"x": batch, "none": None, "scalar": tf.constant(7)}, strategy, micro_steps)
+        division = Division.of(
+            {"x": batch, "none": None, "scalar": tf.constant(7)}, strategy, micro_steps
+        )
         taken = []
         for micro_step in range(micro_steps):
             for replica in range(4):
