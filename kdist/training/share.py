@@ -92,7 +92,10 @@ class Division:
         first, shown = self.starts[replica] + mine * micro_step // self.micro_steps, size
         if share.may_be_empty:
             rows = number_of_rows(data)
-            first, shown = tf.maximum(tf.minimum(first, rows - 1), 0), tf.maximum(size, 1)
+            first, shown = (
+                tf.maximum(tf.minimum(first, tf.subtract(rows, 1)), 0),
+                tf.maximum(size, 1),
+            )
         with tf.device("CPU:0"):  # where the input pipeline leaves a batch; only a share travels
             taken = keras.tree.map_structure(lambda leaf: _rows_of(leaf, first, shown), data)
         return taken, share
