@@ -51,6 +51,7 @@ class Variant:
 
 
 _GROUPED = {"steps_per_call": STEPS_PER_CALL}
+_ONE_THREAD = {"threads_per_operation": 1}
 _IMAGE_MODELS = ("lenet", "resnet18")
 
 VARIANTS = {
@@ -58,8 +59,8 @@ VARIANTS = {
     "kdist_grouped": Variant("kdist fit", "", "kdist_fit", _GROUPED),
     "keras": Variant("Keras fit", "", "keras_fit"),
     "tf_guide": Variant("TensorFlow loop", "as in guides", "tf_loop", {"distributed_data": True}),
-    "tf_loop": Variant("TensorFlow loop", "", "tf_loop"),
-    "tf_loop_grouped": Variant("TensorFlow loop", "", "tf_loop", _GROUPED),
+    "tf_loop": Variant("TensorFlow loop", "", "tf_loop", _ONE_THREAD),
+    "tf_loop_grouped": Variant("TensorFlow loop", "", "tf_loop", _ONE_THREAD | _GROUPED),
     "torch": Variant("PyTorch DDP", "", "torch_ddp"),
     "torch_channels_last": Variant(
         "PyTorch DDP", "channels last", "torch_ddp", {"channels_last": True}, _IMAGE_MODELS

@@ -8,6 +8,7 @@ Logical devices and memory growth can be set only before TensorFlow runs its fir
 What can no longer be set is said, with what to do about it.
 """
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ def find_devices(request: int | Sequence[str] | None = None) -> tuple[str, ...]:
     Args:
         request: a number of devices, their names (`"GPU:0"`, `"CPU:1"`, `"/gpu:0"`), or None for
             all GPUs, or one CPU where there is no GPU. A number takes GPUs if the machine has
-            any, else it divides the CPU into that many logical devices.
+            any, else it divides the CPU into that many logical devices; as many as there are
+            cores, or more, compute with one core each.
 
     Returns:
         Names such as `("GPU:0", "GPU:1")`.
@@ -80,6 +82,7 @@ def _take_cpus(number):
             tf.config.set_logical_device_configuration(
                 physical, [tf.config.LogicalDeviceConfiguration()] * number
             )
+            _share_cores(number)
         except RuntimeError as error:
             there_are = len(tf.config.list_logical_devices("CPU"))
             if there_are >= number:
@@ -91,6 +94,24 @@ def _take_cpus(number):
                 f"{there_are}"
             ) from error
     return _numbered("CPU", number)
+
+
+def _share_cores(devices):
+    """Lets each operation have one core, where there are no more cores than devices.
+
+    All CPU devices share TensorFlow's one pool of threads, and each of them would cut its
+    operations up for the whole of it. What the user has set stays.
+    """
+    is_set = tf.config.threading.get_intra_op_parallelism_threads()
+    if not is_set and "TF_NUM_INTRAOP_THREADS" not in os.environ and devices >= _cores():
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+
+
+def _cores():
+    """CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _let_gpu_memory_grow():

@@ -42,3 +42,33 @@ names = find_devices(3)
 print(json.dumps([names, len(tf.config.list_logical_devices("CPU"))]))
 """
     assert python(code) == [["CPU:0", "CPU:1", "CPU:2"], 3]
+
+
+@pytest.mark.parametrize(
+    ("before", "threads"),
+    [
+        ("", 1),
+        ("tf.config.threading.set_intra_op_parallelism_threads(3)", 3),
+        ("os.environ['TF_NUM_INTRAOP_THREADS'] = '3'", 0),
+    ],
+)
+def test_as_many_devices_as_cores_compute_with_one_thread_each(before, threads):
+    code = f"""
+import json, os, tensorflow as tf
+from kdist import cluster
+{before}
+cluster.find_devices(cluster._cores())
+print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
+"""
+    assert python(code) == threads
+
+
+def test_fewer_devices_than_cores_share_all_of_them():
+    code = """
+import json, tensorflow as tf
+from kdist import cluster
+cluster._cores = lambda: 3
+cluster.find_devices(2)
+print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
+"""
+    assert python(code) == 0

@@ -10,10 +10,9 @@ if __name__ == "__main__":
 
     import tensorflow as tf
 
-    import kdist
     from benchmarks.rivals import tensorflow_parts as parts
 
-    strategy = tf.distribute.MirroredStrategy(kdist.cluster.find_devices(given.replicas))
+    strategy = tf.distribute.MirroredStrategy(parts.logical_cpus(given))
     with strategy.scope():
         model = parts.as_keras(parts.new_model(given))
     parts.time_fit(given, model)

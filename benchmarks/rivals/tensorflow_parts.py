@@ -16,6 +16,16 @@ VERSIONS = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
 PRECISIONS = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
 
 
+def logical_cpus(workload: Workload) -> list[str]:
+    """A CPU device for each replica, made as TensorFlow's guides do."""
+    tf.config.threading.set_intra_op_parallelism_threads(workload.threads_per_operation)
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * workload.replicas,
+    )
+    return [f"CPU:{replica}" for replica in range(workload.replicas)]
+
+
 def new_model(workload: Workload) -> keras.Model:
     """A model of `kdist.models`; to be called in the strategy's scope."""
     return kdist.models.create(

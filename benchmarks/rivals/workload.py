@@ -26,6 +26,8 @@ class Workload:
         cores: CPU cores that all replicas together may use.
         steps: steps that are timed; as many are run before them.
         steps_per_call: steps in one call from Python, for rivals that can do so.
+        threads_per_operation: TensorFlow's threads for one operation, where the rival sets them;
+            0 leaves it to TensorFlow.
         distributed_data: whether TensorFlow's loop takes a distributed data set, as in guides.
         channels_last: whether PyTorch keeps the channels of images last.
         compiled: whether PyTorch compiles the model.
@@ -39,6 +41,7 @@ class Workload:
     cores: int
     steps: int
     steps_per_call: int = 1
+    threads_per_operation: int = 0
     distributed_data: bool = False
     channels_last: bool = False
     compiled: bool = False
