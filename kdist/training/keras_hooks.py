@@ -12,6 +12,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from kdist.training import batch_norm
 from kdist.training import step as steps
 from kdist.training.keras_internals import (
     BaseOptimizer,
@@ -43,6 +44,7 @@ def hooks():
         (loss_module, "reduce_weighted_values", _reduced),
         (keras.metrics.Mean, "update_state", _mean_update),
         (nn_module, "_compute_moments_sync", _moments),
+        (keras.layers.BatchNormalization, "call", _batch_norm),
         (random_module, "draw_seed", _seed),
         (image_module, "draw_seed", _seed),
         (KerasVariable, "_direct_assign", _assign),
@@ -111,6 +113,12 @@ def _mean_update(step, kerass_own, metric, values, sample_weight=None):
 
 
 # Layers.
+
+
+def _batch_norm(step, kerass_own, layer, inputs, training=None, mask=None):
+    if batch_norm.can_fuse(layer, inputs, training, mask, step.replicas):
+        return batch_norm.fused(layer, inputs)
+    return kerass_own(layer, inputs, training=training, mask=mask)
 
 
 def _moments(step, kerass_own, x, axes, keepdims):

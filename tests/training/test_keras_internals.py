@@ -35,6 +35,7 @@ PARAMETERS_OF_HOOKED = {
     "unscale_loss_for_distribution": ["value"],
     "reduce_weighted_values": ["values", "sample_weight", "mask", "reduction", "dtype"],
     "update_state": ["self", "values", "sample_weight"],
+    "call": ["self", "inputs", "training", "mask"],
     "_compute_moments_sync": ["x", "axes", "keepdims"],
     "draw_seed": ["seed"],
     "_direct_assign": ["self", "value"],
