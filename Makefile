@@ -15,10 +15,10 @@ BENCH_FLAGS ?=
 
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
-.PHONY: help env data train test lint format notebooks bench constraints clean
+.PHONY: help env data train test keras-suite lint format notebooks bench constraints clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
 env: $(INSTALLED) ## the environment in .venv, with every version pinned
 
@@ -39,6 +39,10 @@ train: env data ## ResNet-18 on Fashion-MNIST, two replicas, by model.fit
 
 test: env ## all tests, the notebooks too
 	$(RUN) -m pytest --nbmake --nbmake-timeout=600 tests notebooks
+
+keras-suite: env ## Keras's own tests of training, with kdist's trainer in the place of Keras's
+	$(RUN) -m pip install --quiet --editable '.[keras_suite]' --constraint constraints.txt
+	$(RUN) scripts/keras_suite.py
 
 lint: env ## format, lint and types, as CI checks them
 	$(RUN) -m ruff format --check .

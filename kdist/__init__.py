@@ -35,6 +35,7 @@ _PUBLIC = {
     "cluster": "cluster",
     "data": "data",
     "models": "models",
+    "patch_keras": "model",
     "report": "report",
     "schedules": "schedules",
     "strategies": "strategies",

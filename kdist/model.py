@@ -9,6 +9,9 @@
         model.compile(...)
     model.fit(train, validation_data=test)
 
+A script that is there already needs one line: after `kdist.patch_keras()`, every Keras model
+trains so.
+
 Only training is added. A saved functional or sequential model is a plain Keras file.
 """
 
@@ -18,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from kdist.training.keras_internals import Functional as KerasFunctional
-from kdist.training.keras_internals import save_as
+from kdist.training.keras_internals import TensorFlowTrainer, save_as
 from kdist.training.replicated import ReplicatedTrainer
 
 
@@ -59,25 +62,35 @@ class Model(ReplicatedTrainer, keras.Model):
         not yet compiled.
 
         Args:
-            model: any built Keras model: functional, Sequential, or a subclass.
+            model: any Keras model: functional, Sequential, or a subclass.
 
         Raises:
             TypeError: `model` is not a `keras.Model`.
-            ValueError: `model` is not built, or has to be copied and cannot be (a subclass
-                without `get_config`).
+            ValueError: `model` has to be copied and cannot be: it is not built, or a subclass
+                without `get_config`.
         """
         if not isinstance(model, keras.Model):
             raise TypeError(f"Model.of takes a keras.Model, got {type(model).__name__}")
-        if not model.built:
-            raise ValueError(
-                f"{model.name!r} has no variables yet; call it on a batch, or `build` it, first"
-            )
         if model._distribute_strategy is not _current_strategy():
             model = _copy_into_scope(model)
         if not isinstance(model, Model):
             model.__class__ = _trained_by_kdist(type(model))  # type: ignore[arg-type]
             model.train_function = model.test_function = model.predict_function = None
         return model
+
+
+@functools.cache
+def patch_keras():
+    """Makes all Keras models of this process train as `kdist.Model` does.
+
+    For scripts and libraries whose models derive from `keras.Model`, `keras.Sequential` or the
+    functional API, and shall stay as they are. Models that exist already are included; nothing but
+    training changes. There is no way back.
+    """
+    Model.__bases__ = (keras.Model,)
+    keras.Model.__bases__ = tuple(
+        ReplicatedTrainer if base is TensorFlowTrainer else base for base in keras.Model.__bases__
+    )
 
 
 @save_as(KerasFunctional, f"{KerasFunctional.__module__}.{KerasFunctional.__name__}")
@@ -134,6 +147,11 @@ def _trained_by_kdist(keras_class):
 
 
 def _copy_into_scope(model):
+    if not model.built:
+        raise ValueError(
+            f"{model.name!r} was made outside the strategy's scope and has no variables yet; call "
+            "it on a batch, or `build` it, first, or make it inside `with strategy.scope():`"
+        )
     try:
         copy = type(model).from_config(model.get_config())
         if not copy.built:

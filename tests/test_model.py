@@ -102,8 +102,9 @@ def test_of_copies_into_the_scope_of_another_strategy(mirrored):
 def test_of_refuses(mirrored):
     with pytest.raises(TypeError, match="takes a keras.Model, got int"):
         kdist.Model.of(3)
-    with pytest.raises(ValueError, match="has no variables yet"):
-        kdist.Model.of(Plain())
+    unbuilt = Plain()
+    with mirrored.scope(), pytest.raises(ValueError, match="has no variables yet"):
+        kdist.Model.of(unbuilt)
     plain = Plain(3)
     plain(X)
     with mirrored.scope(), pytest.raises(ValueError, match="outside the strategy's scope"):
@@ -195,3 +196,9 @@ print(json.dumps([model.compiled, model.predict(np.ones((8, 4)), verbose=0).toli
     compiled, outputs = python(code, [str(tmp_path / "model.keras")])
     assert not compiled
     np.testing.assert_allclose(outputs, model.predict(X, verbose=0), rtol=1e-5)
+
+
+def test_of_takes_over_a_model_that_is_not_built_yet():
+    model = kdist.Model.of(keras.Sequential([keras.layers.Dense(2)]))
+    assert isinstance(model, kdist.Model)
+    trains(model)

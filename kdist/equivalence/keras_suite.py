@@ -44,16 +44,13 @@ def pytest_configure():
 
 
 def _put_kdist_in_place():
-    import keras
     from keras.src.backend.tensorflow import trainer
 
+    from kdist.model import patch_keras
     from kdist.training.replicated import ReplicatedTrainer
 
-    kerass_own = trainer.TensorFlowTrainer
-    trainer.TensorFlowTrainer = ReplicatedTrainer
-    keras.Model.__bases__ = tuple(
-        ReplicatedTrainer if base is kerass_own else base for base in keras.Model.__bases__
-    )
+    patch_keras()
+    trainer.TensorFlowTrainer = ReplicatedTrainer  # which the tests derive their models from
 
 
 def _in_scope(case, method):

@@ -110,11 +110,23 @@ class ReplicatedTrainer(TensorFlowTrainer):
         in_a_divided_step = steps.current() is not None
         return self.jit_compile and not self.run_eagerly and in_a_divided_step
 
+    def _leaves_own_step_uncompiled(self):
+        is_divided = self.distribute_strategy.num_replicas_in_sync * self.accumulate > 1
+        is_own = type(self).train_step is not ReplicatedTrainer.train_step
+        return self.jit_compile and not self.run_eagerly and is_divided and is_own
+
     # What is called for a group of steps.
 
     def make_train_function(self, force=False):
         if self.train_function is None or force:
             self._finite_watch = FiniteWatch(self)
+            if self._leaves_own_step_uncompiled():
+                warnings.warn(
+                    "jit_compile=True: a train_step of the model's own is run as it is under "
+                    "several replicas or micro-steps; XLA compiles what it leaves to "
+                    "super().train_step()",
+                    stacklevel=3,
+                )
             self.train_function = StepFunction(
                 self,
                 self._finite_watch.watching(self.train_step),
@@ -387,10 +399,10 @@ class ReplicatedTrainer(TensorFlowTrainer):
         return groups
 
     def _build_for(self, element_spec):
-        """Makes all variables before data flow: a replica cannot make them in mid-step."""
-        if self._distribute_strategy is None:
+        """Makes all variables before data flow: replicas and micro-steps cannot make them."""
+        if self._distribute_strategy is None and self.accumulate == 1:
             return
-        with self._distribute_strategy.scope():
+        with self.distribute_strategy.scope():
             self._symbolic_build(data_batch=_with_open_batch(element_spec))
 
     def _callback_list(self, callbacks, verbose, epochs, groups, add_history=False):

@@ -21,7 +21,14 @@ LAYOUTS = {  # name -> (replicas, local batch, compile arguments)
     "1 x 64": (1, 64, {}),
     "2 x 32": (2, 32, {}),
     "4 x 16": (4, 16, {}),
+    "2 x 16, accumulated twice": (2, 16, {"accumulate": 2}),
+    "4 x 4, accumulated four times": (4, 4, {"accumulate": 4}),
+    "2 x 32, 4 steps a call": (2, 32, {"steps_per_execution": 4}),
     "2 x 32, 7 steps a call": (2, 32, {"steps_per_execution": 7}),
+    "2 x 16, accumulated twice, 7 steps a call": (
+        *(2, 16),
+        {"accumulate": 2, "steps_per_execution": 7},
+    ),
 }
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
@@ -42,8 +49,10 @@ def examples():
     return dataset.batch(GLOBAL_BATCH, drop_remainder=True)
 
 
-def network(model_class):
-    """Convolutions with synchronised BatchNorm.
+def network(model_class, has_batch_norm=True):
+    """Convolutions with synchronised BatchNorm, or with LayerNormalization.
+
+    BatchNorm normalises micro-batches where there are any: that is another network.
 
     The convolutions have no bias: before a BatchNorm its gradient is zero but for rounding, and
     Adam makes a full step of whichever sign the rounding has.
@@ -54,15 +63,18 @@ def network(model_class):
     x = inputs
     for filters in (8, 16):
         x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
-        x = layers.BatchNormalization(synchronized=True, momentum=0.9)(x)
+        if has_batch_norm:
+            x = layers.BatchNormalization(synchronized=True, momentum=0.9)(x)
+        else:
+            x = layers.LayerNormalization()(x)
         x = layers.ReLU()(x)
     x = layers.GlobalAveragePooling2D()(x)
     outputs = layers.Dense(10, activation="softmax")(x)
     return model_class(inputs, outputs)
 
 
-def train(model_class, optimizer, **compile_arguments):
-    model = network(model_class)
+def train(model_class, optimizer, has_batch_norm, **compile_arguments):
+    model = network(model_class, has_batch_norm)
     model.compile(
         OPTIMIZERS[optimizer](),
         "sparse_categorical_crossentropy",
@@ -75,9 +87,9 @@ def train(model_class, optimizer, **compile_arguments):
 
 
 @functools.cache
-def reference(optimizer, floatx):
+def reference(optimizer, floatx, has_batch_norm=True):
     assert keras.config.floatx() == floatx
-    model, history, evaluated = train(keras.Model, optimizer)
+    model, history, evaluated = train(keras.Model, optimizer, has_batch_norm)
     return model.get_weights(), history, evaluated
 
 
@@ -95,12 +107,15 @@ def floatx(request):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weights_are_those_of_one_device(layout, optimizer, floatx):
     replicas, local, compile_arguments = LAYOUTS[layout]
-    batch = kdist.Batch(local, replicas)
+    accumulate = compile_arguments.get("accumulate", 1)
+    batch = kdist.Batch(local, replicas, accumulate)
     assert batch.global_size == GLOBAL_BATCH
     name = "mirrored" if replicas > 1 else "one_device"
     with kdist.create_strategy(name, replicas).scope():
-        model, history, evaluated = train(kdist.Model, optimizer, **compile_arguments)
-    weights, reference_history, reference_evaluated = reference(optimizer, floatx)
+        model, history, evaluated = train(
+            kdist.Model, optimizer, accumulate == 1, **compile_arguments
+        )
+    weights, reference_history, reference_evaluated = reference(optimizer, floatx, accumulate == 1)
 
     tolerance = {"float32": 1e-5, "float64": 1e-12}[floatx]
     assert_same_weights(model.get_weights(), weights, tolerance)
