@@ -12,7 +12,7 @@ import warnings
 import keras
 import tensorflow as tf
 
-from kdist.training import compiled_parts, keras_hooks
+from kdist.training import compiled_parts, inputs, keras_hooks
 from kdist.training import step as steps
 from kdist.training.accumulation import Accumulators, optimizers_of
 from kdist.training.epochs import StepGroups
@@ -197,13 +197,13 @@ class ReplicatedTrainer(TensorFlowTrainer):
             (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        if _is_pipeline(x):
-            x, steps_per_epoch = _training_data(x, steps_per_epoch, initial_epoch)
+        if inputs.is_pipeline(x):
+            x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, initial_epoch)
             shuffle = False  # the pipeline does; Keras would warn that it does not
         groups = self._step_groups(
             x=x,
             y=y,
-            sample_weight=_as_float(sample_weight),
+            sample_weight=inputs.as_float(sample_weight),
             batch_size=batch_size,
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle,
@@ -279,7 +279,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
     @filter_traceback
     def predict(self, x, batch_size=None, verbose="auto", steps=None, callbacks=None):
         """Gives the outputs for `x`, in its order, as Keras does; `x` may also be a pipeline."""
-        x, steps = _evaluation_data(x, steps)
+        x, steps = inputs.evaluation_data(x, steps)
         groups = StepGroups(
             self.distribute_strategy,
             x=x,
@@ -358,7 +358,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
         """A function that evaluates on `data`, set up once for all epochs; None without data."""
         if data is None:
             return None
-        x, y, sample_weight = _unpack(data)
+        x, y, sample_weight = inputs.unpack(data)
 
         @functools.cache
         def step_groups():
@@ -379,11 +379,11 @@ class ReplicatedTrainer(TensorFlowTrainer):
         return validate
 
     def _evaluation_groups(self, x, y, sample_weight, batch_size, steps):
-        x, steps = _evaluation_data(x, steps)
+        x, steps = inputs.evaluation_data(x, steps)
         return self._step_groups(
             x=x,
             y=y,
-            sample_weight=_as_float(sample_weight),
+            sample_weight=inputs.as_float(sample_weight),
             batch_size=batch_size,
             steps_per_epoch=steps,
             shuffle=False,
@@ -403,7 +403,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
         if self._distribute_strategy is None and self.accumulate == 1:
             return
         with self.distribute_strategy.scope():
-            self._symbolic_build(data_batch=_with_open_batch(element_spec))
+            self._symbolic_build(data_batch=inputs.with_open_batch(element_spec))
 
     def _callback_list(self, callbacks, verbose, epochs, groups, add_history=False):
         if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -425,49 +425,3 @@ def _at_most(limit, epochs):
         warnings.warn(f"Limiting epochs to {limit}", stacklevel=3)
         return limit
     return epochs
-
-
-def _is_pipeline(x):
-    return hasattr(x, "steps_per_epoch") and callable(getattr(x, "dataset", None))
-
-
-def _training_data(x, steps_per_epoch, initial_epoch):
-    if not x.training:
-        raise ValueError(
-            "fit was given an evaluation pipeline, whose last batch holds padding; train on the "
-            "first pipeline that kdist.data.load returns and give this one as validation_data"
-        )
-    start = initial_epoch * x.steps_per_epoch
-    return x.dataset(start_step=start), steps_per_epoch or x.steps_per_epoch
-
-
-def _evaluation_data(x, steps):
-    if not _is_pipeline(x):
-        return x, steps
-    # A training pipeline has no end of its own: one epoch of it is evaluated.
-    return x.dataset(), steps or (x.steps_per_epoch if x.training else None)
-
-
-def _unpack(data):
-    if _is_pipeline(data):
-        return data, None, None
-    return keras.utils.unpack_x_y_sample_weight(data)
-
-
-def _as_float(sample_weight):
-    """Boolean weights that the user gives are weights; only a data set marks padding by them."""
-    is_boolean = getattr(sample_weight, "dtype", None) in (bool, tf.bool)
-    return (
-        keras.ops.convert_to_numpy(sample_weight).astype("float32") if is_boolean else sample_weight
-    )
-
-
-def _with_open_batch(element_spec):
-    """The specification with an unknown batch size, in place of a batch to look at."""
-
-    def open_batch(spec):
-        if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)):
-            return None
-        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
-
-    return keras.tree.map_structure(open_batch, element_spec)

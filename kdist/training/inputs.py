@@ -1,0 +1,54 @@
+"""What fit, evaluate and predict are given, in the form that Keras's data adapters take."""
+
+import keras
+import tensorflow as tf
+
+
+def is_pipeline(x) -> bool:
+    """Whether `x` is a pipeline of `kdist.data`, told by what it offers."""
+    return hasattr(x, "steps_per_epoch") and callable(getattr(x, "dataset", None))
+
+
+def training_data(x, steps_per_epoch, initial_epoch):
+    """(data set from the beginning of `initial_epoch`, steps an epoch) of a training pipeline."""
+    if not x.training:
+        raise ValueError(
+            "fit was given an evaluation pipeline, whose last batch holds padding; train on the "
+            "first pipeline that kdist.data.load returns and give this one as validation_data"
+        )
+    start = initial_epoch * x.steps_per_epoch
+    return x.dataset(start_step=start), steps_per_epoch or x.steps_per_epoch
+
+
+def evaluation_data(x, steps):
+    """(data, steps) to evaluate or predict on, where `x` may be a pipeline."""
+    if not is_pipeline(x):
+        return x, steps
+    # A training pipeline has no end of its own: one epoch of it is evaluated.
+    return x.dataset(), steps or (x.steps_per_epoch if x.training else None)
+
+
+def unpack(data):
+    """`validation_data` as (x, y, sample_weight)."""
+    if is_pipeline(data):
+        return data, None, None
+    return keras.utils.unpack_x_y_sample_weight(data)
+
+
+def as_float(sample_weight):
+    """Boolean weights that the user gives are weights; only a data set marks padding by them."""
+    is_boolean = getattr(sample_weight, "dtype", None) in (bool, tf.bool)
+    return (
+        keras.ops.convert_to_numpy(sample_weight).astype("float32") if is_boolean else sample_weight
+    )
+
+
+def with_open_batch(element_spec):
+    """The specification with an unknown batch size, in place of a batch to look at."""
+
+    def open_batch(spec):
+        if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)):
+            return None
+        return tf.TensorSpec([None, *spec.shape[1:]], spec.dtype)
+
+    return keras.tree.map_structure(open_batch, element_spec)
