@@ -1,150 +1,211 @@
-"""Which devices this process has: the first thing in a run that touches TensorFlow's settings.
+"""Which tasks a job has, and which of them this process is.
 
-    names = find_devices()                # every GPU, or the CPU where there is none
-    names = find_devices(2)               # two GPUs, or two logical CPU devices
-    names = find_devices(["GPU:1"])       # just this one
+    cluster = Cluster.resolve()       # from TF_CONFIG or Slurm; else this process is alone
+    cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
 
-Logical devices and memory growth can be set only before TensorFlow runs its first operation.
-What can no longer be set is said, with what to do about it.
+A task is a process of the job. Its role is one of
+
+    chief       decides and writes; under parameter servers it is the coordinator
+    worker      trains; without a chief, worker 0 decides and writes
+    ps          a parameter server: keeps variables
+    evaluator   follows checkpoints and evaluates; it is no part of the training
+
+Only this module writes TF_CONFIG, the environment variable by which TensorFlow knows the job. It
+imports no TensorFlow.
 """
 
+import dataclasses
+import json
 import os
-import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import tensorflow as tf
+from kdist.slurm import tasks_of_slurm
+
+ROLES = ("chief", "worker", "ps", "evaluator")
+TF_CONFIG = "TF_CONFIG"
+
+# Roles that a strategy needs, and those that it may have besides.
+_ROLES_OF = {
+    "multi_worker": ({"worker"}, {"chief", "evaluator"}),
+    "parameter_server": ({"chief", "worker", "ps"}, {"evaluator"}),
+}
 
 
-def find_devices(request: int | Sequence[str] | None = None) -> tuple[str, ...]:
-    """The devices to compute on, made ready: GPUs grow their memory, logical CPUs exist.
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The tasks of a job and this process's place among them; checked when it is made.
 
-    Args:
-        request: a number of devices, their names (`"GPU:0"`, `"CPU:1"`, `"/gpu:0"`), or None for
-            all GPUs, or one CPU where there is no GPU. A number takes GPUs if the machine has
-            any, else it divides the CPU into that many logical devices; as many as there are
-            cores, or more, compute with one core each.
-
-    Returns:
-        Names such as `("GPU:0", "GPU:1")`.
+    Attributes:
+        tasks: role -> addresses ("host:port"), in the order of the tasks' indices. Empty for a
+            process that is alone.
+        role: this process's.
+        index: its number in its role, from 0.
 
     Raises:
-        ValueError: there are fewer such devices, a name is no device's, or one is named twice.
-        RuntimeError: TensorFlow already runs with fewer logical CPU devices.
+        ValueError: an unknown role, an address that is none or stands twice, an index that no task
+            has, several chiefs or evaluators.
     """
-    _let_gpu_memory_grow()
-    gpus = _physical_names("GPU")
-    if request is None:
-        return gpus or ("CPU:0",)
-    if isinstance(request, int):
-        return _take_gpus(request, gpus) if gpus else _take_cpus(_at_least_one(request))
-    names = tuple(_device_name(name) for name in request)
-    _check_distinct(names)
-    wanted_cpus = [int(name.split(":")[1]) for name in names if name.startswith("CPU:")]
-    if wanted_cpus:
-        _take_cpus(max(wanted_cpus) + 1)
-    missing = [name for name in names if name.startswith("GPU:") and name not in gpus]
-    if missing:
-        raise ValueError(f"no such device: {', '.join(missing)}. {_what_there_is(gpus)}")
-    return names
 
+    tasks: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    role: str = "worker"
+    index: int = 0
 
-def _what_there_is(gpus):
-    if gpus:
-        return f"TensorFlow sees {len(gpus)} GPU(s): {', '.join(gpus)}"
-    return (
-        "TensorFlow sees no GPU here; ask for CPU devices (--num_devices=N), or see "
-        "`scripts/check.py` for what TensorFlow finds"
-    )
+    def __post_init__(self):
+        tasks = {role: tuple(addresses) for role, addresses in self.tasks.items() if addresses}
+        object.__setattr__(self, "tasks", tasks)
+        _check_roles(tasks)
+        _check_addresses(tasks)
+        if tasks:
+            _check_place(tasks, self.role, self.index)
 
+    @classmethod
+    def resolve(cls, environment: Mapping[str, str] | None = None) -> "Cluster":
+        """The cluster that the environment tells of: TF_CONFIG, else Slurm's variables, else none.
 
-def _at_least_one(number):
-    if number < 1:
-        raise ValueError(f"--num_devices (devices=) must be at least 1, got {number}")
-    return number
+        Args:
+            environment: by default this process's.
 
+        Raises:
+            ValueError: what it tells is no cluster.
+        """
+        environment = os.environ if environment is None else environment
+        if environment.get(TF_CONFIG):
+            return cls.from_tf_config(environment[TF_CONFIG])
+        slurm = tasks_of_slurm(environment)
+        return cls(*slurm) if slurm else cls()
 
-def _take_gpus(number, gpus):
-    if _at_least_one(number) > len(gpus):
-        raise ValueError(
-            f"{number} devices asked for. {_what_there_is(gpus)}; ask for at most {len(gpus)}, or "
-            "hide the GPUs (CUDA_VISIBLE_DEVICES=-1) to train on logical CPU devices"
-        )
-    return gpus[:number]
+    @classmethod
+    def from_tf_config(cls, text: str) -> "Cluster":
+        """The cluster of a TF_CONFIG, the JSON that TensorFlow documents.
 
-
-def _take_cpus(number):
-    """The first `number` logical CPU devices, made if TensorFlow's context still allows it."""
-    physical = tf.config.list_physical_devices("CPU")[0]
-    configured = tf.config.get_logical_device_configuration(physical)
-    if len(configured or ()) < number:
+        Raises:
+            ValueError: it is not such JSON.
+        """
         try:
-            tf.config.set_logical_device_configuration(
-                physical, [tf.config.LogicalDeviceConfiguration()] * number
-            )
-            _share_cores(number)
-        except RuntimeError as error:
-            there_are = len(tf.config.list_logical_devices("CPU"))
-            if there_are >= number:
-                return _numbered("CPU", number)
-            raise RuntimeError(
-                f"{number} CPU devices asked for, but TensorFlow has already started with "
-                f"{there_are}, and their number is fixed from then on. Create the strategy before "
-                "anything else runs on TensorFlow (in a notebook: restart the kernel), or ask for "
-                f"{there_are}"
+            config = json.loads(text)
+            tasks = config.get("cluster", {})
+            task = config.get("task", {})
+            role, index = task.get("type", "worker"), int(task.get("index", 0))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f'TF_CONFIG is not {{"cluster": {{"worker": ["host:port", …]}}, "task": {{"type": '
+                f'"worker", "index": 0}}}}: {error}; mend it, or unset it to train alone'
             ) from error
-    return _numbered("CPU", number)
+        return cls(tasks, role, index)
+
+    def to_tf_config(self) -> str:
+        """The cluster as TensorFlow reads it."""
+        task = {"type": self.role, "index": self.index}
+        return json.dumps({"cluster": {k: list(v) for k, v in self.tasks.items()}, "task": task})
+
+    def publish(self, environment: dict[str, str] | None = None):
+        """Writes TF_CONFIG, for this process's TensorFlow or into the environment of another."""
+        environment = os.environ if environment is None else environment  # type: ignore[assignment]
+        environment[TF_CONFIG] = self.to_tf_config()  # type: ignore[index]
+
+    # This process.
+
+    @property
+    def name(self) -> str:
+        """Such as "worker 1"; "chief" and "evaluator" have no number."""
+        return self.role if self.role in ("chief", "evaluator") else f"{self.role} {self.index}"
+
+    @property
+    def address(self) -> str:
+        """This process's own."""
+        return self.tasks[self.role][self.index]
+
+    @property
+    def is_alone(self) -> bool:
+        """There is no other task."""
+        return sum(map(len, self.tasks.values())) <= 1
+
+    @property
+    def is_chief(self) -> bool:
+        """This process decides and writes: the chief, or worker 0 where there is none."""
+        if self.role == "chief":
+            return True
+        return self.role == "worker" and self.index == 0 and "chief" not in self.tasks
+
+    # All of them.
+
+    @property
+    def num_workers(self) -> int:
+        """Tasks that train under multi_worker: the chief, if there is one, is one of them."""
+        return len(self.tasks.get("chief", ())) + len(self.tasks.get("worker", ()))
+
+    def others(self) -> list["Cluster"]:
+        """The same cluster, as every other task sees it."""
+        return [task for task in self.all_tasks() if task != self]
+
+    def all_tasks(self) -> list["Cluster"]:
+        """The cluster as each of its tasks sees it, chief first."""
+        return [
+            dataclasses.replace(self, role=role, index=index)
+            for role in ROLES
+            for index in range(len(self.tasks.get(role, ())))
+        ]
+
+    def check_roles_for(self, strategy: str):
+        """Raises a ValueError if the strategy of this name cannot run on these tasks."""
+        needed, allowed = _ROLES_OF[strategy]
+        missing = [role for role in ROLES if role in needed - self.tasks.keys()]
+        if missing:
+            raise ValueError(
+                f"{strategy} needs tasks of the role {' and '.join(missing)}; the cluster has "
+                f"{self.counts() or 'none'}. {_HOW_TO_START[strategy]}"
+            )
+        idle = [role for role in self.tasks if role not in needed | allowed]
+        if idle:
+            raise ValueError(
+                f"{strategy} has no use for tasks of the role {', '.join(idle)}; take them out of "
+                "the cluster, or take --strategy=parameter_server"
+            )
+
+    def counts(self) -> str:
+        """Such as "1 chief, 2 worker, 1 ps"."""
+        return ", ".join(f"{len(self.tasks[role])} {role}" for role in ROLES if role in self.tasks)
 
 
-def _share_cores(devices):
-    """Lets each operation have one core, where there are no more cores than devices.
-
-    All CPU devices share TensorFlow's one pool of threads, and each of them would cut its
-    operations up for the whole of it. What the user has set stays.
-    """
-    is_set = tf.config.threading.get_intra_op_parallelism_threads()
-    if not is_set and "TF_NUM_INTRAOP_THREADS" not in os.environ and devices >= _cores():
-        tf.config.threading.set_intra_op_parallelism_threads(1)
+_HOW_TO_START = {
+    "multi_worker": "Start by scripts/launch.py --workers=2, or set TF_CONFIG",
+    "parameter_server": "Start by scripts/launch.py --workers=2 --ps=1, or set TF_CONFIG",
+}
 
 
-def _cores():
-    """CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _let_gpu_memory_grow():
-    """Takes GPU memory as needed, so that one process does not lock out all others."""
-    for gpu in tf.config.list_physical_devices("GPU"):
-        try:
-            tf.config.experimental.set_memory_growth(gpu, True)
-        except (RuntimeError, ValueError) as error:
-            print(
-                f"kdist: GPU memory of {gpu.name} is as it was set before: {error}", file=sys.stderr
+def _check_roles(tasks):
+    unknown = [role for role in tasks if role not in ROLES]
+    if unknown:
+        raise ValueError(f"no such role: {', '.join(unknown)}; there are {', '.join(ROLES)}")
+    for role in ("chief", "evaluator"):
+        if len(tasks.get(role, ())) > 1:
+            raise ValueError(
+                f"{len(tasks[role])} tasks have the role {role}, and one can have it: make the "
+                "others workers"
             )
 
 
-def _physical_names(kind):
-    return _numbered(kind, len(tf.config.list_physical_devices(kind)))
-
-
-def _numbered(kind, number):
-    return tuple(f"{kind}:{index}" for index in range(number))
-
-
-def _device_name(text):
-    match = re.fullmatch(r"(?:/?device:|/)?(CPU|GPU):(\d+)", str(text), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{text!r} names no device; write it as 'GPU:0' or 'CPU:1'")
-    return f"{match[1].upper()}:{int(match[2])}"
-
-
-def _check_distinct(names):
-    if not names:
-        raise ValueError("an empty list of devices; name at least one, or leave it out for all")
-    twice = {name for name in names if names.count(name) > 1}
+def _check_addresses(tasks):
+    addresses = [address for some in tasks.values() for address in some]
+    for address in addresses:
+        host, _, port = str(address).rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"{address!r} is no address; write it as host:port, port 1 to 65535")
+    twice = sorted({address for address in addresses if addresses.count(address) > 1})
     if twice:
-        raise ValueError(f"named twice: {', '.join(sorted(twice))}; name each device once")
-    if len({name.split(":")[0] for name in names}) > 1:
-        raise ValueError(f"{', '.join(names)}: replicas run on devices of one kind, GPU or CPU")
+        raise ValueError(
+            f"two tasks have the address {', '.join(twice)}; give each one its own host or port"
+        )
+
+
+def _check_place(tasks, role, index):
+    if role not in tasks:
+        raise ValueError(
+            f"this process is {role} {index}, and the cluster has no {role}; it has "
+            f"{', '.join(tasks)}"
+        )
+    if not 0 <= index < len(tasks[role]):
+        raise ValueError(
+            f"this process is {role} {index}, and the cluster has {role} 0 to "
+            f"{len(tasks[role]) - 1}; correct the index, or add its address"
+        )

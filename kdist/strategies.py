@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from kdist.cluster import find_devices
+from kdist.devices import find_devices
 
 REDUCTIONS = {
     "auto": None,

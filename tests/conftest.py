@@ -2,7 +2,7 @@
 
 import pytest
 
-from kdist.cluster import find_devices
+from kdist.devices import find_devices
 
 find_devices(4)
 

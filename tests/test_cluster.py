@@ -1,74 +1,80 @@
+import json
+
 import pytest
 
-from kdist.cluster import find_devices
-from kdist.testing import python
+from kdist.cluster import Cluster
+
+TWO = {"worker": ["a:1", "b:2"]}
 
 
-def test_numbers_and_names():
-    assert find_devices(2) == ("CPU:0", "CPU:1")
-    assert find_devices(["/device:CPU:1", "cpu:0"]) == ("CPU:1", "CPU:0")
-    assert find_devices() == ("CPU:0",)
+def test_tf_config_and_back():
+    text = json.dumps({"cluster": TWO, "task": {"type": "worker", "index": 1}})
+    cluster = Cluster.from_tf_config(text)
+    assert (cluster.name, cluster.address, cluster.num_workers) == ("worker 1", "b:2", 2)
+    assert json.loads(cluster.to_tf_config()) == json.loads(text)
+    environment = {}
+    cluster.publish(environment)
+    assert Cluster.resolve(environment) == cluster
+
+
+def test_without_anything_a_process_is_alone_and_chief():
+    cluster = Cluster.resolve({})
+    assert cluster.is_alone
+    assert cluster.is_chief
+    assert cluster.all_tasks() == cluster.others() == []
+
+
+def test_who_decides():
+    with_chief = {"chief": ["c:1"], **TWO}
+    assert Cluster(TWO, "worker", 0).is_chief
+    assert not Cluster(TWO, "worker", 1).is_chief
+    assert Cluster(with_chief, "chief", 0).is_chief
+    assert not Cluster(with_chief, "worker", 0).is_chief
+    assert Cluster(with_chief, "chief", 0).num_workers == 3
+    assert [task.name for task in Cluster(with_chief, "worker", 1).others()] == [
+        "chief",
+        "worker 0",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("request_", "says"),
+    ("tasks", "role", "index", "says"),
     [
-        (0, "at least 1, got 0"),
-        (-2, "at least 1, got -2"),
-        (["GPU:0"], "no such device: GPU:0.*--num_devices=N"),
-        (["CPU"], "'CPU' names no device; write it as 'GPU:0'"),
-        (["CPU:0", "CPU:0"], "named twice: CPU:0"),
-        ([], "empty list"),
+        ({"wroker": ["a:1"]}, "wroker", 0, "no such role: wroker; there are chief, worker, ps"),
+        ({"chief": ["a:1", "b:1"]}, "chief", 0, "2 tasks have the role chief.*make the others"),
+        ({"worker": ["a:1", "a:1"]}, "worker", 0, "two tasks have the address a:1"),
+        ({"worker": ["a"]}, "worker", 0, "'a' is no address; write it as host:port"),
+        ({"worker": ["a:0"]}, "worker", 0, "'a:0' is no address"),
+        ({"worker": ["a:99999"]}, "worker", 0, "'a:99999' is no address"),
+        (TWO, "worker", 2, "is worker 2, and the cluster has worker 0 to 1"),
+        (TWO, "ps", 0, "is ps 0, and the cluster has no ps; it has worker"),
     ],
 )
-def test_refuses(request_, says):
+def test_refuses(tasks, role, index, says):
     with pytest.raises(ValueError, match=says):
-        find_devices(request_)
+        Cluster(tasks, role, index)
 
 
-def test_more_devices_than_the_running_context_has():
-    import tensorflow as tf
-
-    tf.constant(0)
-    with pytest.raises(RuntimeError, match="already started with 4.*restart the kernel.*ask for 4"):
-        find_devices(5)
-
-
-def test_a_fresh_process_gets_the_devices_asked_for():
-    code = """
-import json, tensorflow as tf
-from kdist.cluster import find_devices
-names = find_devices(3)
-print(json.dumps([names, len(tf.config.list_logical_devices("CPU"))]))
-"""
-    assert python(code) == [["CPU:0", "CPU:1", "CPU:2"], 3]
+@pytest.mark.parametrize("text", ["{", "[]", '{"cluster": {}, "task": {"index": "x"}}', '"a"'])
+def test_a_tf_config_that_is_none(text):
+    with pytest.raises(ValueError, match="TF_CONFIG is not .*unset it to train alone"):
+        Cluster.from_tf_config(text)
 
 
 @pytest.mark.parametrize(
-    ("before", "threads"),
+    ("strategy", "tasks", "says"),
     [
-        ("", 1),
-        ("tf.config.threading.set_intra_op_parallelism_threads(3)", 3),
-        ("os.environ['TF_NUM_INTRAOP_THREADS'] = '3'", 0),
+        ("multi_worker", {"chief": ["a:1"]}, "needs tasks of the role worker; .* 1 chief"),
+        ("multi_worker", {**TWO, "ps": ["c:1"]}, "no use for tasks of the role ps"),
+        ("parameter_server", TWO, "role chief and ps; the cluster has 2 worker.*--ps=1"),
     ],
 )
-def test_as_many_devices_as_cores_compute_with_one_thread_each(before, threads):
-    code = f"""
-import json, os, tensorflow as tf
-from kdist import cluster
-{before}
-cluster.find_devices(cluster._cores())
-print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
-"""
-    assert python(code) == threads
+def test_roles_that_a_strategy_needs(strategy, tasks, says):
+    with pytest.raises(ValueError, match=says):
+        Cluster(tasks, next(iter(tasks))).check_roles_for(strategy)
 
 
-def test_fewer_devices_than_cores_share_all_of_them():
-    code = """
-import json, tensorflow as tf
-from kdist import cluster
-cluster._cores = lambda: 3
-cluster.find_devices(2)
-print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
-"""
-    assert python(code) == 0
+def test_roles_that_will_do():
+    Cluster(TWO).check_roles_for("multi_worker")
+    tasks = {"chief": ["c:1"], "ps": ["p:1"], "evaluator": ["e:1"], **TWO}
+    Cluster(tasks).check_roles_for("parameter_server")

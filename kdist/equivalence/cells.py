@@ -197,7 +197,7 @@ def _strategy(column):
     import tensorflow as tf
 
     import kdist
-    from kdist.cluster import find_devices
+    from kdist.devices import find_devices
 
     devices = find_devices([f"CPU:{index}" for index in range(max(1, column.replicas))])
     if column.replicas == 0:

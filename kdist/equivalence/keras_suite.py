@@ -35,7 +35,7 @@ def copy_tests(directory: pathlib.Path) -> pathlib.Path:
 
 def pytest_configure():
     """Puts the trainer in place before the tests are imported."""
-    from kdist.cluster import find_devices
+    from kdist.devices import find_devices
 
     find_devices(2)
     unittest.TestCase._callTestMethod = _in_scope  # type: ignore[attr-defined]

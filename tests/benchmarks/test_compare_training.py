@@ -81,7 +81,7 @@ from benchmarks.rivals import tensorflow_parts as parts, tf_loop, workload
 from kdist.testing import largest_difference
 
 given = workload.Workload("lenet", "float32", 4, replicas=2, cores=2, steps=5, steps_per_call=3)
-devices = kdist.cluster.find_devices(2)
+devices = kdist.devices.find_devices(2)
 reference = parts.as_keras(parts.new_model(given))
 strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 with strategy.scope():

@@ -1,0 +1,1 @@
+"""Starting the tasks of a job."""

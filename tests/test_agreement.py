@@ -1,0 +1,146 @@
+"""Tasks that meet, as threads of one process on loopback."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import socket
+import time
+
+import pytest
+
+from kdist.agreement import agree
+from kdist.cluster import Cluster
+from kdist.launch.ports import reserved
+
+FACTS = {"kdist": "1", "--model": "lenet"}
+
+
+@pytest.fixture
+def cluster_of():
+    with contextlib.ExitStack() as stack:
+
+        def cluster(number):
+            ports = stack.enter_context(reserved(number))
+            return Cluster({"worker": [f"127.0.0.1:{port}" for port in ports]})
+
+        yield cluster
+
+
+def outcomes(tasks, facts=None, timeout_seconds=10):
+    """What each task's `agree` raises, or None."""
+    facts = facts or [FACTS] * len(tasks)
+    with concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
+        futures = [
+            pool.submit(agree, *args, timeout_seconds) for args in zip(tasks, facts, strict=True)
+        ]
+        return [future.exception() for future in futures]
+
+
+def test_three_agree_and_free_their_ports(cluster_of):
+    tasks = cluster_of(3).all_tasks()
+    assert outcomes(tasks) == [None] * 3
+    for task in tasks:
+        socket.create_server(("127.0.0.1", int(task.address.split(":")[1]))).close()
+
+
+def test_alone_there_is_nobody_to_wait_for():
+    agree(Cluster(), FACTS, timeout_seconds=0)
+
+
+def test_who_comes_late_is_waited_for(cluster_of):
+    first, second = cluster_of(2).all_tasks()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = pool.submit(agree, second, FACTS, 10)
+        time.sleep(0.5)
+        agree(first, FACTS, 10)
+        waiting.result()
+
+
+def test_other_versions_and_flags_are_named_on_all_tasks(cluster_of):
+    facts = [FACTS, FACTS | {"kdist": "2"}]
+    for error in outcomes(cluster_of(2).all_tasks(), facts):
+        assert isinstance(error, ValueError)
+        assert "kdist is 2 on worker 1, and 1 on worker 0" in str(error)
+        assert "--model" not in str(error)
+
+
+def test_a_fact_that_one_lacks(cluster_of):
+    facts = [FACTS, {"kdist": "1"}]
+    for error in outcomes(cluster_of(2).all_tasks(), facts):
+        assert "--model is not set on worker 1, and lenet on worker 0" in str(error)
+
+
+def test_other_clusters(cluster_of):
+    first, second = cluster_of(2).all_tasks()
+    tasks = {"worker": [*second.tasks["worker"], "127.0.0.1:9"]}
+    for error in outcomes([first, dataclasses.replace(second, tasks=tasks)]):
+        assert isinstance(error, ValueError)
+        assert "worker 1 was told of the cluster" in str(error)
+
+
+def test_two_tasks_of_one_index_on_one_host(cluster_of):
+    first, second, _ = cluster_of(3).all_tasks()
+    errors = outcomes([first, second, second], timeout_seconds=2)
+    listening = [error for error in errors if isinstance(error, OSError)]
+    assert any("worker 1 cannot listen" in str(error) for error in listening)
+    assert any("worker 2" in str(error) and "did not come" in str(error) for error in errors)
+
+
+def test_two_tasks_of_one_index_on_two_hosts(cluster_of):
+    """The second host has the same address by another name, so that it can listen."""
+    first, second, _ = cluster_of(3).all_tasks()
+    tasks = {"worker": [*first.tasks["worker"]]}
+    tasks["worker"][1] = f"127.0.0.2:{second.address.split(':')[1]}"
+    elsewhere = dataclasses.replace(second, tasks=tasks)
+    errors = outcomes([first, second, elsewhere])
+    assert any("two tasks say that they are worker 1" in str(error) for error in errors)
+
+
+def test_a_task_that_does_not_come_is_named_in_time(cluster_of):
+    first, second, _ = cluster_of(3).all_tasks()
+    began = time.monotonic()
+    errors = outcomes([first, second], timeout_seconds=1)
+    assert time.monotonic() - began < 5
+    for error in errors:
+        assert isinstance(error, TimeoutError)
+        assert "worker 2 (127.0.0.1:" in str(error)
+        assert "did not come within 1 s" in str(error)
+
+
+def test_a_first_task_that_does_not_come_is_named(cluster_of):
+    _, second = cluster_of(2).all_tasks()
+    (error,) = outcomes([second], timeout_seconds=1)
+    assert isinstance(error, TimeoutError)
+    assert "worker 0 (127.0.0.1:" in str(error)
+
+
+def test_strangers_are_no_tasks(cluster_of):
+    first, second = cluster_of(2).all_tasks()
+    address = ("127.0.0.1", int(first.address.split(":")[1]))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        meeting = pool.submit(agree, first, FACTS, 10)
+        for line in (b"GET / HTTP/1.0\r\n\r\n", b'{"task": 3}\n', b""):
+            for _ in range(50):
+                with contextlib.suppress(ConnectionRefusedError), socket.socket() as stranger:
+                    stranger.connect(address)
+                    stranger.sendall(line)
+                    break
+                time.sleep(0.05)
+        agree(second, FACTS, 10)
+        meeting.result()
+
+
+def test_an_address_that_others_cannot_reach(cluster_of):
+    """Worker 1 listens elsewhere than it says: here, on another loopback address."""
+    first, second = cluster_of(2).all_tasks()
+    with pytest.MonkeyPatch.context() as patch:
+        create_server = socket.create_server
+
+        def elsewhere(address, **options):
+            host = "127.0.0.3" if address[1] == int(second.address.split(":")[1]) else address[0]
+            return create_server((host, address[1]), **options)
+
+        patch.setattr(socket, "create_server", elsewhere)
+        for error in outcomes([first, second]):
+            assert "worker 1 runs, but its address" in str(error)
+            assert "open the port" in str(error)

@@ -1,0 +1,74 @@
+import pytest
+
+from kdist.devices import find_devices
+from kdist.testing import python
+
+
+def test_numbers_and_names():
+    assert find_devices(2) == ("CPU:0", "CPU:1")
+    assert find_devices(["/device:CPU:1", "cpu:0"]) == ("CPU:1", "CPU:0")
+    assert find_devices() == ("CPU:0",)
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (0, "at least 1, got 0"),
+        (-2, "at least 1, got -2"),
+        (["GPU:0"], "no such device: GPU:0.*--num_devices=N"),
+        (["CPU"], "'CPU' names no device; write it as 'GPU:0'"),
+        (["CPU:0", "CPU:0"], "named twice: CPU:0"),
+        ([], "empty list"),
+    ],
+)
+def test_refuses(request_, says):
+    with pytest.raises(ValueError, match=says):
+        find_devices(request_)
+
+
+def test_more_devices_than_the_running_context_has():
+    import tensorflow as tf
+
+    tf.constant(0)
+    with pytest.raises(RuntimeError, match="already started with 4.*restart the kernel.*ask for 4"):
+        find_devices(5)
+
+
+def test_a_fresh_process_gets_the_devices_asked_for():
+    code = """
+import json, tensorflow as tf
+from kdist.devices import find_devices
+names = find_devices(3)
+print(json.dumps([names, len(tf.config.list_logical_devices("CPU"))]))
+"""
+    assert python(code) == [["CPU:0", "CPU:1", "CPU:2"], 3]
+
+
+@pytest.mark.parametrize(
+    ("before", "threads"),
+    [
+        ("", 1),
+        ("tf.config.threading.set_intra_op_parallelism_threads(3)", 3),
+        ("os.environ['TF_NUM_INTRAOP_THREADS'] = '3'", 0),
+    ],
+)
+def test_as_many_devices_as_cores_compute_with_one_thread_each(before, threads):
+    code = f"""
+import json, os, tensorflow as tf
+from kdist import devices
+{before}
+devices.find_devices(devices._cores())
+print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
+"""
+    assert python(code) == threads
+
+
+def test_fewer_devices_than_cores_share_all_of_them():
+    code = """
+import json, tensorflow as tf
+from kdist import devices
+devices._cores = lambda: 3
+devices.find_devices(2)
+print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
+"""
+    assert python(code) == 0
