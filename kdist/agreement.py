@@ -14,6 +14,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from kdist.cluster import Cluster
 
@@ -22,13 +23,22 @@ _PAUSE_SECONDS = 0.1
 _LONGEST_LINE = 1 << 20
 
 
-def agree(cluster: Cluster, facts: Mapping[str, str], timeout_seconds: float = 60.0):
+def agree(
+    cluster: Cluster,
+    facts: Mapping[str, str],
+    timeout_seconds: float = 60.0,
+    own: Any = None,
+) -> dict[str, Any]:
     """Returns when all tasks have come and agree; every task has to call it.
 
     Args:
         cluster: the job and this process's place in it; alone it has nobody to agree with.
         facts: what has to be the same everywhere, by name: versions, flags.
         timeout_seconds: for all of it.
+        own: what this task tells the others besides, as JSON takes it.
+
+    Returns:
+        What each task told besides, by its name: the same on all of them.
 
     Raises:
         TimeoutError: a task did not come, or its address does not answer.
@@ -36,13 +46,18 @@ def agree(cluster: Cluster, facts: Mapping[str, str], timeout_seconds: float = 6
         OSError: this task cannot listen on its own address.
     """
     if cluster.is_alone:
-        return
+        return {cluster.name: own}
     deadline = time.monotonic() + timeout_seconds
     with _listening(cluster) as listener:
         if cluster == first_task(cluster):
-            _Meeting(cluster, facts, deadline, timeout_seconds).hold(listener)
+            verdict = _Meeting(cluster, facts, deadline, timeout_seconds).hold(listener, own)
         else:
-            _attend(cluster, facts, deadline, timeout_seconds)
+            verdict = _attend(cluster, facts, deadline, timeout_seconds, own)
+    if verdict["complaints"]:
+        raise ValueError("\n".join(verdict["complaints"]))
+    if verdict["late"]:
+        raise TimeoutError(verdict["late"])
+    return verdict["own"]
 
 
 def first_task(cluster: Cluster) -> Cluster:
@@ -79,18 +94,20 @@ class _Meeting:
         self._cluster, self._facts = cluster, dict(facts)
         self._deadline, self._timeout_seconds = deadline, timeout_seconds
         self._there = {cluster.name: None}  # name -> its connection
+        self._own = {}
         self._complaints = []
 
-    def hold(self, listener):
+    def hold(self, listener, own):
+        self._own[self._cluster.name] = own
         with contextlib.ExitStack() as connections:
             late = self._wait_for_all(listener, connections)
             if not late:
                 self._call_back()
-            verdict = {"late": late, "complaints": self._complaints}
+            verdict = {"late": late, "complaints": self._complaints, "own": self._own}
             for connection in filter(None, self._there.values()):
                 with contextlib.suppress(OSError):
                     connection.sendall(_line(verdict))
-        _raise(verdict)
+        return verdict
 
     def _wait_for_all(self, listener, connections):
         """Takes what the tasks tell; gives a message about those that do not come."""
@@ -108,7 +125,7 @@ class _Meeting:
 
     def _hear(self, connection, peer):
         told = _read(connection, self._deadline)
-        if not isinstance(told, dict) or not {"task", "tasks", "facts"} <= told.keys():
+        if not isinstance(told, dict) or not {"task", "tasks", "facts", "own"} <= told.keys():
             return  # no task: a port scan, a health check
         name = told["task"]
         if self._there.get(name, connection) is not connection or name == self._cluster.name:
@@ -123,6 +140,7 @@ class _Meeting:
             )
         self._complaints += self._differences(name, told["facts"])
         self._there.setdefault(name, connection)
+        self._own.setdefault(name, told["own"])
 
     def _differences(self, name, facts):
         mine = self._facts
@@ -157,11 +175,11 @@ def _did_not_come(tasks, seconds):
 # The others.
 
 
-def _attend(cluster, facts, deadline, timeout_seconds):
+def _attend(cluster, facts, deadline, timeout_seconds, own):
     first = first_task(cluster)
     with _connection(first, deadline, timeout_seconds) as connection:
-        told = {"task": cluster.name, "tasks": _tasks(cluster), "facts": dict(facts)}
-        connection.sendall(_line(told))
+        told = {"tasks": _tasks(cluster), "facts": dict(facts), "own": own}
+        connection.sendall(_line({"task": cluster.name, **told}))
         # The first task's deadline may be later by what it started later.
         verdict = _read(connection, deadline + timeout_seconds)
     if not isinstance(verdict, dict):
@@ -169,7 +187,7 @@ def _attend(cluster, facts, deadline, timeout_seconds):
             f"{first.name} ({first.address}) ended before all tasks had come; its own message "
             "says why"
         )
-    _raise(verdict)
+    return verdict
 
 
 def _connection(first, deadline, timeout_seconds):
@@ -184,13 +202,6 @@ def _connection(first, deadline, timeout_seconds):
 
 
 # Both.
-
-
-def _raise(verdict):
-    if verdict["complaints"]:
-        raise ValueError("\n".join(verdict["complaints"]))
-    if verdict["late"]:
-        raise TimeoutError(verdict["late"])
 
 
 def _tasks(cluster):

@@ -3,6 +3,7 @@
     strategy = create_strategy("auto")                             # takes what is there
     strategy = create_strategy("mirrored", devices=2)              # two GPUs, or logical CPUs
     strategy = create_strategy("mirrored", devices=["GPU:0", "GPU:3"], reduction="nccl")
+    strategy = create_strategy("multi_worker")                     # on each task of a job
 
 Create it before anything else runs on TensorFlow: the number of logical devices and the GPUs'
 memory growth are fixed from the first operation on.
@@ -14,7 +15,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from kdist.cluster import Cluster
 from kdist.devices import find_devices
+from kdist.join import join
+from kdist.tensorflow_internals import each_worker_has
 
 REDUCTIONS = {
     "auto": None,
@@ -23,9 +27,11 @@ REDUCTIONS = {
     "reduction_to_one_device": tf.distribute.ReductionToOneDevice,
 }
 
+# How `multi_worker` adds gradients across tasks.
+COMMUNICATIONS = {"auto": "AUTO", "nccl": "NCCL", "ring": "RING"}
+
 # Known names without a builder, and what to take until they have one.
 _NOT_YET = {
-    "multi_worker": "for several GPUs of one machine take 'mirrored'",
     "parameter_server": "for several GPUs of one machine take 'mirrored'",
     "local_sgd": "its synchronous counterpart is 'mirrored'",
 }
@@ -37,23 +43,33 @@ def create_strategy(
     *,
     reduction: str = "auto",
     num_packs: int | None = None,
+    cluster: Cluster | None = None,
+    cluster_timeout_seconds: float = 60.0,
+    step_timeout_seconds: float = 600.0,
 ) -> tf.distribute.Strategy:
     """Makes the strategy called `name` on `devices`.
 
     Args:
         name: `auto` (mirrored on several devices, else one; says in a line what it took),
-            `one_device`, `mirrored`, `central_storage` or `tpu`.
+            `one_device`, `mirrored`, `multi_worker`, `central_storage` or `tpu`.
         devices: how many, or their names; None takes all GPUs, or the CPU where there are none.
-            A number on a machine without GPUs makes that many logical CPU devices.
+            A number on a machine without GPUs makes that many logical CPU devices. Under
+            `multi_worker` they are those of this task; all tasks have the same number.
         reduction: how `mirrored` adds gradients across devices: `auto` (TensorFlow's choice
             between GPUs, `reduction_to_one_device` between CPU devices), `nccl` (GPUs only),
-            `hierarchical_copy`, `reduction_to_one_device`.
+            `hierarchical_copy`, `reduction_to_one_device`. How `multi_worker` does: `auto`, `nccl`
+            (GPUs), `ring` (any devices).
         num_packs: gradients are packed into this many tensors before `nccl` or
             `hierarchical_copy` sends them; 0 sends each alone. None is TensorFlow's default, 1.
+        cluster: the tasks of the job, and which one this process is; by default what TF_CONFIG or
+            Slurm says.
+        cluster_timeout_seconds: how long `multi_worker` waits for the other tasks to come.
+        step_timeout_seconds: how long `multi_worker` waits for them in a step; then it raises.
 
     Raises:
         ValueError: an unknown name or reduction, options that do not go together, or more devices
-            than there are.
+            than there are; tasks of the job that are missing, or were told different things.
+        TimeoutError: another task did not come.
         RuntimeError: TensorFlow's context was configured otherwise before.
     """
     builders = {
@@ -63,8 +79,17 @@ def create_strategy(
         "central_storage": _central_storage,
         "tpu": _tpu,
     }
+    if name == "multi_worker":
+        _check_communication(reduction, num_packs)
+        return _multi_worker(
+            devices,
+            COMMUNICATIONS[reduction],
+            Cluster.resolve() if cluster is None else cluster,
+            cluster_timeout_seconds,
+            step_timeout_seconds,
+        )
     if name not in builders:
-        raise ValueError(_unknown(name, list(builders)))
+        raise ValueError(_unknown(name, [*builders, "multi_worker"]))
     if name not in ("auto", "mirrored") and (reduction != "auto" or num_packs is not None):
         raise ValueError(
             f"reduction={reduction!r} and num_packs={num_packs} are options of 'mirrored'; "
@@ -123,6 +148,25 @@ def _mirrored(devices, cross_device_ops):
         # copies would fail on gradients of several types.
         cross_device_ops = tf.distribute.ReductionToOneDevice()
     return tf.distribute.MirroredStrategy(names, cross_device_ops=cross_device_ops)
+
+
+def _multi_worker(devices, communication, cluster, cluster_timeout_seconds, step_timeout_seconds):
+    names = find_devices(devices)
+    join(cluster, "multi_worker", cluster_timeout_seconds, len(names))
+    options = tf.distribute.experimental.CommunicationOptions(
+        timeout_seconds=step_timeout_seconds,
+        implementation=tf.distribute.experimental.CommunicationImplementation[communication],
+    )
+    with each_worker_has(names):
+        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def _check_communication(reduction, num_packs):
+    if reduction not in COMMUNICATIONS or num_packs is not None:
+        raise ValueError(
+            f"reduction={reduction!r}, num_packs={num_packs}: multi_worker takes a reduction of "
+            f"{', '.join(COMMUNICATIONS)} and no num_packs"
+        )
 
 
 def _central_storage(devices, _):

@@ -43,8 +43,16 @@ def test_three_agree_and_free_their_ports(cluster_of):
         socket.create_server(("127.0.0.1", int(task.address.split(":")[1]))).close()
 
 
+def test_all_learn_what_each_tells(cluster_of):
+    first, second = cluster_of(2).all_tasks()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        other = pool.submit(agree, second, FACTS, 10, {"devices": 2})
+        everything = {"worker 0": 7, "worker 1": {"devices": 2}}
+        assert agree(first, FACTS, 10, 7) == other.result() == everything
+
+
 def test_alone_there_is_nobody_to_wait_for():
-    agree(Cluster(), FACTS, timeout_seconds=0)
+    assert agree(Cluster(), FACTS, timeout_seconds=0, own=1) == {"worker 0": 1}
 
 
 def test_who_comes_late_is_waited_for(cluster_of):

@@ -21,6 +21,9 @@ class EpochCheckpoint(keras.callbacks.Callback):
         ValueError: `keep` is smaller than 1.
     """
 
+    # With several workers, the chief does it.
+    only_writes = True
+
     def __init__(self, directory: str | os.PathLike, keep: int = 2):
         super().__init__()
         if keep < 1:

@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-_NONE_YET = -1
+# Stands for a step.
+NONE_YET = -1
 
 
 class FiniteWatch:
@@ -17,9 +18,10 @@ class FiniteWatch:
 
     def __init__(self, trainer):
         self._trainer = trainer
+        self._noted = None
         with trainer.distribute_strategy.scope():
             self._first_bad = tf.Variable(
-                _NONE_YET,
+                NONE_YET,
                 dtype=tf.int64,
                 trainable=False,
                 synchronization=tf.VariableSynchronization.ON_READ,
@@ -29,8 +31,9 @@ class FiniteWatch:
 
     def reset(self):
         """Forgets what earlier training saw."""
+        self._noted = None
         with self._trainer.distribute_strategy.scope():
-            self._first_bad.assign(_NONE_YET)
+            self._first_bad.assign(NONE_YET)
 
     def watching(self, train_step):
         """The same step, followed by the check; to be called in replica context."""
@@ -49,8 +52,21 @@ class FiniteWatch:
         is_first = (self._first_bad < 0) & ~tf.math.is_finite(loss)
         self._first_bad.assign(tf.where(is_first, step, self._first_bad))
 
+    def on_replica(self):
+        """What this replica saw: an int64 scalar, `NONE_YET` or a step; in replica context."""
+        return tf.convert_to_tensor(self._first_bad)
+
     def first_bad_step(self) -> int | None:
-        """The step (from 1) whose loss was the first not to be finite, on any replica."""
-        parts = self._trainer.distribute_strategy.experimental_local_results(self._first_bad)
-        bad = [int(part.numpy()) for part in parts if int(part.numpy()) != _NONE_YET]
-        return min(bad, default=None)
+        """The step (from 1) whose loss was the first not to be finite, on any replica.
+
+        With several workers: as of the end of the last group of steps, for all of them alike.
+        """
+        parts = self._noted
+        if parts is None:
+            strategy = self._trainer.distribute_strategy
+            parts = strategy.experimental_local_results(self._first_bad)
+        return min((int(part) for part in parts if int(part) != NONE_YET), default=None)
+
+    def note(self, first_bad_steps):
+        """Takes what all replicas of all workers saw: an int64 tensor of shape (replicas,)."""
+        self._noted = first_bad_steps

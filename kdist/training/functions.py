@@ -13,6 +13,7 @@ from kdist.training.keras_internals import reduce_per_replica
 from kdist.training.logs import LazyLogs
 from kdist.training.share import Division
 from kdist.training.step import ReplicaStep
+from kdist.training.together import Together, are_several_workers
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
@@ -27,17 +28,23 @@ class StepFunction:
             carried out of the loop, and the metrics are read when somebody reads the logs.
         accumulators: where the gradients of micro-steps are kept; None if a step is a single one.
         micro_steps: into how many parts a replica's rows of a batch are divided.
+        watch: a `FiniteWatch` that the step keeps, if any.
     """
 
-    def __init__(self, trainer, step, logs_are_metrics, accumulators=None, micro_steps=1):
+    def __init__(
+        self, trainer, step, logs_are_metrics, accumulators=None, micro_steps=1, watch=None
+    ):
         self._trainer = trainer
         self._logs_are_metrics = logs_are_metrics
+        self._watch = watch
+        several_workers = are_several_workers(trainer.distribute_strategy)
+        self._together = Together(trainer, watch) if several_workers else None
         on_all_replicas = OnAllReplicas(trainer, step, accumulators, micro_steps)
         self._on_all_replicas = trainer._autoconvert_optionals(self._compiled(on_all_replicas))
         compiled = (lambda f: f) if trainer.run_eagerly else _function
-        self._one = compiled(lambda iterator: self._step_on(next(iterator)))
+        self._one = compiled(lambda iterator: self._end_of_group(self._step_on(next(iterator))))
         self._group = self._several if trainer.run_eagerly else _function(self._loop)
-        self._on_batch = compiled(self._step_on)
+        self._on_batch = compiled(lambda batch: self._end_of_group(self._step_on(batch)))
         self._read_metrics = compiled(trainer.get_metrics_result)
 
     def __call__(self, iterator, length=None, may_run_out=False):
@@ -53,7 +60,24 @@ class StepFunction:
             outputs = self._one(iterator)
         else:
             outputs = self._group(iterator, tf.constant(length))
+        return self._logs(outputs)
+
+    def _logs(self, outputs):
+        """The logs of a group, from what its function gave."""
+        if self._together:
+            logs, first_bad_steps = outputs
+            if self._watch:
+                self._watch.note(first_bad_steps)
+            return LazyLogs(lambda: logs)
         return LazyLogs(self._read_metrics) if self._logs_are_metrics else outputs
+
+    def _end_of_group(self, outputs):
+        """What a group's function gives, from the last step's outputs."""
+        if not self._together:
+            return outputs
+        results, first_bad_steps = self._together.results()
+        logs = results if self._logs_are_metrics else self._together.mean(outputs)
+        return logs, first_bad_steps
 
     def _compiled(self, on_all_replicas):
         """With one replica XLA takes the whole step; with several, the model compiles parts."""
@@ -66,6 +90,8 @@ class StepFunction:
         outputs = self._on_all_replicas(batch)
         if self._logs_are_metrics:
             return ()
+        if self._together:
+            return outputs
         return reduce_per_replica(outputs, self._trainer.distribute_strategy, reduction="auto")
 
     def _loop(self, iterator, length):
@@ -78,7 +104,7 @@ class StepFunction:
             lambda done, _: (done + 1, self._step_on(next(iterator))),
             start,
         )
-        return outputs
+        return self._end_of_group(outputs)
 
     def _several(self, iterator, length):
         for _ in range(int(length)):
@@ -152,7 +178,13 @@ class OnAllReplicas:
             replica = _replica()
             rows, share = division.take(data, replica, number)
             step = ReplicaStep(
-                share, replica, self._replicas, self._has_copies, self._accumulators, is_last
+                share,
+                replica,
+                replica % len(self._strategy.extended.worker_devices),
+                self._replicas,
+                self._has_copies,
+                self._accumulators,
+                is_last,
             )
             with step.running():
                 with step.counting(self._trainer.metrics_variables):

@@ -63,6 +63,29 @@ for _name in vars(dict):
         setattr(LazyLogs, _name, _filled(_name))
 
 
+# Callbacks of Keras that do nothing but write.
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+def without_writers(callbacks):
+    """The callbacks of a task that is not the chief: only one task writes.
+
+    Of kdist's and the user's own, those are left out that have an attribute `only_writes`.
+    """
+    return [
+        callback
+        for callback in keras.tree.flatten(callbacks)
+        if callback is not None
+        and not isinstance(callback, _WRITERS)
+        and not getattr(callback, "only_writes", False)
+    ]
+
+
 class CallbackList(keras.callbacks.CallbackList):
     """Keras's list, but the logs of a step reach each callback unread.
 

@@ -10,6 +10,7 @@ from kdist.training.keras_internals import (
     potentially_ragged_concat,
     reduce_per_replica,
 )
+from kdist.training.together import are_several_workers
 
 
 class PredictFunction:
@@ -25,7 +26,10 @@ class PredictFunction:
         on_all_replicas = trainer._autoconvert_optionals(OnAllReplicas(trainer, _own_rows(step)))
 
         def on_batch(batch):
-            return reduce_per_replica(on_all_replicas(batch), self._strategy, reduction="concat")
+            outputs = on_all_replicas(batch)
+            if are_several_workers(self._strategy):
+                return keras.tree.map_structure(self._of_all_workers, outputs)
+            return reduce_per_replica(outputs, self._strategy, reduction="concat")
 
         if not trainer.run_eagerly:
             is_one = self._strategy.num_replicas_in_sync == 1
@@ -36,6 +40,10 @@ class PredictFunction:
                 jit_compile=bool(trainer.jit_compile) and is_one,
             )
         self._on_batch = on_batch
+
+    def _of_all_workers(self, output):
+        """The rows of all replicas of all workers, in their order."""
+        return self._strategy.gather(output, axis=0)
 
     def __call__(self, batches):
         """The outputs for some batches, one after the other.

@@ -25,7 +25,7 @@ from kdist.training.keras_internals import (
     pythonify_logs,
     train_validation_split,
 )
-from kdist.training.logs import CallbackList, LazyLogs
+from kdist.training.logs import CallbackList, LazyLogs, without_writers
 from kdist.training.padding import keep_valid, split_mask
 from kdist.training.predictions import PredictFunction, concatenated
 from kdist.training.tuning import GroupTuner
@@ -133,6 +133,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
                 self._logs_are_metrics("train_step"),
                 self._accumulators(),
                 self.accumulate,
+                self._finite_watch,
             )
         return self.train_function
 
@@ -349,7 +350,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
     def _results(self, logs):
         """The epoch's logs as floats: the metrics, or what the user's own step gave last."""
         if isinstance(logs, LazyLogs):
-            return pythonify_logs(self.get_metrics_result())
+            return dict(logs)
         return pythonify_logs(self._get_metrics_result_or_logs(logs))
 
     # What the loops need.
@@ -408,6 +409,8 @@ class ReplicatedTrainer(TensorFlowTrainer):
     def _callback_list(self, callbacks, verbose, epochs, groups, add_history=False):
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
+        if not self.distribute_strategy.extended.should_checkpoint:
+            verbose, callbacks = 0, without_writers(callbacks)
         return CallbackList(
             callbacks,
             add_history=add_history,

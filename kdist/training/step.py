@@ -41,16 +41,27 @@ class ReplicaStep:
 
     Args:
         share: its rows.
-        replica: its number, from 0; an int, or a scalar tensor where only the device knows it.
+        replica: its number in the job, from 0.
+        local_replica: its number on this worker, from 0.
         replicas: how many there are.
         has_copies: each replica has its own copy of every variable and keeps it up to date.
         accumulators: gradients of micro-steps, kept for the last one; None in a step of one.
         is_last: this is the last micro-step, which applies the gradients.
     """
 
-    def __init__(self, share: Share, replica, replicas, has_copies, accumulators, is_last):
+    def __init__(
+        self,
+        share: Share,
+        replica: int,
+        local_replica: int,
+        replicas: int,
+        has_copies: bool,
+        accumulators,
+        is_last: bool,
+    ):
         self.share = share
         self.replica = replica
+        self.local_replica = local_replica
         self.replicas = replicas
         self.has_copies = has_copies
         self.applying = False
@@ -160,7 +171,9 @@ class ReplicaStep:
     def local(self, variable):
         """This replica's copy of a TensorFlow variable."""
         if isinstance(variable, tf.distribute.DistributedValues):
-            return tf.distribute.get_strategy().experimental_local_results(variable)[self.replica]
+            return tf.distribute.get_strategy().experimental_local_results(variable)[
+                self.local_replica
+            ]
         return variable
 
     def bring_together(self, except_for):

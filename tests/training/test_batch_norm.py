@@ -15,7 +15,7 @@ keras_hooks.install()
 def in_a_step(function, replicas=1):
     def run(*args):
         share = Share(8, 8, 8, may_be_empty=False)
-        with ReplicaStep(share, 0, replicas, False, None, True).running():
+        with ReplicaStep(share, 0, 0, replicas, False, None, True).running():
             return function(*args)
 
     return run

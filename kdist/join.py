@@ -1,0 +1,55 @@
+"""A process takes its place in a job: the last thing before its TensorFlow starts.
+
+join(Cluster.resolve(), "multi_worker", timeout_seconds=60)
+"""
+
+import hashlib
+import random
+import secrets
+import sys
+
+import keras
+import tensorflow as tf
+
+from kdist import __version__
+from kdist.agreement import agree, first_task
+from kdist.cluster import Cluster
+from kdist.tensorflow_internals import has_started
+
+
+def join(cluster: Cluster, strategy: str, timeout_seconds: float, num_devices: int):
+    """Waits for the other tasks, agrees with them, and tells TensorFlow of the job.
+
+    Afterwards random numbers are drawn alike on all tasks, as each of them shuffles the same data
+    and takes its part. If the user has set the same seed on all, it stays as it is.
+
+    Args:
+        cluster: the job and this process's place in it.
+        strategy: the name of the strategy, which needs tasks of certain roles.
+        timeout_seconds: how long it waits for the others.
+        num_devices: that this task computes on; the same on all.
+
+    Raises:
+        ValueError: tasks that the strategy needs are missing, or tasks were told different things.
+        TimeoutError: a task did not come.
+        RuntimeError: TensorFlow has started already.
+    """
+    cluster.check_roles_for(strategy)
+    if has_started():
+        raise RuntimeError(
+            f"{cluster.name}: TensorFlow has started, and from then on takes no part in a job; set "
+            f"TF_CONFIG and create the strategy {strategy!r} before anything else runs on it"
+        )
+    facts = {
+        "kdist": __version__,
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "the command line": " ".join(sys.argv[1:]),
+        "the number of devices": str(num_devices),
+        "the strategy": strategy,
+    }
+    state = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
+    told = agree(cluster, facts, timeout_seconds, {"state": state, "seed": secrets.randbits(31)})
+    if len({own["state"] for own in told.values()}) > 1:
+        keras.utils.set_random_seed(told[first_task(cluster).name]["seed"])
+    cluster.publish()

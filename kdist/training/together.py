@@ -1,0 +1,66 @@
+"""What all workers of a job know after a group of steps: the same, so that they decide alike.
+
+Metrics are kept on each replica. Reading them adds up the replicas' parts, and across workers that
+is a message that all of them have to wait for at the same moment. So the parts are added up at the
+end of each group, in the group's own function; whoever reads logs later, reads a number that is
+there.
+"""
+
+import keras
+import tensorflow as tf
+
+from kdist.training.finite import NONE_YET
+from kdist.training.reduction import all_reduce_sum
+
+
+def are_several_workers(strategy: tf.distribute.Strategy) -> bool:
+    """Whether replicas run in several processes."""
+    return len(strategy.extended.worker_devices) < strategy.num_replicas_in_sync
+
+
+class Together:
+    """Gives the metrics, and what the `FiniteWatch` saw, over all replicas of all workers.
+
+    Args:
+        trainer: the compiled model.
+        watch: its `FiniteWatch`; None in evaluation.
+    """
+
+    def __init__(self, trainer, watch=None):
+        self._trainer = trainer
+        self._strategy = trainer.distribute_strategy
+        self._watch = watch
+
+    def results(self):
+        """(the metrics' results, each replica's first bad step), within a function."""
+        variables = self._trainer.metrics_variables
+        sums = self._strategy.run(self._on_replica, args=())
+        *values, first_bad = [self._strategy.experimental_local_results(x)[0] for x in sums]
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            return self._trainer.get_metrics_result(), first_bad + NONE_YET
+
+    def mean(self, logs):
+        """The logs of a step of the user's own, averaged over replicas, within a function."""
+        mean = tf.distribute.ReduceOp.MEAN
+        return keras.tree.map_structure(lambda x: self._strategy.reduce(mean, x, None), logs)
+
+    def _on_replica(self):
+        replicas = self._strategy.num_replicas_in_sync
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        variables = [variable.value for variable in self._trainer.metrics_variables]
+        parts = [_part(variable, replica, replicas) for variable in variables]
+        bad = tf.constant(NONE_YET, tf.int64) if self._watch is None else self._watch.on_replica()
+        # Each replica's number in a place of its own, counted from where "none yet" is zero.
+        places = (bad - NONE_YET) * tf.one_hot(replica, replicas, dtype=tf.int64)
+        return all_reduce_sum([*parts, places])
+
+
+def _part(variable, replica, replicas):
+    """What a replica adds, such that the sum is what TensorFlow reads outside of replicas."""
+    aggregation = getattr(variable, "aggregation", tf.VariableAggregation.NONE)
+    value = tf.convert_to_tensor(variable)
+    if aggregation == tf.VariableAggregation.SUM:
+        return value
+    if aggregation == tf.VariableAggregation.MEAN:
+        return value / replicas
+    return tf.where(replica == 0, value, tf.zeros_like(value))
