@@ -93,8 +93,8 @@ class _Meeting:
     def __init__(self, cluster, facts, deadline, timeout_seconds):
         self._cluster, self._facts = cluster, dict(facts)
         self._deadline, self._timeout_seconds = deadline, timeout_seconds
-        self._there = {cluster.name: None}  # name -> its connection
-        self._own = {}
+        self._connections = []
+        self._own = {}  # what each task told besides, by its name
         self._complaints = []
 
     def hold(self, listener, own):
@@ -104,14 +104,14 @@ class _Meeting:
             if not late:
                 self._call_back()
             verdict = {"late": late, "complaints": self._complaints, "own": self._own}
-            for connection in filter(None, self._there.values()):
+            for connection in self._connections:
                 with contextlib.suppress(OSError):
                     connection.sendall(_line(verdict))
         return verdict
 
     def _wait_for_all(self, listener, connections):
         """Takes what the tasks tell; gives a message about those that do not come."""
-        while missing := [t for t in self._cluster.all_tasks() if t.name not in self._there]:
+        while missing := [t for t in self._cluster.all_tasks() if t.name not in self._own]:
             if self._complaints:
                 return ""
             listener.settimeout(max(self._deadline - time.monotonic(), 0.01))
@@ -128,7 +128,8 @@ class _Meeting:
         if not isinstance(told, dict) or not {"task", "tasks", "facts", "own"} <= told.keys():
             return  # no task: a port scan, a health check
         name = told["task"]
-        if self._there.get(name, connection) is not connection or name == self._cluster.name:
+        self._connections.append(connection)
+        if name in self._own:
             self._complaints.append(
                 f"two tasks say that they are {name}, the second one from {peer[0]}; give each "
                 "its own index"
@@ -139,7 +140,6 @@ class _Meeting:
                 f"of {json.dumps(_tasks(self._cluster))}; give all tasks the same"
             )
         self._complaints += self._differences(name, told["facts"])
-        self._there.setdefault(name, connection)
         self._own.setdefault(name, told["own"])
 
     def _differences(self, name, facts):

@@ -153,7 +153,7 @@ class Cluster:
         if missing:
             raise ValueError(
                 f"{strategy} needs tasks of the role {' and '.join(missing)}; the cluster has "
-                f"{self.counts() or 'none'}. {_HOW_TO_START[strategy]}"
+                f"{self.counts() or 'none'}. Set TF_CONFIG for each task, or start them by srun"
             )
         idle = [role for role in self.tasks if role not in needed | allowed]
         if idle:
@@ -165,12 +165,6 @@ class Cluster:
     def counts(self) -> str:
         """Such as "1 chief, 2 worker, 1 ps"."""
         return ", ".join(f"{len(self.tasks[role])} {role}" for role in ROLES if role in self.tasks)
-
-
-_HOW_TO_START = {
-    "multi_worker": "Start by scripts/launch.py --workers=2, or set TF_CONFIG",
-    "parameter_server": "Start by scripts/launch.py --workers=2 --ps=1, or set TF_CONFIG",
-}
 
 
 def _check_roles(tasks):

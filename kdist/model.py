@@ -23,6 +23,7 @@ import tensorflow as tf
 from kdist.training.keras_internals import Functional as KerasFunctional
 from kdist.training.keras_internals import TensorFlowTrainer, save_as
 from kdist.training.replicated import ReplicatedTrainer
+from kdist.training.together import outside_of_scope
 
 
 class Model(ReplicatedTrainer, keras.Model):
@@ -42,6 +43,14 @@ class Model(ReplicatedTrainer, keras.Model):
         if _are_functional(args, kwargs) and not isinstance(self, Functional):
             _derive_from_functional(type(self))
         super().__init__(*args, **kwargs)
+
+    def save(self, *args, **kwargs):
+        """Keras's. With several workers one of them can save alone, inside the scope as well."""
+        return outside_of_scope(functools.partial(super().save, *args, **kwargs))
+
+    def save_weights(self, *args, **kwargs):
+        """Keras's; alone as `save`."""
+        return outside_of_scope(functools.partial(super().save_weights, *args, **kwargs))
 
     def get_compile_config(self):
         """What a file says about the compilation; nothing, if plain Keras could not read it.

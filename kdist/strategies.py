@@ -98,6 +98,11 @@ def create_strategy(
     return builders[name](devices, _cross_device_ops(reduction, num_packs))
 
 
+def is_chief(strategy: tf.distribute.Strategy) -> bool:
+    """Whether this process is the one that writes: always, unless it is one of several workers."""
+    return strategy.extended.should_checkpoint
+
+
 def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     """The devices that the strategy's replicas compute on, such as `("GPU:0", "GPU:1")`."""
     return tuple(

@@ -1,16 +1,23 @@
 """Helpers for tests of training on several devices: kdist's own, and its users'.
 
 result = python("print(40 + 2)")       # in a process of its own
+results = python_tasks(code, {"worker": 2})   # a process for each task of a job
 assert_same_weights(model.get_weights(), reference.get_weights())
 """
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+from kdist.cluster import Cluster
+from kdist.launch.ports import reserved
 
 
 def assert_same_weights(weights: Sequence, reference: Sequence, tolerance: float = 1e-5):
@@ -62,3 +69,55 @@ def python(
     )
     assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
     return json.loads(process.stdout.strip().splitlines()[-1])
+
+
+def python_tasks(
+    code: str,
+    tasks: Mapping[str, int],
+    arguments: Sequence[str] = (),
+    timeout_seconds: float = 300.0,
+) -> list:
+    """Runs `code` in a process for each task of a job on loopback; TF_CONFIG tells them of it.
+
+    Args:
+        code: the same for all.
+        tasks: role -> how many, such as `{"worker": 2}`.
+        arguments: of the command line.
+        timeout_seconds: for all of them together; then they are killed.
+
+    Returns:
+        What each one's last line of output holds, as JSON, in the order of `tasks`.
+
+    Raises:
+        AssertionError: a process failed; the message holds the end of its output.
+        subprocess.TimeoutExpired: they ran too long.
+    """
+    processes = []
+    deadline = time.monotonic() + timeout_seconds
+    with reserved(sum(tasks.values())) as ports, tempfile.TemporaryDirectory() as directory:
+        addresses = (f"127.0.0.1:{port}" for port in ports)
+        job = {role: [next(addresses) for _ in range(number)] for role, number in tasks.items()}
+        everyone = [Cluster(job, role, n) for role in job for n in range(len(job[role]))]
+        try:
+            for cluster in everyone:
+                environment = dict(os.environ)
+                cluster.publish(environment)
+                output = pathlib.Path(directory) / cluster.name
+                with output.open("w") as file:
+                    command = [sys.executable, "-c", code, *arguments]
+                    process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+                processes.append((process, output))
+            for process, _ in processes:
+                process.wait(max(deadline - time.monotonic(), 0.1))
+        finally:
+            for process, _ in processes:
+                process.kill()
+                process.wait()
+        ends = [output.read_text()[-3000:] for _, output in processes]
+        assert all(process.returncode == 0 for process, _ in processes), "\n---\n".join(ends)
+        return [json.loads(_last_line_of_json(output.read_text())) for _, output in processes]
+
+
+def _last_line_of_json(text):
+    """The last line that begins as JSON does: TensorFlow may say something after it."""
+    return [line for line in text.splitlines() if line.startswith(("{", "["))][-1]

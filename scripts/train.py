@@ -6,6 +6,9 @@
   # the same on one device: equal global batch, equal data, equal weights
   python scripts/train.py --strategy=one_device --local_batch_size=128
 
+  # the same on two hosts: this on each of them, TF_CONFIG naming both (or by srun)
+  python scripts/train.py --strategy=multi_worker --local_batch_size=64
+
   # in a minute: a small model on scikit-learn's digits
   python scripts/train.py --model=lenet --dataset=digits --epochs=5
 
@@ -44,16 +47,30 @@ flags.DEFINE_string(
 )
 
 # Where.
-flags.DEFINE_string("strategy", "auto", "auto, one_device, mirrored, central_storage or tpu.")
+flags.DEFINE_string(
+    "strategy", "auto", "auto, one_device, mirrored, multi_worker, central_storage or tpu."
+)
 flags.DEFINE_integer(
     "num_devices", None, "How many devices; without GPUs, logical CPU devices.", lower_bound=1
 )
 flags.DEFINE_list("devices", None, "Which devices, such as GPU:0,GPU:2.")
 flags.DEFINE_string(
-    "reduction", "auto", "auto, nccl, hierarchical_copy or reduction_to_one_device."
+    "reduction",
+    "auto",
+    "mirrored: auto, nccl, hierarchical_copy or reduction_to_one_device. multi_worker: auto, nccl "
+    "or ring.",
 )
 flags.DEFINE_integer("num_packs", None, "Pack the gradients into so many tensors.", lower_bound=0)
 flags.mark_flags_as_mutual_exclusive(["num_devices", "devices"])
+flags.DEFINE_float(
+    "cluster_timeout_seconds", 60.0, "How long a task of a job waits for the others.", lower_bound=0
+)
+flags.DEFINE_float(
+    "step_timeout_seconds",
+    600.0,
+    "How long a worker waits for the others in a step.",
+    lower_bound=0,
+)
 
 # How.
 flags.DEFINE_integer("local_batch_size", 64, "Examples a replica takes at once.", lower_bound=1)
@@ -105,11 +122,15 @@ def main(_):
         FLAGS.num_devices or FLAGS.devices,
         reduction=FLAGS.reduction,
         num_packs=FLAGS.num_packs,
+        cluster_timeout_seconds=FLAGS.cluster_timeout_seconds,
+        step_timeout_seconds=FLAGS.step_timeout_seconds,
     )
+    is_chief = kdist.strategies.is_chief(strategy)
     batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync, FLAGS.accumulate)
     keras.utils.set_random_seed(FLAGS.seed)
     dataset, train, test = load_data(batch)
-    print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
+    if is_chief:
+        print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
 
     # Model
     with strategy.scope():
@@ -124,7 +145,7 @@ def main(_):
         )
 
     # Training
-    run = RunDirectory.create(run_dir, config(dataset))
+    run = RunDirectory.create(run_dir, config(dataset)) if is_chief else RunDirectory(run_dir)
     telemetry = kdist.callbacks.Telemetry(run)
     checkpoint = kdist.callbacks.EpochCheckpoint(run.checkpoints)
     stop = kdist.callbacks.StopOnNonFiniteLoss(checkpoint)
@@ -135,6 +156,9 @@ def main(_):
         callbacks=[telemetry, stop, checkpoint],
         verbose=verbosity(),
     ).history
+
+    if not is_chief:
+        return
 
     # What a person wants to know
     summary = {

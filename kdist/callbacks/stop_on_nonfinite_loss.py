@@ -7,6 +7,7 @@ import time
 import keras
 
 from kdist.callbacks.epoch_checkpoint import EpochCheckpoint
+from kdist.training.together import are_several_workers
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -47,11 +48,15 @@ class StopOnNonFiniteLoss(keras.callbacks.Callback):
         self._looked = time.monotonic()
         self._epoch = 1
 
+    def on_train_begin(self, logs=None):
+        # Several workers have to stop at the same step, and their clocks differ.
+        self._looks_at_each_call = are_several_workers(self.model.distribute_strategy)
+
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1
 
     def on_train_batch_end(self, batch, logs=None):
-        if time.monotonic() - self._looked >= self._every_seconds:
+        if self._looks_at_each_call or time.monotonic() - self._looked >= self._every_seconds:
             self._look()
 
     def on_epoch_end(self, epoch, logs=None):

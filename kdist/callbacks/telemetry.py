@@ -6,7 +6,8 @@ import time
 import keras
 
 from kdist.run_directory import RunDirectory
-from kdist.telemetry import JsonlWriter
+from kdist.strategies import is_chief
+from kdist.telemetry import JsonlWriter, NullWriter
 
 
 class Telemetry(keras.callbacks.Callback):
@@ -52,8 +53,7 @@ class Telemetry(keras.callbacks.Callback):
         return steps * batch / (sum(self.epoch_seconds) - self.first_call_seconds)
 
     def on_train_begin(self, logs=None):
-        self._run.path.mkdir(parents=True, exist_ok=True)
-        self._writer = JsonlWriter(self._run.metrics)
+        self._writer = self._new_writer()
         self._step_at_epoch = int(self.model.optimizer.iterations.numpy())
         self._began = self._last_line = time.perf_counter()
 
@@ -91,6 +91,13 @@ class Telemetry(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         self._writer.close()
+
+    def _new_writer(self):
+        """Of several workers only the chief writes."""
+        if not is_chief(self.model.distribute_strategy):
+            return NullWriter()
+        self._run.path.mkdir(parents=True, exist_ok=True)
+        return JsonlWriter(self._run.metrics)
 
     def _end_training_part(self):
         if self._epoch_ended is None:

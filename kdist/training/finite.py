@@ -32,8 +32,10 @@ class FiniteWatch:
     def reset(self):
         """Forgets what earlier training saw."""
         self._noted = None
-        with self._trainer.distribute_strategy.scope():
-            self._first_bad.assign(NONE_YET)
+        self._trainer.distribute_strategy.run(self._forget)
+
+    def _forget(self):
+        self._first_bad.assign(NONE_YET)
 
     def watching(self, train_step):
         """The same step, followed by the check; to be called in replica context."""

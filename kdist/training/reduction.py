@@ -22,14 +22,24 @@ def all_reduce_sum(tensors):
         packs[tensor.dtype.name if _is_small(tensor) else number].append(number)
     groups = list(packs.values())
     sent = [_packed([tensors[number] for number in group]) for group in groups]
-    context = tf.distribute.get_replica_context()
-    sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sent)
     results = [None] * len(tensors)
-    for group, total in zip(groups, sums, strict=True):
+    for group, total in zip(groups, _sums(sent), strict=True):
         parts = _unpacked(total, [tensors[number] for number in group])
         for number, part in zip(group, parts, strict=True):
             results[number] = part
     return results
+
+
+def _sums(tensors):
+    """The sums, asked for by type: TensorFlow's collectives take no mixed list."""
+    context = tf.distribute.get_replica_context()
+    sums = [None] * len(tensors)
+    for name in dict.fromkeys(tensor.dtype.name for tensor in tensors):
+        numbers = [n for n, tensor in enumerate(tensors) if tensor.dtype.name == name]
+        totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[n] for n in numbers])
+        for number, total in zip(numbers, totals, strict=True):
+            sums[number] = total
+    return sums
 
 
 def _is_small(tensor):

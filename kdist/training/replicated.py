@@ -28,6 +28,7 @@ from kdist.training.keras_internals import (
 from kdist.training.logs import CallbackList, LazyLogs, without_writers
 from kdist.training.padding import keep_valid, split_mask
 from kdist.training.predictions import PredictFunction, concatenated
+from kdist.training.together import are_several_workers
 from kdist.training.tuning import GroupTuner
 
 # Outside of a step of kdist they call Keras's own functions, so that nothing else changes.
@@ -164,6 +165,13 @@ class ReplicatedTrainer(TensorFlowTrainer):
             getattr(type(self), name) is getattr(ReplicatedTrainer, name)
             for name in (step_name, "compute_metrics", "get_metrics_result")
         )
+
+    def reset_metrics(self):
+        """Keras's; each replica by itself, as TensorFlow reads across workers what it assigns."""
+        if are_several_workers(self.distribute_strategy):
+            self.distribute_strategy.run(super().reset_metrics)
+        else:
+            super().reset_metrics()
 
     # The loops.
 
@@ -326,11 +334,18 @@ class ReplicatedTrainer(TensorFlowTrainer):
         logs = self.train_function(iterator, length, may_run_out)
         if not tuner.is_done:
             self.optimizer.iterations.numpy()  # waits for the device
-            tuner.note(length, time.perf_counter() - began)
+            tuner.note(length, self._mean_over_workers(time.perf_counter() - began))
             groups.steps_per_execution = self.steps_per_execution = tuner.length
             if tuner.is_done:
                 print(f"kdist: {tuner}")
         return logs
+
+    def _mean_over_workers(self, number):
+        """The same number on all workers, so that they go on alike."""
+        strategy = self.distribute_strategy
+        if not are_several_workers(strategy):
+            return number
+        return float(strategy.reduce(tf.distribute.ReduceOp.MEAN, tf.constant(number), None))
 
     def _run_groups(self, groups, function, at_begin, at_end, stopped):
         """Runs `function` on each group of one epoch; gives the last one's logs."""

@@ -6,6 +6,10 @@ end of each group, in the group's own function; whoever reads logs later, reads 
 there.
 """
 
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -16,6 +20,19 @@ from kdist.training.reduction import all_reduce_sum
 def are_several_workers(strategy: tf.distribute.Strategy) -> bool:
     """Whether replicas run in several processes."""
     return len(strategy.extended.worker_devices) < strategy.num_replicas_in_sync
+
+
+def outside_of_scope(function: Callable[[], Any]):
+    """What `function` gives, called outside of the scope of a strategy of several workers.
+
+    A variable that is made in the scope is sent around by collectives. Keras makes some in
+    passing, when a model is saved, which only one worker does: it would wait for the others.
+    """
+    if not (tf.distribute.has_strategy() and are_several_workers(tf.distribute.get_strategy())):
+        return function()
+    # Scopes belong to threads.
+    with concurrent.futures.ThreadPoolExecutor(1) as other_thread:
+        return other_thread.submit(function).result()
 
 
 class Together:

@@ -1,0 +1,14 @@
+"""Measurements that nobody wants: those of a task that is not the chief."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class NullWriter:
+    """Takes what other writers take, and writes nothing."""
+
+    def write(self, record: Mapping[str, Any]):
+        """Does nothing."""
+
+    def close(self):
+        """Does nothing."""
