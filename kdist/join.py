@@ -7,6 +7,7 @@ import hashlib
 import random
 import secrets
 import sys
+from collections.abc import Mapping
 
 import keras
 import tensorflow as tf
@@ -17,7 +18,12 @@ from kdist.cluster import Cluster
 from kdist.tensorflow_internals import has_started
 
 
-def join(cluster: Cluster, strategy: str, timeout_seconds: float, num_devices: int):
+def join(
+    cluster: Cluster,
+    strategy: str,
+    timeout_seconds: float,
+    facts: Mapping[str, str] | None = None,
+):
     """Waits for the other tasks, agrees with them, and tells TensorFlow of the job.
 
     Afterwards random numbers are drawn alike on all tasks, as each of them shuffles the same data
@@ -27,7 +33,7 @@ def join(cluster: Cluster, strategy: str, timeout_seconds: float, num_devices: i
         cluster: the job and this process's place in it.
         strategy: the name of the strategy, which needs tasks of certain roles.
         timeout_seconds: how long it waits for the others.
-        num_devices: that this task computes on; the same on all.
+        facts: what has to be the same on all tasks besides versions and the command line.
 
     Raises:
         ValueError: tasks that the strategy needs are missing, or tasks were told different things.
@@ -45,8 +51,8 @@ def join(cluster: Cluster, strategy: str, timeout_seconds: float, num_devices: i
         "TensorFlow": tf.__version__,
         "Keras": keras.__version__,
         "the command line": " ".join(sys.argv[1:]),
-        "the number of devices": str(num_devices),
         "the strategy": strategy,
+        **(facts or {}),
     }
     state = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
     told = agree(cluster, facts, timeout_seconds, {"state": state, "seed": secrets.randbits(31)})

@@ -18,6 +18,7 @@ import tensorflow as tf
 from kdist.cluster import Cluster
 from kdist.devices import find_devices
 from kdist.join import join
+from kdist.parameter_servers import coordinate, serve
 from kdist.tensorflow_internals import each_worker_has
 
 REDUCTIONS = {
@@ -32,7 +33,6 @@ COMMUNICATIONS = {"auto": "AUTO", "nccl": "NCCL", "ring": "RING"}
 
 # Known names without a builder, and what to take until they have one.
 _NOT_YET = {
-    "parameter_server": "for several GPUs of one machine take 'mirrored'",
     "local_sgd": "its synchronous counterpart is 'mirrored'",
 }
 
@@ -88,8 +88,11 @@ def create_strategy(
             cluster_timeout_seconds,
             step_timeout_seconds,
         )
+    if name == "parameter_server":
+        cluster = Cluster.resolve() if cluster is None else cluster
+        return _parameter_server(devices, cluster, cluster_timeout_seconds)
     if name not in builders:
-        raise ValueError(_unknown(name, [*builders, "multi_worker"]))
+        raise ValueError(_unknown(name, [*builders, "multi_worker", "parameter_server"]))
     if name not in ("auto", "mirrored") and (reduction != "auto" or num_packs is not None):
         raise ValueError(
             f"reduction={reduction!r} and num_packs={num_packs} are options of 'mirrored'; "
@@ -157,13 +160,21 @@ def _mirrored(devices, cross_device_ops):
 
 def _multi_worker(devices, communication, cluster, cluster_timeout_seconds, step_timeout_seconds):
     names = find_devices(devices)
-    join(cluster, "multi_worker", cluster_timeout_seconds, len(names))
+    facts = {"the number of devices": str(len(names))}
+    join(cluster, "multi_worker", cluster_timeout_seconds, facts)
     options = tf.distribute.experimental.CommunicationOptions(
         timeout_seconds=step_timeout_seconds,
         implementation=tf.distribute.experimental.CommunicationImplementation[communication],
     )
     with each_worker_has(names):
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+
+
+def _parameter_server(devices, cluster, cluster_timeout_seconds):
+    join(cluster, "parameter_server", cluster_timeout_seconds)
+    if not cluster.is_chief:
+        serve(cluster, devices)
+    return coordinate(cluster)
 
 
 def _check_communication(reduction, num_packs):

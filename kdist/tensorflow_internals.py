@@ -1,17 +1,23 @@
 """What kdist needs of TensorFlow that is private; its test fails when TensorFlow changes it."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, tape
 
 
 def has_started() -> bool:
     """Whether TensorFlow has run something, after which neither devices nor servers can be set."""
     return context.context()._context_handle is not None
+
+
+def current_device() -> str:
+    """The device that eager operations of this thread are placed on; empty for no choice."""
+    return context.context().device_name or ""
 
 
 @contextlib.contextmanager
@@ -34,3 +40,38 @@ def each_worker_has(devices: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         CollectiveAllReduceExtended._initialize_local_devices = tensorflows_own
+
+
+@contextlib.contextmanager
+def traced_for_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Functions that are traced meanwhile are for the workers of a `ParameterServerStrategy`.
+
+    Without it TensorFlow warns at each trace that the coordinator would run them itself.
+    """
+    extended = strategy.extended
+    before, extended._being_scheduled = extended._being_scheduled, True
+    try:
+        yield
+    finally:
+        extended._being_scheduled = before
+
+
+def schedule(coordinator, function: Callable[[], None]):
+    """Has a worker's thread of the coordinator call `function`, its operations on that worker.
+
+    `coordinator.schedule` takes TensorFlow functions alone; what it calls takes any. If the worker
+    dies meanwhile, `function` is called again in the thread of another.
+    """
+    coordinator._cluster.schedule(function, args=(), kwargs={})
+
+
+def watch_on_tapes(tensor: tf.Tensor):
+    """Has all gradient tapes of this thread watch `tensor`, as they do a variable that is read."""
+    tape.variable_accessed(_Accessed(tensor))
+
+
+class _Accessed:
+    trainable = True
+
+    def __init__(self, tensor):
+        self.handle = tensor

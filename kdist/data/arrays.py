@@ -20,7 +20,7 @@ class ArraySource(Source):
 
     def batch(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Images (B, H, W, C) and labels (B,) with these numbers, gathered at once."""
-        images, labels = self._tensors()
+        images, labels = self.tensors()
         return tf.gather(images, indices), tf.gather(labels, indices)
 
     def example(self, index):
@@ -31,12 +31,8 @@ class ArraySource(Source):
             self.images[indices], self.labels[indices], self.num_classes, self.class_names
         )
 
-    def _tensors(self):
-        # On the CPU, and outside of the graph that asks: the images are no constants of a graph.
-        with tf.init_scope(), tf.device("CPU:0"):
-            if not hasattr(self, "_cached_tensors"):
-                self._cached_tensors = tf.constant(self.images), tf.constant(self.labels)
-        return self._cached_tensors
+    def arrays(self):
+        return self.images, self.labels
 
 
 def from_arrays(images, labels, num_classes=None, class_names=None) -> ArraySource:

@@ -97,11 +97,41 @@ class Pipeline:
             steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
         else:
             steps = tf.data.Dataset.range(start_step, self.steps_per_epoch)
-        if self._operations or not isinstance(self._source, ArraySource):
-            dataset = self._examples(steps)
-        else:
+        if self._takes_batches:
             dataset = steps.map(_as_is(self._gather), num_parallel_calls=tf.data.AUTOTUNE)
+        else:
+            dataset = self._examples(steps)
         return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
+
+    def arrays(self) -> tuple[np.ndarray, ...] | None:
+        """What holds all examples, if they are in memory; None if they are read from disk."""
+        return self._source.arrays()
+
+    def batch_of(self, step: tf.Tensor, tensors: Sequence[tf.Tensor]):
+        """Batch number `step` as `dataset` gives it, in graph code, drawn from `tensors`.
+
+        For a process that has a copy of `arrays` and is told the numbers of its batches.
+
+        Args:
+            step: int64 scalar.
+            tensors: `arrays`, as tensors.
+        """
+        with self._source.held_in(tensors):
+            if self._takes_batches:
+                return self._gather(step)
+            example, signature = _as_is(self._example), self.dataset().element_spec
+            return tf.map_fn(
+                lambda number: example(number, step),
+                self._numbers(step),
+                fn_output_signature=tf.nest.map_structure(
+                    lambda spec: tf.TensorSpec(spec.shape[1:], spec.dtype), signature
+                ),
+            )
+
+    @property
+    def _takes_batches(self):
+        """Nothing is to be done to single images, so that a batch is drawn at once."""
+        return not self._operations and isinstance(self._source, ArraySource)
 
     @property
     def element_spec(self):

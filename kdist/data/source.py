@@ -5,6 +5,8 @@ position in the data is found without reading what came before.
 """
 
 import abc
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -29,9 +31,33 @@ class Source(abc.ABC):
     image_shape: tuple[int | None, int | None, int]
     class_names: tuple[str, ...] | None = None
 
+    # What holds all examples, for a source that has them in memory.
+    _cached_tensors: tuple[tf.Tensor, ...] | None = None
+
     @abc.abstractmethod
     def example(self, index: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Image (H, W, C) and int32 label () of the example with this number; in graph code."""
+
+    def arrays(self) -> tuple[np.ndarray, ...] | None:
+        """What holds all examples, if they are in memory; None if they are read from disk."""
+        return None
+
+    def tensors(self) -> tuple[tf.Tensor, ...]:
+        """`arrays` as tensors, made once."""
+        if self._cached_tensors is None:
+            # On the CPU, and outside of the graph that asks: the data are no constants of a graph.
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._cached_tensors = tuple(map(tf.constant, self.arrays()))
+        return self._cached_tensors
+
+    @contextlib.contextmanager
+    def held_in(self, tensors: Sequence[tf.Tensor]) -> Iterator[None]:
+        """Meanwhile the source draws from these tensors, which hold what its own hold."""
+        own, self._cached_tensors = self._cached_tensors, tuple(tensors)
+        try:
+            yield
+        finally:
+            self._cached_tensors = own
 
     def subset(self, number: int, seed: int) -> "Source":
         """`number` examples drawn once, by `seed`.

@@ -33,7 +33,7 @@ class EncodedSource(Source):
         self.image_shape, self.class_names = (None, None, channels), class_names
 
     def example(self, index):
-        contents, labels = self._tensors()
+        contents, labels = self.tensors()
         channels = self.image_shape[-1]
         image = tf.io.decode_image(tf.gather(contents, index), channels, expand_animations=False)
         return tf.ensure_shape(image, self.image_shape), tf.gather(labels, index)
@@ -47,11 +47,8 @@ class EncodedSource(Source):
             self.class_names,
         )
 
-    def _tensors(self):
-        with tf.init_scope(), tf.device("CPU:0"):
-            if not hasattr(self, "_cached_tensors"):
-                self._cached_tensors = tf.constant(self._contents), tf.constant(self._labels)
-        return self._cached_tensors
+    def arrays(self):
+        return self._contents, self._labels
 
 
 def is_prepared(name: str, data_dir: str | None = None) -> bool:

@@ -43,16 +43,18 @@ class StepGroups(TFEpochIterator):
 
     Args:
         distribute_strategy: the strategy of the model.
+        feed: makes of the data set what a group's `iterator` is. Defaults to `iter`.
         data: what Keras's `EpochIterator` takes.
     """
 
-    def __init__(self, distribute_strategy, **data):
+    def __init__(self, distribute_strategy, feed=iter, **data):
         EpochIterator.__init__(self, **data)
         dataset = self.data_adapter.get_tf_dataset()
         # The cores of a TPU are fed by its own host; they take data that are divided beforehand.
         if isinstance(distribute_strategy, tf.distribute.TPUStrategy):
             dataset = distribute_strategy.experimental_distribute_dataset(dataset)
         self._distributed_dataset = dataset
+        self._feed = feed
 
     @functools.cached_property
     def _length_is_certain(self):
@@ -82,7 +84,7 @@ class StepGroups(TFEpochIterator):
             self._start_over()
 
     def _unknown(self):
-        iterator = iter(self._get_iterator())
+        iterator = self._feed(self._get_iterator())
         self._steps_seen = 0
         while True:
             group = StepGroup(self._steps_seen, self.steps_per_execution, iterator, True)
@@ -90,7 +92,7 @@ class StepGroups(TFEpochIterator):
             yield group
 
     def _start_over(self):
-        self._current_iterator = iter(self._get_iterator())
+        self._current_iterator = self._feed(self._get_iterator())
         self._steps_seen = 0
 
     def _batches_left(self):

@@ -48,6 +48,8 @@ def hooks():
         (random_module, "draw_seed", _seed),
         (image_module, "draw_seed", _seed),
         (KerasVariable, "_direct_assign", _assign),
+        (KerasVariable, "assign_add", _assign_add),
+        (KerasVariable, "assign_sub", _assign_sub),
         (BaseOptimizer, "scale_loss", _weigh),
         (BaseOptimizer, "apply", _apply),
         (loss_scale, "scale_loss", _weigh),
@@ -63,6 +65,7 @@ def install():
     """Puts the hooks into Keras; once a process."""
     for owner, name, hook in hooks():
         _hook(owner, name, hook)
+    KerasVariable.handle = property(_handle)
 
 
 def _hook(owner, name, hook):
@@ -140,7 +143,7 @@ def _moments(step, kerass_own, x, axes, keepdims):
 
 def _seed(step, kerass_own, seed):
     drawn = kerass_own(seed)
-    return step.seed(drawn) if step.replicas > 1 else drawn
+    return step.seed(drawn) if step.seeds_differ else drawn
 
 
 def _assign(step, kerass_own, variable, value):
@@ -151,6 +154,21 @@ def _assign(step, kerass_own, variable, value):
         step.local(native).assign(tf.cast(value, native.dtype))
     else:
         kerass_own(variable, value)
+
+
+def _assign_add(step, kerass_own, variable, value):
+    return step.assign_add(variable, value, kerass_own)
+
+
+def _assign_sub(step, kerass_own, variable, value):
+    negative = -tf.convert_to_tensor(value, variable.dtype)
+    return step.assign_add(variable, negative, lambda *_: kerass_own(variable, value))
+
+
+def _handle(variable):
+    """What a gradient tape knows a variable by: its own, or that of the step's copy."""
+    step = steps.current()
+    return variable.value.handle if step is None else step.handle(variable)
 
 
 def _is_kept_on_first_replica(native):

@@ -1,5 +1,7 @@
 """Predictions: the outputs of all replicas, in the order of the rows."""
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
@@ -54,7 +56,15 @@ class PredictFunction:
         outputs = [self._on_batch(batch) for batch in batches]
         if not outputs:
             raise StopIteration
-        return _joined(outputs)
+        return joined(outputs)
+
+    def under_way(self, groups):
+        """A context that gives the groups: each is run when its turn has come."""
+        return contextlib.nullcontext(groups)
+
+    def in_order(self, outputs):
+        """The outputs of groups in the order of the rows."""
+        return outputs
 
     def group(self, iterator, length, may_run_out=False):
         """The outputs for the next `length` batches of an iterator, or for as many as it has."""
@@ -63,10 +73,12 @@ class PredictFunction:
 
 def concatenated(outputs):
     """The outputs of several calls as NumPy arrays; ragged and sparse ones stay what they are."""
-    return keras.tree.map_structure(convert_to_np_if_not_ragged, _joined(outputs))
+    return keras.tree.map_structure(convert_to_np_if_not_ragged, joined(outputs))
 
 
-def _joined(outputs):
+def joined(outputs):
+    """The rows of several outputs as one."""
+
     def join(*parts):
         return potentially_ragged_concat(list(parts))
 

@@ -15,7 +15,10 @@ import tensorflow as tf
 from kdist.training import compiled_parts, inputs, keras_hooks
 from kdist.training import step as steps
 from kdist.training.accumulation import Accumulators, optimizers_of
+from kdist.training.coordinated import CoordinatedFunction, Watch, has_parameter_servers
+from kdist.training.dispatcher import Dispatcher
 from kdist.training.epochs import StepGroups
+from kdist.training.feeds import NumberedFeed, SentFeed
 from kdist.training.finite import FiniteWatch
 from kdist.training.functions import StepFunction
 from kdist.training.keras_internals import (
@@ -48,15 +51,20 @@ class ReplicatedTrainer(TensorFlowTrainer):
     # Steps of this epoch that are done; what callbacks are told counts groups as whole.
     steps_in_epoch: int = 0
 
-    _finite_watch: FiniteWatch | None = None
+    _finite_watch: FiniteWatch | Watch | None = None
 
     # How many micro-batches' gradients are added up before an update; see `compile`.
     accumulate: int = 1
 
+    # How many updates may happen between a step's reading and its own; see `compile`.
+    max_staleness: int | None = None
+
     _tuner: GroupTuner | None = None
 
-    def compile(self, *args, accumulate=1, steps_per_execution=1, **kwargs):
-        """Keras's `compile`, with two things more.
+    _dispatcher: Dispatcher | None = None
+
+    def compile(self, *args, accumulate=1, steps_per_execution=1, max_staleness=None, **kwargs):
+        """Keras's `compile`, with three things more.
 
         Args:
             accumulate: into how many micro-batches each replica divides its rows of a batch, one
@@ -65,17 +73,26 @@ class ReplicatedTrainer(TensorFlowTrainer):
                 (BatchNorm, and means over a mask, see micro-batches). Defaults to 1.
             steps_per_execution: as Keras's, or "auto": the first steps of `fit` try how many steps
                 a call are fastest, and a line says what was found.
+            max_staleness: under parameter servers, how many updates others may make between a
+                step's reading of the weights and its own update; workers that are ahead are held
+                back. 0 is one step after the other, the same as on one device; None, the default,
+                any number. Under all other strategies there are none in any case.
 
         Raises:
-            ValueError: `accumulate` is no whole number from 1 on.
+            ValueError: `accumulate` is no whole number from 1 on, or `max_staleness` none from 0.
         """
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate must be a whole number from 1 on, got {accumulate!r}")
+        if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
+            raise ValueError(
+                f"max_staleness must be None or a whole number from 0 on, got {max_staleness!r}"
+            )
         finds_out = steps_per_execution == "auto"
         super().compile(
             *args, steps_per_execution=1 if finds_out else steps_per_execution, **kwargs
         )
-        self.accumulate = accumulate
+        self.accumulate, self.max_staleness = accumulate, max_staleness
+        self._dispatcher = None
         self._tuner = GroupTuner() if finds_out else None
 
     # What one replica does with its share of a batch.
@@ -119,7 +136,18 @@ class ReplicatedTrainer(TensorFlowTrainer):
     # What is called for a group of steps.
 
     def make_train_function(self, force=False):
-        if self.train_function is None or force:
+        if self.train_function is not None and not force:
+            return self.train_function
+        if has_parameter_servers(self.distribute_strategy):
+            self._finite_watch = Watch()
+            self.train_function = self._coordinated(
+                self.train_step,
+                self._logs_are_metrics("train_step"),
+                updates=True,
+                micro_steps=self.accumulate,
+                watch=self._finite_watch,
+            )
+        else:
             self._finite_watch = FiniteWatch(self)
             if self._leaves_own_step_uncompiled():
                 warnings.warn(
@@ -147,13 +175,26 @@ class ReplicatedTrainer(TensorFlowTrainer):
     def make_test_function(self, force=False):
         if self.test_function is None or force:
             lazy = self._logs_are_metrics("test_step")
-            self.test_function = StepFunction(self, self.test_step, lazy)
+            asynchronous = has_parameter_servers(self.distribute_strategy)
+            make = self._coordinated if asynchronous else functools.partial(StepFunction, self)
+            self.test_function = make(self.test_step, lazy)
         return self.test_function
 
     def make_predict_function(self, force=False):
         if self.predict_function is None or force:
-            self.predict_function = PredictFunction(self, self.predict_step)
+            asynchronous = has_parameter_servers(self.distribute_strategy)
+            self.predict_function = (
+                self._coordinated(self.predict_step, gives_outputs=True)
+                if asynchronous
+                else PredictFunction(self, self.predict_step)
+            )
         return self.predict_function
+
+    def _coordinated(self, step, *args, **kwargs):
+        """Steps are handed to workers, by one dispatcher for all kinds of them."""
+        if self._dispatcher is None:
+            self._dispatcher = Dispatcher(self.distribute_strategy, self.max_staleness)
+        return CoordinatedFunction(self, step, self._dispatcher, *args, **kwargs)
 
     def first_nonfinite_step(self) -> int | None:
         """The optimizer step (from 1) whose loss was the first to be NaN or infinite, if any."""
@@ -206,10 +247,12 @@ class ReplicatedTrainer(TensorFlowTrainer):
             (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
+        feed = self._feed(x, initial_epoch)
         if inputs.is_pipeline(x):
             x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, initial_epoch)
             shuffle = False  # the pipeline does; Keras would warn that it does not
         groups = self._step_groups(
+            feed=feed,
             x=x,
             y=y,
             sample_weight=inputs.as_float(sample_weight),
@@ -277,6 +320,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
         logs = self._run_groups(
             groups,
             self.test_function,
+            self.test_function,
             callbacks.on_test_batch_begin,
             callbacks.on_test_batch_end,
             lambda: self.stop_evaluating,
@@ -288,9 +332,11 @@ class ReplicatedTrainer(TensorFlowTrainer):
     @filter_traceback
     def predict(self, x, batch_size=None, verbose="auto", steps=None, callbacks=None):
         """Gives the outputs for `x`, in its order, as Keras does; `x` may also be a pipeline."""
+        feed = self._feed(x)
         x, steps = inputs.evaluation_data(x, steps)
         groups = StepGroups(
             self.distribute_strategy,
+            feed=feed,
             x=x,
             batch_size=batch_size,
             steps_per_epoch=steps,
@@ -308,18 +354,20 @@ class ReplicatedTrainer(TensorFlowTrainer):
 
         self._run_groups(
             groups,
+            self.predict_function,
             predict_group,
             callbacks.on_predict_batch_begin,
             callbacks.on_predict_batch_end,
             lambda: self.stop_predicting,
         )
         callbacks.on_predict_end()
-        return concatenated(outputs)
+        return concatenated(self.predict_function.in_order(outputs))
 
     def _train_epoch(self, groups, callbacks):
         self.reset_metrics()
         logs = self._run_groups(
             groups,
+            self.train_function,
             functools.partial(self._tune, groups) if self._tuner else self.train_function,
             callbacks.on_train_batch_begin,
             callbacks.on_train_batch_end,
@@ -347,15 +395,15 @@ class ReplicatedTrainer(TensorFlowTrainer):
             return number
         return float(strategy.reduce(tf.distribute.ReduceOp.MEAN, tf.constant(number), None))
 
-    def _run_groups(self, groups, function, at_begin, at_end, stopped):
-        """Runs `function` on each group of one epoch; gives the last one's logs."""
+    def _run_groups(self, groups, function, call, at_begin, at_end, stopped):
+        """Has `function` run each group of one epoch, by `call`; gives the last one's logs."""
         logs = {}
-        with groups.catch_stop_iteration():
-            for group in groups:
+        with groups.catch_stop_iteration(), function.under_way(groups) as under_way:
+            for group in under_way:
                 at_begin(group.first)
                 # As Keras counts them, also for a group that is cut short at the epoch's end.
                 last = group.first + groups.steps_per_execution - 1
-                logs = function(group.iterator, group.length, group.may_run_out)
+                logs = call(group.iterator, group.length, group.may_run_out)
                 self.steps_in_epoch = group.first + group.length
                 at_end(last, logs)
                 if stopped():
@@ -395,8 +443,10 @@ class ReplicatedTrainer(TensorFlowTrainer):
         return validate
 
     def _evaluation_groups(self, x, y, sample_weight, batch_size, steps):
+        feed = self._feed(x)
         x, steps = inputs.evaluation_data(x, steps)
         return self._step_groups(
+            feed=feed,
             x=x,
             y=y,
             sample_weight=inputs.as_float(sample_weight),
@@ -413,6 +463,15 @@ class ReplicatedTrainer(TensorFlowTrainer):
         )
         self._build_for(groups.data_adapter.get_tf_dataset().element_spec)
         return groups
+
+    def _feed(self, x, initial_epoch=0):
+        """What makes a group's iterator of the data set that `x` is, or becomes."""
+        if not has_parameter_servers(self.distribute_strategy):
+            return iter
+        if inputs.is_pipeline(x) and x.arrays() is not None:
+            start = initial_epoch * x.steps_per_epoch
+            return lambda _: NumberedFeed(x, start)
+        return lambda dataset: SentFeed(iter(dataset))
 
     def _build_for(self, element_spec):
         """Makes all variables before data flow: replicas and micro-steps cannot make them."""

@@ -66,7 +66,7 @@ class ReplicaStep:
         self.has_copies = has_copies
         self.applying = False
         self._accumulators = accumulators
-        self._is_last = is_last
+        self.is_last = is_last
         self._weighed: set[int] = set()
         self._written: dict[int, keras.Variable] = {}
 
@@ -133,8 +133,8 @@ class ReplicaStep:
         if id(optimizer) not in self._weighed:
             gradients = [g if g is None else _scaled(g, self.share.of_batch) for g in gradients]
         if self._accumulators is not None:
-            gradients = self._accumulators.add(optimizer, gradients, variables, self._is_last)
-            if not self._is_last:
+            gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)
+            if not self.is_last:
                 return None
         present = [g for g in gradients if g is not None]
         if self.replicas > 1 and present:
@@ -206,7 +206,20 @@ class ReplicaStep:
         for native, value in zip(natives, before, strict=True):
             native.assign(tf.where(self.share.rows > 0, native, value))
 
+    def handle(self, variable):
+        """What a gradient tape knows a Keras variable by."""
+        return variable.value.handle
+
+    def assign_add(self, variable, value, kerass_own):
+        """`variable` + `value`; Keras's own reads and then assigns."""
+        return kerass_own(variable, value)
+
     # Random numbers.
+
+    @property
+    def seeds_differ(self):
+        """Others draw from the same seed, and shall draw something else."""
+        return self.replicas > 1
 
     def seed(self, seed):
         """The seed of this replica: Keras's own on the first one."""

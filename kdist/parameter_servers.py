@@ -1,0 +1,84 @@
+"""The tasks of a job with parameter servers: one coordinates, the others only serve.
+
+All of them run the same program. Where it creates the strategy, the chief goes on; on a worker or
+a parameter server the program ends there: it computes, or keeps variables, until the chief ends.
+"""
+
+import socket
+import sys
+import time
+from typing import NoReturn
+
+import tensorflow as tf
+
+from kdist.cluster import Cluster
+from kdist.devices import find_devices
+
+_SECONDS_BETWEEN_LOOKS = 0.5
+_SECONDS_TO_ANSWER = 10.0
+# So many times in a row without an answer, and the chief has gone.
+_LOOKS_WITHOUT_ANSWER = 4
+
+
+def coordinate(cluster: Cluster) -> tf.distribute.experimental.ParameterServerStrategy:
+    """The strategy by which this process, the chief, has the others work."""
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(_trained_by(cluster)), task_type="chief", task_id=0, rpc_layer="grpc"
+    )
+    return tf.distribute.experimental.ParameterServerStrategy(resolver)
+
+
+def serve(cluster: Cluster, devices=None) -> NoReturn:
+    """Works for the chief, and ends this process when the chief has ended.
+
+    Args:
+        cluster: the job and this process's place in it.
+        devices: what a worker computes on, as `find_devices` takes it.
+
+    Raises:
+        SystemExit: always.
+    """
+    names = find_devices(devices) if cluster.role == "worker" else ()
+    print(f"kdist: {cluster.name} serves until the chief ends", file=sys.stderr, flush=True)
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(_trained_by(cluster)),
+        job_name=cluster.role,
+        task_index=cluster.index,
+        protocol="grpc",
+        config=_configuration(names),
+    )
+    _wait_until_gone(cluster.tasks["chief"][0])
+    del server
+    raise SystemExit(0)
+
+
+def _trained_by(cluster):
+    """The tasks that TensorFlow is to know of."""
+    return {role: list(cluster.tasks[role]) for role in ("chief", "worker", "ps")}
+
+
+def _configuration(names):
+    """TensorFlow's server takes no notice of how the process itself is configured."""
+    cpus = [name for name in names if name.startswith("CPU:")]
+    threads = tf.config.threading
+    return tf.compat.v1.ConfigProto(
+        device_count={"CPU": max(1, len(cpus))},
+        gpu_options=tf.compat.v1.GPUOptions(allow_growth=True),
+        intra_op_parallelism_threads=threads.get_intra_op_parallelism_threads(),
+        inter_op_parallelism_threads=threads.get_inter_op_parallelism_threads(),
+    )
+
+
+def _wait_until_gone(address):
+    """Returns when nobody listens any more at the chief's address, where somebody once did."""
+    host, _, port = address.rpartition(":")
+    has_come, missed = False, 0
+    while not (has_come and missed >= _LOOKS_WITHOUT_ANSWER):
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_ANSWER).close()
+            has_come, missed = True, 0
+        except ConnectionRefusedError:
+            missed += 1
+        except OSError:
+            missed += 1
+        time.sleep(_SECONDS_BETWEEN_LOOKS)

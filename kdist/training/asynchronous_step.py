@@ -1,0 +1,209 @@
+"""A step of a worker under parameter servers: variables are shared, and others write them too.
+
+The parameter servers hold one copy of each variable. While a worker computes a gradient, others
+update what it was computed from. So a step here
+
+- reads the small variables at once, at its beginning, and computes with these copies;
+- adds to counters by one atomic operation, where Keras reads and then assigns, and so would lose
+  what another worker adds in between;
+- keeps what it adds to the metrics to itself: a group of steps hands it on as a whole
+  (`kdist.training.coordinated`);
+- notes how stale its gradient is: the updates between its reading and its writing.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from kdist.tensorflow_internals import watch_on_tapes
+from kdist.training.finite import NONE_YET
+from kdist.training.shared_variables import brought_to, pull
+from kdist.training.step import ReplicaStep
+
+
+class MicroSteps:
+    """What the micro-steps of one replica's step have in common.
+
+    Gradients are summed as tensors: those of one worker's step are nobody else's.
+
+    Attributes:
+        began_at: the count of updates when the first one read its weights.
+    """
+
+    def __init__(self):
+        self._sums = {}
+        self.began_at = None
+
+    def add(self, optimizer, gradients, variables, is_last):
+        """Adds `gradients`; in the last micro-step gives the sums."""
+        keys = [(id(optimizer), id(variable)) for variable in variables]
+        for key, gradient in zip(keys, gradients, strict=True):
+            if gradient is not None:
+                dense = tf.convert_to_tensor(gradient)
+                self._sums[key] = self._sums[key] + dense if key in self._sums else dense
+        return [self._sums.get(key) for key in keys] if is_last else None
+
+
+class OwnCopies(keras.StatelessScope):
+    """Within it, Keras computes with a step's own copies of variables.
+
+    Metrics begin at zero. Of the model's variables, the small ones have a copy; what is written to
+    it, `write_back` writes to the variable.
+
+    Args:
+        metrics: the metrics' variables.
+        others: those of the model.
+    """
+
+    def __init__(self, metrics, others):
+        super().__init__(collect_losses=True)
+        self._metrics, self._others = metrics, others
+        self._copies = {id(v): tf.zeros(v.shape, v.dtype) for v in metrics}
+        self._is_metric = {id(variable) for variable in metrics}
+        self._written = set()
+        self.is_updating = False
+
+    def pull(self):
+        """Reads the variables."""
+        values = pull([variable._value for variable in self._others])
+        for number, value in values.items():
+            self._copies[id(self._others[number])] = value
+
+    def copy_of(self, variable):
+        """The copy of a variable; None if there is none, or the optimizer is at work."""
+        if self.is_updating and id(variable) not in self._is_metric:
+            return None
+        return self._copies.get(id(variable))
+
+    def get_current_value(self, variable):
+        copy = self.copy_of(variable)
+        if copy is None:
+            return variable._value
+        if variable.trainable:
+            watch_on_tapes(copy)
+        return copy
+
+    def add_update(self, update):
+        variable, value = update
+        if self.copy_of(variable) is None:
+            variable._direct_assign(value)
+        else:
+            self._copies[id(variable)] = tf.cast(value, variable.dtype)
+            self._written.add(id(variable))
+
+    def is_metric(self, variable):
+        """Whether a variable is one of the metrics'."""
+        return id(variable) in self._is_metric
+
+    def added(self):
+        """What was added to each variable of the metrics."""
+        return [self._copies[id(variable)] for variable in self._metrics]
+
+    def write_back(self):
+        """Writes what was written to copies of the model's variables."""
+        written = [v for v in self._others if id(v) in self._written]
+        natives = [variable._value for variable in written]
+        values = brought_to(natives, [self._copies[id(variable)] for variable in written])
+        for native, value in zip(natives, values, strict=True):
+            native.assign(value)
+
+
+class AsynchronousStep(ReplicaStep):
+    """What one replica of one worker does in one micro-step.
+
+    Args:
+        number: of the batch, counted over all workers; an int64 scalar.
+        trainer: the model.
+        updates: the step makes updates.
+        micro_steps: those of the step; this is one of them.
+        others: those of `ReplicaStep`, in its order.
+    """
+
+    def __init__(self, number, trainer, updates, micro_steps, *others):
+        super().__init__(*others)
+        self._number, self._micro_steps = number, micro_steps
+        # One step after the other, the seeds are those of one device.
+        self._seeds_differ = trainer.max_staleness != 0
+        self._loss = trainer._loss_tracker
+        self._counter = trainer.optimizer.iterations if updates and trainer.optimizer else None
+        self._copies = OwnCopies(trainer.metrics_variables, _variables_of(trainer))
+
+    @contextlib.contextmanager
+    def running(self):
+        with super().running(), self._copies:
+            # Weights are read after the counter: what is written in between counts as stale.
+            with tf.control_dependencies(self._note_beginning()):
+                self._copies.pull()
+            yield self
+            self._copies.write_back()
+
+    def _note_beginning(self):
+        if self._counter is None or self._micro_steps.began_at is not None:
+            return []
+        self._micro_steps.began_at = self._updates_made()
+        return [self._micro_steps.began_at]
+
+    def handle(self, variable):
+        """What a gradient tape knows a variable by."""
+        copy = self._copies.copy_of(variable)
+        return variable._value.handle if copy is None else copy
+
+    def gradients(self, optimizer, gradients, variables):
+        gradients = super().gradients(optimizer, gradients, variables)
+        if gradients is None:
+            return None
+        return brought_to([variable._value for variable in variables], gradients)
+
+    @contextlib.contextmanager
+    def update(self):
+        """The optimizer works where the counter of its steps is, on the variables themselves."""
+        device = None if self._counter is None else self._counter._value.device
+        self._copies.is_updating = True
+        with super().update(), tf.device(device):
+            yield
+        self._copies.is_updating = False
+
+    def assign_add(self, variable, value, kerass_own):
+        """`variable` + `value`, in one operation."""
+        if self._copies.copy_of(variable) is not None:
+            return kerass_own(variable, value)
+        native = variable._value
+        native.assign_add(tf.cast(value, native.dtype))
+        return native
+
+    @property
+    def seeds_differ(self):
+        return self._seeds_differ
+
+    def seed(self, seed):
+        """Two workers may draw one seed at the same time; the batch's number tells them apart."""
+        number = tf.cast(self._number % (1 << 31), seed.dtype)
+        return super().seed(seed + tf.stack([number, tf.zeros([], seed.dtype)]))
+
+    def outcome(self):
+        """(what it added to each variable of the metrics, its staleness, `NONE_YET` or its number).
+
+        The staleness is the updates that others made between its reading and its own. The number
+        is the count of updates, from 1, if its loss is not finite.
+        """
+        none_yet = tf.constant(NONE_YET, tf.int64)
+        added = self._copies.added()
+        if self._counter is None or not self.is_last:
+            return added, tf.zeros([], tf.int64), none_yet
+        now = self._updates_made()
+        staleness = tf.maximum(now - self._micro_steps.began_at - 1, 0)
+        with self._copies:
+            is_finite = tf.math.is_finite(self._loss.total)
+        return added, staleness, tf.where(is_finite, none_yet, now)
+
+    def _updates_made(self):
+        native = self._counter._value
+        with tf.device(native.device):
+            return tf.cast(native.read_value(), tf.int64)
+
+
+def _variables_of(trainer):
+    """The model's variables, without those of its metrics."""
+    metrics = {id(variable) for variable in trainer.metrics_variables}
+    return [variable for variable in trainer.variables if id(variable) not in metrics]

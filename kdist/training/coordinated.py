@@ -1,0 +1,285 @@
+"""Training under parameter servers: the coordinator hands groups of steps to whichever is free.
+
+    dispatcher = Dispatcher(strategy, max_staleness=None)
+    function = CoordinatedFunction(model, model.train_step, dispatcher, updates=True)
+    with function.under_way(groups) as under_way:   # several groups at a time
+        for group in under_way:
+            logs = function()                       # waits until one more of them has ended
+
+Workers take groups as they come, so that a slow one holds up nobody. What a group adds to the
+metrics is added to the shared ones at its end, atomically; a group whose worker dies is done again
+by another. A step that a dead worker had done by then counts as done twice.
+"""
+
+import collections
+import contextlib
+
+import tensorflow as tf
+
+from kdist.tensorflow_internals import traced_for_workers
+from kdist.training.asynchronous_step import AsynchronousStep, MicroSteps
+from kdist.training.finite import NONE_YET
+from kdist.training.logs import LazyLogs
+from kdist.training.predictions import joined
+from kdist.training.share import Division
+from kdist.training.shared_variables import brought_to
+
+
+def has_parameter_servers(strategy: tf.distribute.Strategy) -> bool:
+    """Whether steps are handed to workers, and variables live on parameter servers."""
+    return isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
+
+
+class CoordinatedFunction:
+    """Runs a step on the batches of groups, each group on one worker.
+
+    Args:
+        trainer: the model.
+        step: a function of one replica's batch, such as `model.train_step`.
+        dispatcher: that hands the groups out.
+        logs_are_metrics: the logs are the results of the model's metrics.
+        updates: the step makes updates.
+        micro_steps: into how many parts a replica's rows of a batch are divided.
+        gives_outputs: the outputs of all steps of a group are wanted, not the last one's logs.
+        watch: a `Watch`, told of what groups saw.
+    """
+
+    def __init__(
+        self,
+        trainer,
+        step,
+        dispatcher,
+        logs_are_metrics=True,
+        updates=False,
+        micro_steps=1,
+        gives_outputs=False,
+        watch=None,
+    ):
+        self._trainer = trainer
+        self._dispatcher = dispatcher
+        self._logs_are_metrics = logs_are_metrics
+        self._gives_outputs = gives_outputs
+        self._watch = watch
+        self._on_worker = OnWorker(trainer, step, updates, micro_steps)
+        self._functions = {}
+        self._order = {}  # group that is under way -> its place among the groups
+        self._places = []  # of those that have ended
+
+    @contextlib.contextmanager
+    def under_way(self, groups):
+        """A context that gives the groups; several at a time are run while it lasts."""
+        self._places = []
+        try:
+            yield self._handed_out(groups)
+            while not self._dispatcher.is_idle:
+                self()
+        finally:
+            self._dispatcher.forget()
+
+    def _handed_out(self, groups):
+        """Each group, after as many as may be under way have been handed out."""
+        waiting = collections.deque()
+        for place, group in enumerate(groups):
+            batches = group.iterator.take(group.length)
+            if batches is None:
+                break
+            while not self._dispatcher.may_start(batches.length):
+                yield waiting.popleft()
+            self._start(batches, place)
+            waiting.append(group)
+        while waiting:
+            yield waiting.popleft()
+
+    def __call__(self, *_):
+        """Waits until one more group has ended; gives logs as of now, or its outputs."""
+        group, results = self._dispatcher.wait()
+        self._places.append(self._order.pop(group))
+        if self._gives_outputs:
+            return results
+        facts, logs = results
+        if self._watch:
+            self._watch.note(*facts.numpy())
+        if self._logs_are_metrics:
+            return LazyLogs(self._trainer.get_metrics_result)
+        return LazyLogs(lambda: logs)
+
+    def group(self, *_):
+        """Waits until one more group has ended; gives its outputs."""
+        return joined(self())
+
+    def in_order(self, outputs):
+        """The outputs of groups in the order of the rows."""
+        return [part for _, part in sorted(zip(self._places, outputs, strict=True), key=_place)]
+
+    def _start(self, batches, place):
+        function = self._function_of(batches)
+        group = self._dispatcher.start(function, batches.tensors, batches.arrays, batches.length)
+        self._order[group] = place
+
+    def _function_of(self, batches):
+        """The function of such a group, traced once."""
+        key = batches.key
+        if key not in self._functions:
+            with traced_for_workers(self._trainer.distribute_strategy):
+                self._functions[key] = self._traced(batches)
+        return self._functions[key]
+
+    def _traced(self, batches):
+        steps = self._outputs if self._gives_outputs else self._logs
+
+        def group(*tensors):
+            return steps(batches.reader(*tensors))
+
+        signature = [tf.TensorSpec(s.shape, s.dtype) for s in batches.signature]
+        return tf.function(group, autograph=False).get_concrete_function(*signature)
+
+    # What a worker does with a group.
+
+    def _logs(self, reader):
+        """What `Watch.note` takes, and the last step's logs."""
+        variables = [variable._value for variable in self._trainer.metrics_variables]
+        added = [tf.zeros(variable.shape, variable.dtype) for variable in variables]
+        facts = tf.stack([tf.cast(reader.length, tf.int64), 0, 0, NONE_YET])
+
+        def step(number, added, facts):
+            parts, staleness, bad, logs = self._on_worker(
+                reader.batch(number), reader.first + tf.cast(number, tf.int64)
+            )
+            added = [total + part for total, part in zip(added, parts, strict=True)]
+            return added, _with(facts, staleness, bad), logs
+
+        if reader.is_unrolled or not self._logs_are_metrics:
+            for number in range(reader.static_length):
+                with tf.control_dependencies([facts]):
+                    added, facts, logs = step(number, added, facts)
+        else:
+            logs = ()
+            _, added, facts = tf.while_loop(
+                lambda number, *_: number < reader.length,
+                lambda number, added, facts: (number + 1, *step(number, added, facts)[:2]),
+                (tf.constant(0), added, facts),
+                parallel_iterations=1,
+            )
+        for variable, total in zip(variables, brought_to(variables, added), strict=True):
+            variable.assign_add(total)
+        return facts, () if self._logs_are_metrics else logs
+
+    def _outputs(self, reader):
+        """The outputs of the group's steps, a tuple of them."""
+        return tuple(
+            self._on_worker.outputs(reader.batch(number), reader.first + number)
+            for number in range(reader.static_length)
+        )
+
+
+def _place(placed):
+    return placed[0]
+
+
+def _with(facts, staleness, bad):
+    steps, total, largest, first = tf.unstack(facts)
+    largest = tf.maximum(largest, staleness)
+    return tf.stack([steps, total + staleness, largest, tf.where(first == NONE_YET, bad, first)])
+
+
+class Watch:
+    """What the coordinator knows of the steps that were made since `reset`.
+
+    Attributes:
+        steps: how many.
+        max_staleness: the most updates that happened between a step's reading and its own.
+    """
+
+    def __init__(self):
+        self.reset()
+
+    def reset(self):
+        """Forgets all."""
+        self.steps = self.max_staleness = self._sum = 0
+        self._first_bad: int | None = None
+
+    def note(self, steps, staleness, max_staleness, first_bad):
+        """Takes what a group saw: of all its steps, and the first bad one or `NONE_YET`."""
+        self.steps += int(steps)
+        self._sum += int(staleness)
+        self.max_staleness = max(self.max_staleness, int(max_staleness))
+        if first_bad != NONE_YET:
+            self._first_bad = min(int(first_bad), self._first_bad or int(first_bad))
+
+    @property
+    def mean_staleness(self) -> float:
+        """The mean number of updates between a step's reading and its own."""
+        return self._sum / self.steps if self.steps else 0.0
+
+    def first_bad_step(self) -> int | None:
+        """The step (from 1) whose loss was the first not to be finite."""
+        return self._first_bad
+
+    def watching(self, train_step):
+        """The step as it is: what it saw is told with its group's outcome."""
+        return train_step
+
+
+class OnWorker:
+    """Runs a step on each replica of one worker, in one or several micro-steps."""
+
+    def __init__(self, trainer, step, updates, micro_steps):
+        self._trainer, self._step = trainer, step
+        self._updates, self._micro_steps = updates, micro_steps
+        self._strategy = trainer.distribute_strategy
+
+    def __call__(self, data, number):
+        """(added to each variable of the metrics, staleness, bad step, logs) of a step."""
+        division = Division.of(data, self._strategy, self._micro_steps)
+        micro_steps = self._new_micro_steps()
+        total = None
+        for micro_step in range(self._micro_steps):
+            with tf.control_dependencies(total or []):
+                results = self._run(data, number, division, micro_step, micro_steps)
+            added, staleness, bad, logs = results
+            added = [self._strategy.reduce("SUM", part, axis=None) for part in added]
+            total = added if total is None else [a + b for a, b in zip(total, added, strict=True)]
+        first = self._strategy.experimental_local_results
+        logs = tf.nest.map_structure(
+            lambda log: self._strategy.reduce("MEAN", log, axis=None), logs
+        )
+        return total, tf.reduce_max(tf.stack(first(staleness))), first(bad)[0], logs
+
+    def outputs(self, data, number):
+        """What the step gives for all rows, in their order."""
+        division = Division.of(data, self._strategy, 1)
+        *_, outputs = self._run(data, number, division, 0, self._new_micro_steps())
+        return self._strategy.gather(outputs, axis=0) if len(division.sizes) > 1 else outputs
+
+    def _new_micro_steps(self):
+        return [MicroSteps() for _ in range(self._strategy.num_replicas_in_sync)]
+
+    def _run(self, data, number, division, micro_step, micro_steps):
+        replicas = len(micro_steps)
+        is_last = micro_step == self._micro_steps - 1
+
+        def on_replica(data):
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            replica = int(tf.get_static_value(replica))
+            rows, share = division.take(data, replica, micro_step)
+            accumulators = micro_steps[replica] if self._micro_steps > 1 else None
+            step = AsynchronousStep(
+                number,
+                self._trainer,
+                self._updates,
+                micro_steps[replica],
+                share,
+                replica,
+                replica,
+                replicas,
+                False,
+                accumulators,
+                is_last,
+            )
+            with step.running():
+                outputs = self._step(rows)
+            return *step.outcome(), outputs
+
+        return self._strategy.run(
+            tf.autograph.experimental.do_not_convert(on_replica), args=(data,)
+        )
