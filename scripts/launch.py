@@ -25,7 +25,7 @@ from absl import flags
 
 from kdist import program
 from kdist.launch import here
-from kdist.launch.job import Limits, stopped_by_signals
+from kdist.launch.job import Limits, last_words, stopped_by_signals
 from kdist.launch.output import Screen
 
 FLAGS = flags.FLAGS
@@ -73,7 +73,10 @@ def main(arguments):
     )
     with job_here as job, stopped_by_signals(job):
         screen.say(f"{job.tasks[0].cluster.counts()} on this machine; output also in {log_dir}")
-        return job.run()
+        code = job.run()
+    if job.failed:  # at the very end, as the others' complaints come after its own
+        screen.say(last_words(job.failed))
+    return code
 
 
 def run_directory(arguments):

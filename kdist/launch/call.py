@@ -25,6 +25,8 @@ def main(call, directory):
         value = function(*arguments)
         # Nobody asks what the others returned, and it need not be something that can be sent.
         returned, data = True, _pickled(value if cluster.is_chief else None)
+    except KeyboardInterrupt:
+        return 130  # who interrupted it knows
     except Exception as error:
         traceback.print_exc()
         returned, data = False, pickle.dumps((False, f"{type(error).__name__}: {error}"))

@@ -58,7 +58,7 @@ def job(
         visible = share_gpus(everyone, gpus, several_on_one_gpu)
         threads = share_threads(everyone, environment)
         mark = uuid.uuid4().hex
-        log_dir.mkdir(parents=True, exist_ok=True)
+        _make(log_dir)
         tasks = []
         for cluster in everyone:
             own = {**environment, **threads}
@@ -77,6 +77,16 @@ def _places(counts, ports):
     addresses = iter([f"127.0.0.1:{port}" for port in ports])
     tasks = {role: [next(addresses) for _ in range(counts.get(role, 0))] for role in ROLES}
     return tasks, next(role for role in ROLES if tasks[role]), 0
+
+
+def _make(directory):
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"cannot make the directory {directory} for the tasks' output ({error.strerror}); take "
+            "another run directory (--run_dir)"
+        ) from error
 
 
 def _command(arguments, environment):

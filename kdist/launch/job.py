@@ -97,7 +97,6 @@ class Job:
                 self._end()
             finally:
                 self._kill()
-        self._say_last_lines()
         return self._exit_code()
 
     def stop(self, number: int):
@@ -218,8 +217,10 @@ class Job:
             ending = f"; ending {names}" if names else ""
             self._screen.say(how_it_failed(self.failed) + ending)
         elif self.stopped_by is not None:
-            again = f"again kills at once, else in {self._limits.end_seconds:g} s"
-            self._screen.say(f"{signal.Signals(self.stopped_by).name}: ending {names} ({again})")
+            self._screen.say(
+                f"{_signal_name(self.stopped_by)}: ending {names}; they have "
+                f"{self._limits.end_seconds:g} s, and a second signal kills them at once"
+            )
         elif self.timed_out:
             seconds = self._limits.timeout_seconds
             self._screen.say(f"the job ran longer than {seconds:g} s; ending {names}")
@@ -228,11 +229,6 @@ class Job:
                 f"{', '.join(late)} still ran {self._limits.wait_seconds:g} s after "
                 f"{self.deciding.name} had ended; ending them (more time: --wait_seconds)"
             )
-
-    def _say_last_lines(self):
-        """At the very end, as the others' complaints come after its own."""
-        if self.failed:
-            self._screen.say(last_words(self.failed))
 
 
 @contextlib.contextmanager

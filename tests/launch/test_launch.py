@@ -133,6 +133,7 @@ def launch(program, *arguments, directory):
         (["--", "nope.py"], "launch.py: there is no script nope.py in "),
         (["--", "trian.py"], "did you mean train.py?"),
         (["--", "no-such-program"], "launch.py: there is no program 'no-such-program'"),
+        (["--run_dir=train.py", "--", "true"], "cannot make the directory train.py/logs"),
         (["--workers=0", "--", "x"], "--workers=0: 0 is not a positive integer"),
         (["--wrkers=2", "--", "x"], "Did you mean: workers ?"),
     ],

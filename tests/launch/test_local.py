@@ -1,5 +1,4 @@
 import os
-import pathlib
 import signal
 import subprocess
 import sys
