@@ -34,6 +34,7 @@ _PUBLIC = {
     "callbacks": "callbacks",
     "Cluster": "cluster",
     "devices": "devices",
+    "launch": "launch",
     "data": "data",
     "models": "models",
     "patch_keras": "model",

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from kdist.launch.shares import CORES
+
 
 def find_devices(request: int | Sequence[str] | None = None) -> tuple[str, ...]:
     """The devices to compute on, made ready: GPUs grow their memory, logical CPUs exist.
@@ -100,15 +102,19 @@ def _share_cores(devices):
     """Lets each operation have one core, where there are no more cores than devices.
 
     All CPU devices share TensorFlow's one pool of threads, and each of them would cut its
-    operations up for the whole of it. What the user has set stays.
+    operations up for the whole of it. What the user has set stays; what the launcher has, is this
+    task's part of the cores, and no wish.
     """
-    is_set = tf.config.threading.get_intra_op_parallelism_threads()
-    if not is_set and "TF_NUM_INTRAOP_THREADS" not in os.environ and devices >= _cores():
+    is_set = bool(tf.config.threading.get_intra_op_parallelism_threads())
+    is_set |= "TF_NUM_INTRAOP_THREADS" in os.environ and CORES not in os.environ
+    if not is_set and devices >= _cores():
         tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
 def _cores():
-    """CPU cores that this process may run on."""
+    """CPU cores that this process may run on; under the launcher, its part of them."""
+    if CORES in os.environ:
+        return int(os.environ[CORES])
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

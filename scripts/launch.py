@@ -1,0 +1,95 @@
+"""Starts the tasks of a job on this machine: a program, once for each task.
+
+  # two workers, each with half of the GPUs, or of the cores where there are none
+  python scripts/launch.py --workers=2 -- scripts/train.py --strategy=multi_worker --run_dir=runs/a
+
+  # two workers and a parameter server; a chief, which coordinates them, is added
+  python scripts/launch.py --workers=2 --ps=1 -- scripts/train.py --strategy=parameter_server
+
+  # any program: TF_CONFIG says which task it is
+  python scripts/launch.py --workers=3 --timeout_seconds=60 -- sh -c 'echo $TF_CONFIG'
+
+What stands after -- is the same for all tasks. Each line that a task writes is shown after its
+name, such as [worker 1], and kept without it in logs/worker-1.log in the run directory: that of the
+program's own --run_dir, else of the launcher's, else a new one under runs/.
+
+The job ends when the deciding task (the chief, or worker 0 without one) has ended, or when any task
+fails. Then it exits with that task's code (128 + n if signal n ended it); Ctrl-C is 130, a second
+one kills at once; --timeout_seconds is 124. No process of the job outlives it.
+"""
+
+import datetime
+import pathlib
+
+from absl import flags
+
+from kdist import program
+from kdist.launch import here
+from kdist.launch.job import Limits, last_words, stopped_by_signals
+from kdist.launch.output import Screen
+
+FLAGS = flags.FLAGS
+
+# Which tasks.
+flags.DEFINE_integer("workers", 1, "How many tasks train.", lower_bound=1)
+flags.DEFINE_integer("ps", 0, "Parameter servers; with any, a chief is added.", lower_bound=0)
+flags.DEFINE_boolean("chief", False, "A chief beside the workers, which trains as they do.")
+flags.DEFINE_boolean("evaluator", False, "A task that follows checkpoints and evaluates.")
+flags.DEFINE_boolean("share_gpus", False, "Whether more workers than GPUs may share them.")
+
+# How long.
+flags.DEFINE_float("timeout_seconds", None, "For the whole job.", lower_bound=0)
+flags.DEFINE_float(
+    "wait_seconds",
+    30.0,
+    "For the others to end by themselves, when the deciding task has.",
+    lower_bound=0,
+)
+flags.DEFINE_float(
+    "end_seconds", 5.0, "For a task that is asked to end, before it is killed.", lower_bound=0
+)
+
+flags.DEFINE_string("run_dir", None, "Gets logs/, if the program has no --run_dir of its own.")
+
+
+def main(arguments):
+    program_and_flags = arguments[1:]
+    log_dir = run_directory(program_and_flags) / "logs"
+    counts = {
+        "chief": int(FLAGS.chief),
+        "worker": FLAGS.workers,
+        "ps": FLAGS.ps,
+        "evaluator": int(FLAGS.evaluator),
+    }
+    limits = Limits(FLAGS.end_seconds, FLAGS.wait_seconds, FLAGS.timeout_seconds)
+    screen = Screen()
+    job_here = here.job(
+        counts,
+        program_and_flags,
+        log_dir,
+        limits=limits,
+        screen=screen,
+        several_on_one_gpu=FLAGS.share_gpus,
+    )
+    with job_here as job, stopped_by_signals(job):
+        screen.say(f"{job.tasks[0].cluster.counts()} on this machine; output also in {log_dir}")
+        code = job.run()
+    if job.failed:  # at the very end, as the others' complaints come after its own
+        screen.say(last_words(job.failed))
+    return code
+
+
+def run_directory(arguments):
+    """The program's own, or the launcher's, or a new one."""
+    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = flag.lstrip("-").partition("=")
+        if flag.startswith("-") and name == "run_dir" and (value if equals else following):
+            return pathlib.Path(value if equals else following)
+    if FLAGS.run_dir:
+        return pathlib.Path(FLAGS.run_dir)
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    return pathlib.Path("runs") / f"{now}-{pathlib.Path(arguments[0]).stem}"
+
+
+if __name__ == "__main__":
+    program.run(main, takes="the program to start, after --")

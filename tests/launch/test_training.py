@@ -1,0 +1,68 @@
+"""Real training under the launcher."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kdist.testing import python
+
+
+@pytest.mark.slow
+def test_two_workers_train_and_the_chief_alone_writes(scripts, tmp_path):
+    process = subprocess.run(
+        [
+            *(sys.executable, scripts / "launch.py", "--workers=2", "--timeout_seconds=240"),
+            *("--", scripts / "train.py", "--strategy=multi_worker", "--model=lenet"),
+            *("--dataset=digits", "--examples=512", "--epochs=1", "--verbose=1"),
+            "--run_dir=run",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:] + process.stdout[-3000:]
+    results = [line for line in process.stdout.splitlines() if "test accuracy 0." in line]
+    assert [line[:11] for line in results] == ["[worker 0] "]
+    assert len(process.stdout.splitlines()) < 60  # a progress bar writes itself often
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["num_replicas"] == 2
+    for n in range(2):
+        assert (tmp_path / "run" / "logs" / f"worker-{n}.log").stat().st_size > 0
+
+
+# What a matrix product takes of the processor, in seconds of processor a second.
+CORES_TAKEN = """
+import json, time
+import tensorflow as tf
+a = tf.random.normal((1500, 1500))
+tf.matmul(a, a)
+wall, processor = time.perf_counter(), time.process_time()
+for _ in range(5):
+    tf.matmul(a, a).numpy()
+taken = (time.process_time() - processor) / (time.perf_counter() - wall)
+print(json.dumps([taken]))
+"""
+
+
+@pytest.mark.slow
+def test_tensorflow_keeps_to_the_threads_that_it_is_given():
+    """A bound from above, which holds on a machine of one core and on a busy one."""
+    (taken,) = python(CORES_TAKEN, environment={"TF_NUM_INTRAOP_THREADS": "1"})
+    assert taken < 1.2
+
+
+def test_logical_devices_share_what_the_launcher_gives():
+    code = """
+import json, os
+import tensorflow as tf
+from kdist import devices
+devices.find_devices(2)
+print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
+"""
+    launchers = {"KDIST_CORES": "2", "TF_NUM_INTRAOP_THREADS": "2"}
+    assert python(code, environment=launchers) == 1  # as many devices as cores: one each
+    assert python(code, environment={**launchers, "KDIST_CORES": "3"}) == 0
