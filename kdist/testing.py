@@ -19,6 +19,9 @@ import numpy as np
 from kdist.cluster import Cluster
 from kdist.launch.ports import reserved
 
+# After one task of a job has failed, the others have so long to say something.
+_GRACE_SECONDS = 5.0
+
 
 def assert_same_weights(weights: Sequence, reference: Sequence, tolerance: float = 1e-5):
     """Fails unless both lists hold arrays of equal shapes that differ by `tolerance` at most.
@@ -86,7 +89,8 @@ def python_tasks(
         timeout_seconds: for all of them together; then they are killed.
 
     Returns:
-        What each one's last line of output holds, as JSON, in the order of `tasks`.
+        What each one's last line of output holds, as JSON, in the order of `tasks`; None for a
+        task that only serves.
 
     Raises:
         AssertionError: a process failed; the message holds the end of its output.
@@ -107,17 +111,30 @@ def python_tasks(
                     command = [sys.executable, "-c", code, *arguments]
                     process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
                 processes.append((process, output))
-            for process, _ in processes:
-                process.wait(max(deadline - time.monotonic(), 0.1))
+            _wait([process for process, _ in processes], deadline)
         finally:
             for process, _ in processes:
                 process.kill()
                 process.wait()
         ends = [output.read_text()[-3000:] for _, output in processes]
         assert all(process.returncode == 0 for process, _ in processes), "\n---\n".join(ends)
-        return [json.loads(_last_line_of_json(output.read_text())) for _, output in processes]
+        return [_last_json(output.read_text()) for _, output in processes]
 
 
-def _last_line_of_json(text):
-    """The last line that begins as JSON does: TensorFlow may say something after it."""
-    return [line for line in text.splitlines() if line.startswith(("{", "["))][-1]
+def _wait(processes, deadline):
+    """Returns when all have ended, or a little after one has failed."""
+    while any(process.poll() is None for process in processes):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise subprocess.TimeoutExpired("the tasks of a job", timeout=0)
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            if left < 0.2:
+                return
+        time.sleep(0.05)
+
+
+def _last_json(text):
+    """What the last line holds that begins as JSON does; TensorFlow may say something after it."""
+    lines = [line for line in text.splitlines() if line.startswith(("{", "["))]
+    return json.loads(lines[-1]) if lines else None

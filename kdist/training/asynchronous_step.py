@@ -12,13 +12,14 @@ update what it was computed from. So a step here
 """
 
 import contextlib
+from collections import defaultdict
 
 import keras
 import tensorflow as tf
 
 from kdist.tensorflow_internals import watch_on_tapes
 from kdist.training.finite import NONE_YET
-from kdist.training.shared_variables import brought_to, pull
+from kdist.training.shared_variables import brought_to, on_server, pull, push
 from kdist.training.step import ReplicaStep
 
 
@@ -64,11 +65,12 @@ class OwnCopies(keras.StatelessScope):
         self._written = set()
         self.is_updating = False
 
-    def pull(self):
-        """Reads the variables."""
-        values = pull([variable._value for variable in self._others])
+    def pull(self, counter):
+        """Reads the variables; gives the value of `counter`, read before, if there is one."""
+        values, count = pull([variable._value for variable in self._others], counter)
         for number, value in values.items():
             self._copies[id(self._others[number])] = value
+        return count
 
     def copy_of(self, variable):
         """The copy of a variable; None if there is none, or the optimizer is at work."""
@@ -103,10 +105,8 @@ class OwnCopies(keras.StatelessScope):
     def write_back(self):
         """Writes what was written to copies of the model's variables."""
         written = [v for v in self._others if id(v) in self._written]
-        natives = [variable._value for variable in written]
-        values = brought_to(natives, [self._copies[id(variable)] for variable in written])
-        for native, value in zip(natives, values, strict=True):
-            native.assign(value)
+        values = [self._copies[id(variable)] for variable in written]
+        push([variable._value for variable in written], values, lambda v, value: v.assign(value))
 
 
 class AsynchronousStep(ReplicaStep):
@@ -126,43 +126,59 @@ class AsynchronousStep(ReplicaStep):
         # One step after the other, the seeds are those of one device.
         self._seeds_differ = trainer.max_staleness != 0
         self._loss = trainer._loss_tracker
-        self._counter = trainer.optimizer.iterations if updates and trainer.optimizer else None
+        has_counter = updates and trainer.optimizer is not None
+        self._counter = trainer.optimizer.iterations._value if has_counter else None
+        self._written_at = None  # the count of updates after its own
         self._copies = OwnCopies(trainer.metrics_variables, _variables_of(trainer))
 
     @contextlib.contextmanager
     def running(self):
+        # Weights are read after the counter: what is written in between counts as stale.
+        began_at = self._copies.pull(self._counter)
+        if self._micro_steps.began_at is None:
+            self._micro_steps.began_at = began_at
         with super().running(), self._copies:
-            # Weights are read after the counter: what is written in between counts as stale.
-            with tf.control_dependencies(self._note_beginning()):
-                self._copies.pull()
             yield self
-            self._copies.write_back()
-
-    def _note_beginning(self):
-        if self._counter is None or self._micro_steps.began_at is not None:
-            return []
-        self._micro_steps.began_at = self._updates_made()
-        return [self._micro_steps.began_at]
+            if self.replica == 0:
+                self._copies.write_back()
 
     def handle(self, variable):
         """What a gradient tape knows a variable by."""
         copy = self._copies.copy_of(variable)
         return variable._value.handle if copy is None else copy
 
-    def gradients(self, optimizer, gradients, variables):
-        gradients = super().gradients(optimizer, gradients, variables)
-        if gradients is None:
-            return None
-        return brought_to([variable._value for variable in variables], gradients)
+    def apply(self, update, optimizer, gradients, variables):
+        """The optimizer updates the variables, once a worker, where its counter is."""
+        if self.replica > 0:
+            return
+        natives = [variable._value for variable in variables]
+        beside = [None] * len(variables)
+        for mine, brought in brought_to(natives, gradients).values():
+            for number, gradient in zip(mine, brought, strict=True):
+                beside[number] = gradient
+        counter = optimizer.iterations._value
+
+        def on_its_server():
+            with self.update():
+                update(beside)
+            return counter.read_value()
+
+        self._written_at = on_server(counter.device, on_its_server)
 
     @contextlib.contextmanager
     def update(self):
-        """The optimizer works where the counter of its steps is, on the variables themselves."""
-        device = None if self._counter is None else self._counter._value.device
+        """The optimizer is at work, on the variables themselves."""
         self._copies.is_updating = True
-        with super().update(), tf.device(device):
+        with super().update():
             yield
         self._copies.is_updating = False
+
+    def part_of_update(self, name, for_one_device, kerass_own):
+        """Parts of an optimizer's work: each variable's beside it, and by atomic operations."""
+        return {
+            "_backend_update_step": _update_each,
+            "_apply_weight_decay": _decay_each,
+        }.get(name, for_one_device)
 
     def assign_add(self, variable, value, kerass_own):
         """`variable` + `value`, in one operation."""
@@ -188,19 +204,38 @@ class AsynchronousStep(ReplicaStep):
         is the count of updates, from 1, if its loss is not finite.
         """
         none_yet = tf.constant(NONE_YET, tf.int64)
-        added = self._copies.added()
-        if self._counter is None or not self.is_last:
+        added = [self.counts(part) for part in self._copies.added()]
+        if self._written_at is None:
             return added, tf.zeros([], tf.int64), none_yet
-        now = self._updates_made()
-        staleness = tf.maximum(now - self._micro_steps.began_at - 1, 0)
+        with tf.device(self._written_at.device):
+            staleness = tf.maximum(self._written_at - self._micro_steps.began_at - 1, 0)
         with self._copies:
             is_finite = tf.math.is_finite(self._loss.total)
-        return added, staleness, tf.where(is_finite, none_yet, now)
+        staleness, made = (tf.cast(x, tf.int64) for x in (staleness, self._written_at))
+        return added, staleness, tf.where(is_finite, none_yet, made)
 
-    def _updates_made(self):
-        native = self._counter._value
+
+def _update_each(optimizer, gradients, variables, learning_rate):
+    by_device = defaultdict(list)
+    for gradient, variable in zip(gradients, variables, strict=True):
+        by_device[variable._value.device].append((gradient, variable))
+    for device, some in by_device.items():
+
+        def update_some(some=some):
+            for gradient, variable in some:
+                optimizer.update_step(gradient, variable, learning_rate)
+
+        on_server(device, update_some)
+
+
+def _decay_each(optimizer, variables):
+    if optimizer.weight_decay is None:
+        return
+    for variable in filter(optimizer._use_weight_decay, variables):
+        native = variable._value
         with tf.device(native.device):
-            return tf.cast(native.read_value(), tf.int64)
+            rate = tf.cast(optimizer.learning_rate, native.dtype)
+            native.assign_sub(native * tf.cast(optimizer.weight_decay, native.dtype) * rate)
 
 
 def _variables_of(trainer):

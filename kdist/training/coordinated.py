@@ -13,6 +13,7 @@ by another. A step that a dead worker had done by then counts as done twice.
 
 import collections
 import contextlib
+import itertools
 
 import tensorflow as tf
 
@@ -22,7 +23,12 @@ from kdist.training.finite import NONE_YET
 from kdist.training.logs import LazyLogs
 from kdist.training.predictions import joined
 from kdist.training.share import Division
-from kdist.training.shared_variables import brought_to
+from kdist.training.shared_variables import push
+
+# What takes a worker less is handed out with more of its kind, for the sake of messages; batches of
+# callbacks and of the progress bar stay what they are.
+_SHORT_SECONDS = 0.05
+_LARGEST_BUNDLE = 32
 
 
 def has_parameter_servers(strategy: tf.distribute.Strategy) -> bool:
@@ -62,16 +68,19 @@ class CoordinatedFunction:
         self._watch = watch
         self._on_worker = OnWorker(trainer, step, updates, micro_steps)
         self._functions = {}
-        self._order = {}  # group that is under way -> its place among the groups
+        self._bundle = 1  # groups that are handed out together
+        self._handed = {}  # what is under way: number -> (place of its first group, groups)
         self._places = []  # of those that have ended
+        self._ended_besides, self._logs_now = 0, None  # groups that ended with the last one
 
     @contextlib.contextmanager
     def under_way(self, groups):
         """A context that gives the groups; several at a time are run while it lasts."""
-        self._places = []
+        self._places, self._ended_besides = [], 0
         try:
             yield self._handed_out(groups)
             while not self._dispatcher.is_idle:
+                self._ended_besides = 0
                 self()
         finally:
             self._dispatcher.forget()
@@ -79,29 +88,52 @@ class CoordinatedFunction:
     def _handed_out(self, groups):
         """Each group, after as many as may be under way have been handed out."""
         waiting = collections.deque()
-        for place, group in enumerate(groups):
-            batches = group.iterator.take(group.length)
+        for place, bundle in self._bundles(groups):
+            batches = bundle[0].iterator.take(
+                sum(group.length for group in bundle), apart=self._gives_outputs
+            )
             if batches is None:
                 break
             while not self._dispatcher.may_start(batches.length):
                 yield waiting.popleft()
-            self._start(batches, place)
-            waiting.append(group)
+            self._start(batches, place, len(bundle))
+            waiting.extend(bundle)
         while waiting:
             yield waiting.popleft()
 
+    def _bundles(self, groups):
+        """(place of the first, groups that are handed out together)."""
+        numbered = enumerate(groups)
+        for place, group in numbered:
+            # Of data without a known end, nobody knows how many groups there will be.
+            more = 0 if group.may_run_out or not self._bundles_are_free else self._bundle - 1
+            yield place, [group, *(other for _, other in itertools.islice(numbered, more))]
+
+    @property
+    def _bundles_are_free(self):
+        """Nobody wants each group by itself: for its outputs, its time, or its staleness."""
+        trainer = self._trainer
+        return not (self._gives_outputs or trainer.is_tuning or trainer.max_staleness is not None)
+
     def __call__(self, *_):
         """Waits until one more group has ended; gives logs as of now, or its outputs."""
-        group, results = self._dispatcher.wait()
-        self._places.append(self._order.pop(group))
+        if self._ended_besides:
+            self._ended_besides -= 1
+            return self._logs_now
+        number, results, seconds = self._dispatcher.wait()
+        place, groups = self._handed.pop(number)
+        self._places.append(place)
         if self._gives_outputs:
             return results
+        if seconds < _SHORT_SECONDS and groups == self._bundle:
+            self._bundle = min(2 * self._bundle, _LARGEST_BUNDLE)
         facts, logs = results
         if self._watch:
             self._watch.note(*facts.numpy())
-        if self._logs_are_metrics:
-            return LazyLogs(self._trainer.get_metrics_result)
-        return LazyLogs(lambda: logs)
+        self._ended_besides = groups - 1
+        read = self._trainer.get_metrics_result if self._logs_are_metrics else (lambda: logs)
+        self._logs_now = LazyLogs(read)
+        return self._logs_now
 
     def group(self, *_):
         """Waits until one more group has ended; gives its outputs."""
@@ -111,10 +143,10 @@ class CoordinatedFunction:
         """The outputs of groups in the order of the rows."""
         return [part for _, part in sorted(zip(self._places, outputs, strict=True), key=_place)]
 
-    def _start(self, batches, place):
+    def _start(self, batches, place, groups):
         function = self._function_of(batches)
-        group = self._dispatcher.start(function, batches.tensors, batches.arrays, batches.length)
-        self._order[group] = place
+        number = self._dispatcher.start(function, batches.tensors, batches.arrays, batches.length)
+        self._handed[number] = place, groups
 
     def _function_of(self, batches):
         """The function of such a group, traced once."""
@@ -130,8 +162,7 @@ class CoordinatedFunction:
         def group(*tensors):
             return steps(batches.reader(*tensors))
 
-        signature = [tf.TensorSpec(s.shape, s.dtype) for s in batches.signature]
-        return tf.function(group, autograph=False).get_concrete_function(*signature)
+        return tf.function(group, autograph=False).get_concrete_function(*batches.signature)
 
     # What a worker does with a group.
 
@@ -141,35 +172,42 @@ class CoordinatedFunction:
         added = [tf.zeros(variable.shape, variable.dtype) for variable in variables]
         facts = tf.stack([tf.cast(reader.length, tf.int64), 0, 0, NONE_YET])
 
-        def step(number, added, facts):
-            parts, staleness, bad, logs = self._on_worker(
-                reader.batch(number), reader.first + tf.cast(number, tf.int64)
-            )
+        def step(number, added, facts, _=None):
+            batch = reader.batch(number)
+            parts, staleness, bad, logs = self._on_worker(batch, _number(reader, number))
             added = [total + part for total, part in zip(added, parts, strict=True)]
-            return added, _with(facts, staleness, bad), logs
+            return number + 1, added, _with(facts, staleness, bad), self._own_logs(logs)
 
-        if reader.is_unrolled or not self._logs_are_metrics:
-            for number in range(reader.static_length):
-                with tf.control_dependencies([facts]):
-                    added, facts, logs = step(number, added, facts)
-        else:
-            logs = ()
-            _, added, facts = tf.while_loop(
+        state = 0, added, facts, ()
+        known = reader.length if isinstance(reader.length, int) else int(not self._logs_are_metrics)
+        for _ in range(known):
+            with tf.control_dependencies([state[2]]):
+                state = step(*state)
+        if not isinstance(reader.length, int):
+            state = tf.while_loop(
                 lambda number, *_: number < reader.length,
-                lambda number, added, facts: (number + 1, *step(number, added, facts)[:2]),
-                (tf.constant(0), added, facts),
+                step,
+                (tf.constant(state[0]), *state[1:]),
                 parallel_iterations=1,
             )
-        for variable, total in zip(variables, brought_to(variables, added), strict=True):
-            variable.assign_add(total)
-        return facts, () if self._logs_are_metrics else logs
+        _, added, facts, logs = state
+        push(variables, added, lambda variable, total: variable.assign_add(total))
+        return facts, logs
+
+    def _own_logs(self, logs):
+        return () if self._logs_are_metrics else logs
 
     def _outputs(self, reader):
         """The outputs of the group's steps, a tuple of them."""
         return tuple(
-            self._on_worker.outputs(reader.batch(number), reader.first + number)
-            for number in range(reader.static_length)
+            self._on_worker.outputs(reader.batch(number), _number(reader, number))
+            for number in range(reader.length)
         )
+
+
+def _number(reader, number):
+    """The number of a group's batch, counted over all workers."""
+    return reader.first + tf.cast(number, tf.int64)
 
 
 def _place(placed):
@@ -237,13 +275,16 @@ class OnWorker:
             with tf.control_dependencies(total or []):
                 results = self._run(data, number, division, micro_step, micro_steps)
             added, staleness, bad, logs = results
-            added = [self._strategy.reduce("SUM", part, axis=None) for part in added]
+            added = [self._over_replicas("SUM", part) for part in added]
             total = added if total is None else [a + b for a, b in zip(total, added, strict=True)]
         first = self._strategy.experimental_local_results
-        logs = tf.nest.map_structure(
-            lambda log: self._strategy.reduce("MEAN", log, axis=None), logs
-        )
+        logs = tf.nest.map_structure(lambda log: self._over_replicas("MEAN", log), logs)
         return total, tf.reduce_max(tf.stack(first(staleness))), first(bad)[0], logs
+
+    def _over_replicas(self, how, value):
+        if self._strategy.num_replicas_in_sync == 1:
+            return value
+        return self._strategy.reduce(how, value, axis=None)
 
     def outputs(self, data, number):
         """What the step gives for all rows, in their order."""

@@ -7,6 +7,7 @@ copies of data that a worker keeps, and a bound on staleness.
 
 import collections
 import queue
+import time
 
 import tensorflow as tf
 
@@ -68,27 +69,27 @@ class Dispatcher:
         self._under_way[group], self._passed[group] = steps, 0
 
         def on_worker():
-            device = current_device()
+            device, began = current_device(), time.perf_counter()
             try:
                 results = function(*arguments, *self._copies_on(device, arrays))
                 results = tf.nest.map_structure(_on_coordinator, results, expand_composites=True)
             except Exception:
                 self._copies.pop(device, None)  # the worker may come back without them
                 raise
-            self._ended.put((group, results))
+            self._ended.put((group, results, time.perf_counter() - began))
 
         schedule(self._coordinator, on_worker)
         return group
 
     def wait(self):
-        """(number of a group that has ended, what its function gave).
+        """(number of a group that has ended, what its function gave, the seconds it took).
 
         Raises:
             tf.errors.OpError: what went wrong on a worker, if it is not that the worker died.
         """
         while True:
             try:
-                group, results = self._ended.get(timeout=_SECONDS_BETWEEN_LOOKS)
+                group, results, seconds = self._ended.get(timeout=_SECONDS_BETWEEN_LOOKS)
             except queue.Empty:
                 self._coordinator.done()  # raises
                 continue
@@ -97,7 +98,7 @@ class Dispatcher:
                 del self._passed[group]
                 for other in self._passed:
                     self._passed[other] += steps
-                return group, results
+                return group, results, seconds
 
     @property
     def is_idle(self) -> bool:

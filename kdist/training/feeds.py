@@ -20,16 +20,12 @@ class Reader:
     Attributes:
         batch: gives the batch of a step of the group, counted from 0.
         first: the first one's number, counted over all workers; an int64 scalar.
-        length: how many there are, an int32 scalar.
-        static_length: the same, as an int.
-        is_unrolled: `batch` takes an int only.
+        length: how many there are: an int, if the function is traced for so many; else a scalar.
     """
 
     batch: Callable[[Any], Any]
     first: tf.Tensor
-    length: tf.Tensor
-    static_length: int
-    is_unrolled: bool = False
+    length: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +38,7 @@ class Batches:
         arrays: that every worker has a copy of.
         reader: of tensors, those that are sent and the copies, gives a `Reader`.
         key: equal for groups that one traced function serves.
+        signature: shape and type of all that the reader takes.
     """
 
     length: int
@@ -49,12 +46,7 @@ class Batches:
     arrays: Sequence[np.ndarray]
     reader: Callable[..., Reader]
     key: Any
-
-    @property
-    def signature(self):
-        """Shape and type of all tensors that the reader takes."""
-        copies = [tf.TensorSpec(a.shape, tf.as_dtype(a.dtype)) for a in self.arrays]
-        return [*self.tensors, *copies]
+    signature: Sequence[tf.TensorSpec]
 
 
 class NumberedFeed:
@@ -63,20 +55,22 @@ class NumberedFeed:
     def __init__(self, pipeline, start: int = 0):
         self._pipeline, self._next = pipeline, start
 
-    def take(self, length: int) -> Batches:
-        """The next `length` batches."""
+    def take(self, length: int, apart: bool = False) -> Batches:
+        """The next `length` batches; `apart`, their number is known when the function is traced."""
         first, self._next = self._next, self._next + length
+        known = length if apart or length == 1 else None
 
-        def reader(first, length_tensor, *copies):
+        def reader(place, *copies):
+            first = place[0]
+
             def batch(number):
                 return self._pipeline.batch_of(first + tf.cast(number, tf.int64), copies)
 
-            return Reader(batch, first, length_tensor, length)
+            return Reader(batch, first, known or tf.cast(place[1], tf.int32))
 
-        tensors = tf.constant(first, tf.int64), tf.constant(length)
-        return Batches(
-            length, tensors, self._pipeline.arrays(), reader, (id(self._pipeline), length)
-        )
+        place, arrays = tf.constant([first, length], tf.int64), self._pipeline.arrays()
+        signature = [_spec(place), *(tf.TensorSpec(a.shape, a.dtype) for a in arrays)]
+        return Batches(length, [place], arrays, reader, (id(self._pipeline), known), signature)
 
 
 class SentFeed:
@@ -85,44 +79,52 @@ class SentFeed:
     def __init__(self, iterator):
         self._iterator, self._next = iterator, 0
 
-    def take(self, length: int) -> Batches | None:
+    def take(self, length: int, apart: bool = False) -> Batches | None:
         """The next `length` batches, or as many as there are; None if there is none."""
         batches = list(_up_to(length, self._iterator))
         if not batches:
             return None
-        first, self._next = self._next, self._next + len(batches)
-        structure = batches[0]
+        first, self._next = tf.constant(self._next, tf.int64), self._next + len(batches)
         flat = [tf.nest.flatten(batch, expand_composites=True) for batch in batches]
-        number = tf.constant(first, tf.int64)
-        if len(flat) > 1 and _can_be_stacked(flat):
-            return self._stacked(flat, number, structure)
-        return self._side_by_side(flat, number, structure)
+        together = not apart and len(flat) > 1 and _can_be_stacked(flat)
+        return (_stacked if together else _side_by_side)(first, flat, batches[0])
 
-    def _stacked(self, flat, number, structure):
-        length = len(flat)
-        tensors = [tf.stack(parts) for parts in zip(*flat, strict=True)]
 
-        def reader(first, *stacks):
-            def batch(number):
-                parts = [tf.gather(stack, number) for stack in stacks]
-                return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
+def _stacked(first, flat, structure):
+    """Batches of one shape, each of their tensors on top of the others."""
+    stacks = [tf.stack(parts) for parts in zip(*flat, strict=True)]
 
-            return Reader(batch, first, tf.constant(length), length)
+    def reader(first, *stacks):
+        def batch(number):
+            parts = [tf.gather(stack, number) for stack in stacks]
+            return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
 
-        return Batches(length, [number, *tensors], (), reader, _key("stacked", tensors))
+        return Reader(batch, first, tf.shape(stacks[0])[0])
 
-    def _side_by_side(self, flat, number, structure):
-        length, width = len(flat), len(flat[0])
-        tensors = [part for parts in flat for part in parts]
+    specs = [tf.TensorSpec([None, *stack.shape[1:]], stack.dtype) for stack in stacks]
+    return Batches(
+        len(flat), [first, *stacks], (), reader, ("stacked", *specs), [_spec(first), *specs]
+    )
 
-        def reader(first, *tensors):
-            def batch(number):
-                parts = tensors[number * width : (number + 1) * width]
-                return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
 
-            return Reader(batch, first, tf.constant(length), length, is_unrolled=True)
+def _side_by_side(first, flat, structure):
+    """Batches of any shapes, one after the other."""
+    length, width = len(flat), len(flat[0])
+    tensors = [first, *(part for parts in flat for part in parts)]
 
-        return Batches(length, [number, *tensors], (), reader, _key("side by side", tensors))
+    def reader(first, *tensors):
+        def batch(number):
+            parts = tensors[number * width : (number + 1) * width]
+            return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
+
+        return Reader(batch, first, length)
+
+    specs = [_spec(tensor) for tensor in tensors]
+    return Batches(length, tensors, (), reader, ("side by side", *specs), specs)
+
+
+def _spec(tensor):
+    return tf.TensorSpec(tensor.shape, tensor.dtype)
 
 
 def _up_to(length, iterator):
@@ -136,7 +138,3 @@ def _up_to(length, iterator):
 def _can_be_stacked(flat):
     first = [(part.shape, part.dtype) for part in flat[0]]
     return all([(part.shape, part.dtype) for part in parts] == first for parts in flat)
-
-
-def _key(kind, tensors):
-    return kind, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)

@@ -194,17 +194,17 @@ def _apply(step, kerass_own, optimizer, grads, trainable_variables=None):
     if not optimizer.built:
         optimizer.build(variables)
     gradients = step.gradients(optimizer, list(grads), variables)
-    if gradients is None:
-        return None
-    with step.update():
-        return kerass_own(optimizer, gradients, variables)
+    if gradients is not None:
+        step.apply(lambda g: kerass_own(optimizer, g, variables), optimizer, gradients, variables)
+    return None
 
 
 def _apply_on_copies(step, kerass_own, optimizer, grads, trainable_variables=None):
     """The reduced gradients are finite on all replicas or on none: each can decide by itself."""
-    if step.has_copies:
-        return optimizer._common_apply(grads, trainable_variables)
-    return kerass_own(optimizer, grads, trainable_variables)
+    apply = step.part_of_update(
+        "_tf_apply", keras.optimizers.LossScaleOptimizer._common_apply, kerass_own
+    )
+    return apply(optimizer, grads, trainable_variables)
 
 
 def _already_reduced(step, kerass_own, optimizer, grads_and_vars):
@@ -216,7 +216,7 @@ def _alone(name):
     for_one_device = getattr(BaseOptimizer, name)
 
     def update(step, kerass_own, optimizer, *args, **kwargs):
-        act = for_one_device if step.has_copies else kerass_own
+        act = step.part_of_update(name, for_one_device, kerass_own)
         return act(optimizer, *args, **kwargs)
 
     return update

@@ -196,6 +196,11 @@ class ReplicatedTrainer(TensorFlowTrainer):
             self._dispatcher = Dispatcher(self.distribute_strategy, self.max_staleness)
         return CoordinatedFunction(self, step, self._dispatcher, *args, **kwargs)
 
+    @property
+    def is_tuning(self) -> bool:
+        """Whether `fit` tries how many steps a call are fastest."""
+        return self._tuner is not None and not self._tuner.is_done
+
     def first_nonfinite_step(self) -> int | None:
         """The optimizer step (from 1) whose loss was the first to be NaN or infinite, if any."""
         return self._finite_watch.first_bad_step() if self._finite_watch else None

@@ -3,6 +3,9 @@
 A worker's step reads every variable and sends a gradient for each. Sent alone, a small one costs a
 message, and messages cost more than a small model's arithmetic. So small variables of one server
 and one type are read as one vector, and written as one.
+
+What a server does for a step is one function there. TensorFlow has each step wait for all that
+it wrote, one message for each write; for a function it waits once.
 """
 
 from collections import defaultdict
@@ -13,54 +16,98 @@ import tensorflow as tf
 _PACK_BELOW_BYTES = 256 * 1024
 
 
-def pull(variables):
-    """The values of small variables, by the place in the list; the others are left out.
+def on_server(device, function, *tensors):
+    """What `function` gives, which runs on `device` as a whole."""
+
+    def there(*tensors):
+        with tf.device(device):
+            return function(*tensors)
+
+    with tf.device(device):
+        return tf.function(there, autograph=False)(*tensors)
+
+
+def pull(variables, counter=None):
+    """(values of small variables by their place in the list, the value of `counter`).
 
     Args:
         variables: TensorFlow's, on any devices.
+        counter: a variable that is read before all others.
     """
-    values = {}
-    for device, numbers in _packs(variables):
-        with tf.device(device):
-            flat = tf.concat([tf.reshape(variables[n].read_value(), [-1]) for n in numbers], 0)
-        values.update(zip(numbers, _unpacked(flat, [variables[n] for n in numbers]), strict=True))
-    return values
+    values, count = {}, None
+    if counter is not None:
+        count = on_server(counter.device, counter.read_value)
+    for device, packs in _packs(variables).items():
+        with tf.control_dependencies([] if count is None else [count]):
+            flats = on_server(device, lambda packs=packs: _read(variables, packs))
+        for flat, numbers in zip(flats, packs, strict=True):
+            parts = _unpacked(flat, [variables[n] for n in numbers])
+            values.update(zip(numbers, parts, strict=True))
+    return values, count
+
+
+def push(variables, tensors, write):
+    """Has each server write to its variables.
+
+    Args:
+        variables: TensorFlow's.
+        tensors: one for each: a tensor of its shape, `tf.IndexedSlices`, or None.
+        write: is given a variable and its tensor, beside it.
+    """
+    for device, (mine, brought) in brought_to(variables, tensors).items():
+
+        def write_all(mine=mine, brought=brought):
+            for number, tensor in zip(mine, brought, strict=True):
+                write(variables[number], tensor)
+
+        on_server(device, write_all)
 
 
 def brought_to(variables, tensors):
-    """The tensors, small ones beside the variables that they belong to.
+    """The tensors beside their variables: device -> (numbers, tensors), without those of None.
 
     Args:
         variables: TensorFlow's.
         tensors: one for each: a tensor of its shape, `tf.IndexedSlices`, or None.
     """
-    tensors = list(tensors)
+    beside = {}
     dense = [
         v if isinstance(t, tf.Tensor) else None for v, t in zip(variables, tensors, strict=True)
     ]
-    for device, numbers in _packs(dense):
-        if len(numbers) == 1:
-            continue
-        flat = tf.concat([tf.reshape(tensors[n], [-1]) for n in numbers], 0)
-        with tf.device(device):
-            parts = _unpacked(flat, [variables[n] for n in numbers])
-        for number, part in zip(numbers, parts, strict=True):
-            tensors[number] = part
-    return tensors
+    for device, packs in _packs(dense).items():
+        for numbers in packs:
+            flat = tf.concat([tf.reshape(tensors[n], [-1]) for n in numbers], 0)
+            with tf.device(device):
+                parts = _unpacked(flat, [variables[n] for n in numbers])
+            beside.update(zip(numbers, parts, strict=True))
+    by_device = defaultdict(lambda: ([], []))
+    for number, (variable, tensor) in enumerate(zip(variables, tensors, strict=True)):
+        if tensor is not None:
+            mine, brought = by_device[variable.device]
+            mine.append(number)
+            brought.append(beside.get(number, tensor))
+    return by_device
 
 
 def _packs(variables):
-    """(device, numbers of the small variables of one type on it)."""
-    packs = defaultdict(list)
+    """Device -> lists of the numbers of its small variables, those of one type together."""
+    packs = defaultdict(lambda: defaultdict(list))
     for number, variable in enumerate(variables):
         if variable is not None and _is_small(variable):
-            packs[variable.device, variable.dtype].append(number)
-    return [(device, numbers) for (device, _), numbers in packs.items()]
+            packs[variable.device][variable.dtype].append(number)
+    return {device: list(by_type.values()) for device, by_type in packs.items()}
 
 
 def _is_small(variable):
     known = variable.shape.is_fully_defined() and variable.dtype != tf.string
     return known and variable.shape.num_elements() * variable.dtype.size < _PACK_BELOW_BYTES
+
+
+def _read(variables, packs):
+    return [
+        tf.concat([tf.reshape(variables[n].read_value(), [-1]) for n in numbers], 0)
+        for numbers in packs
+    ]
 
 
 def _unpacked(flat, like):

@@ -152,6 +152,22 @@ class ReplicaStep:
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return tf.math.multiply_no_nan(gradient, counts)
 
+    def apply(self, update, optimizer, gradients, variables):
+        """Has `update` act on gradients that are reduced already.
+
+        Args:
+            update: a function of gradients.
+            optimizer: whose function it is.
+            gradients: one for each of `variables`.
+            variables: Keras's.
+        """
+        with self.update():
+            update(gradients)
+
+    def part_of_update(self, name, for_one_device, kerass_own):
+        """How a part of an optimizer's work is done: on this replica's copies, or Keras's way."""
+        return for_one_device if self.has_copies else kerass_own
+
     @contextlib.contextmanager
     def update(self):
         """The optimizer is at work on gradients that are reduced already."""
