@@ -19,6 +19,12 @@ from typing import Any
 from kdist.cluster import Cluster
 
 _PAUSE_SECONDS = 0.1
+
+
+class AlreadyRunning(RuntimeError):
+    """The job's tasks have agreed before: TensorFlow answers at the first task's address."""
+
+
 # More than a job tells; what sends more is no task of it.
 _LONGEST_LINE = 1 << 20
 
@@ -44,6 +50,7 @@ def agree(
         TimeoutError: a task did not come, or its address does not answer.
         ValueError: two tasks take the same place, or were told different things.
         OSError: this task cannot listen on its own address.
+        AlreadyRunning: this task comes when the job runs.
     """
     if cluster.is_alone:
         return {cluster.name: own}
@@ -181,7 +188,10 @@ def _attend(cluster, facts, deadline, timeout_seconds, own):
         told = {"tasks": _tasks(cluster), "facts": dict(facts), "own": own}
         connection.sendall(_line({"task": cluster.name, **told}))
         # The first task's deadline may be later by what it started later.
-        verdict = _read(connection, deadline + timeout_seconds)
+        answer = _read_line(connection, deadline + timeout_seconds)
+    if _is_of_grpc(answer):
+        raise AlreadyRunning(f"the job of {cluster.name} runs already")
+    verdict = _parsed(answer)
     if not isinstance(verdict, dict):
         raise TimeoutError(
             f"{first.name} ({first.address}) ended before all tasks had come; its own message "
@@ -214,9 +224,26 @@ def _line(data):
 
 def _read(connection, deadline):
     """One line of JSON; None if there comes none in time."""
+    return _parsed(_read_line(connection, deadline))
+
+
+def _read_line(connection, deadline):
+    """What comes until the end of a line, in time."""
     connection.settimeout(max(deadline - time.monotonic(), 0.01))
     try:
         with connection.makefile("rb") as stream:
-            return json.loads(stream.readline(_LONGEST_LINE))
-    except (OSError, ValueError):
+            return stream.readline(_LONGEST_LINE)
+    except OSError:
+        return b""
+
+
+def _parsed(line):
+    try:
+        return json.loads(line)
+    except ValueError:
         return None
+
+
+def _is_of_grpc(answer):
+    """Whether these bytes begin as an HTTP/2 server's: with a frame of settings."""
+    return len(answer) >= 9 and answer[3:5] == b"\x04\x00" and answer[5:9] == bytes(4)

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from kdist import __version__
-from kdist.agreement import agree, first_task
+from kdist.agreement import AlreadyRunning, agree, first_task
 from kdist.cluster import Cluster
 from kdist.tensorflow_internals import has_started
 
@@ -55,7 +55,24 @@ def join(
         **(facts or {}),
     }
     state = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
-    told = agree(cluster, facts, timeout_seconds, {"state": state, "seed": secrets.randbits(31)})
+    own = {"state": state, "seed": secrets.randbits(31)}
+    try:
+        told = agree(cluster, facts, timeout_seconds, own)
+    except AlreadyRunning as error:
+        _check_can_join_late(cluster, strategy, error)
+        told = {cluster.name: own}
     if len({own["state"] for own in told.values()}) > 1:
         keras.utils.set_random_seed(told[first_task(cluster).name]["seed"])
     cluster.publish()
+
+
+def _check_can_join_late(cluster, strategy, error):
+    """A worker of parameter servers takes the place of one that died; nobody else can."""
+    if strategy != "parameter_server":
+        raise RuntimeError(f"{error}; end all of its tasks, and start them together") from error
+    if cluster.role == "ps":
+        raise RuntimeError(
+            f"{error}, and the variables that {cluster.name} kept are lost; end all of its tasks, "
+            "and start them together"
+        ) from error
+    print(f"kdist: {cluster.name} joins a job that runs already", file=sys.stderr)

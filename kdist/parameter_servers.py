@@ -4,6 +4,7 @@ All of them run the same program. Where it creates the strategy, the chief goes 
 a parameter server the program ends there: it computes, or keeps variables, until the chief ends.
 """
 
+import os
 import socket
 import sys
 import time
@@ -16,12 +17,15 @@ from kdist.devices import find_devices
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_ANSWER = 10.0
+# With one, training stood still for good.
+_FEWEST_OPERATIONS_AT_ONCE = 4
 # So many times in a row without an answer, and the chief has gone.
 _LOOKS_WITHOUT_ANSWER = 4
 
 
 def coordinate(cluster: Cluster) -> tf.distribute.experimental.ParameterServerStrategy:
     """The strategy by which this process, the chief, has the others work."""
+    _allow_waiting()
     resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(_trained_by(cluster)), task_type="chief", task_id=0, rpc_layer="grpc"
     )
@@ -60,13 +64,26 @@ def _trained_by(cluster):
 def _configuration(names):
     """TensorFlow's server takes no notice of how the process itself is configured."""
     cpus = [name for name in names if name.startswith("CPU:")]
-    threads = tf.config.threading
     return tf.compat.v1.ConfigProto(
         device_count={"CPU": max(1, len(cpus))},
         gpu_options=tf.compat.v1.GPUOptions(allow_growth=True),
-        intra_op_parallelism_threads=threads.get_intra_op_parallelism_threads(),
-        inter_op_parallelism_threads=threads.get_inter_op_parallelism_threads(),
+        intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
+        inter_op_parallelism_threads=_operations_at_once(),
     )
+
+
+def _allow_waiting():
+    """Several operations at once: each that waits for a message takes a thread."""
+    threads = tf.config.threading
+    if _operations_at_once() != threads.get_inter_op_parallelism_threads():
+        threads.set_inter_op_parallelism_threads(_operations_at_once())
+
+
+def _operations_at_once():
+    """As many as were asked for, but so many that waiting ones do not stop the others."""
+    asked = tf.config.threading.get_inter_op_parallelism_threads()
+    asked = asked or int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
+    return asked and max(asked, _FEWEST_OPERATIONS_AT_ONCE)
 
 
 def _wait_until_gone(address):
@@ -77,8 +94,6 @@ def _wait_until_gone(address):
         try:
             socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_ANSWER).close()
             has_come, missed = True, 0
-        except ConnectionRefusedError:
-            missed += 1
         except OSError:
             missed += 1
         time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -13,6 +13,7 @@ by another. A step that a dead worker had done by then counts as done twice.
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 
 import tensorflow as tf
@@ -220,34 +221,43 @@ def _with(facts, staleness, bad):
     return tf.stack([steps, total + staleness, largest, tf.where(first == NONE_YET, bad, first)])
 
 
-class Watch:
-    """What the coordinator knows of the steps that were made since `reset`.
+@dataclasses.dataclass(frozen=True)
+class Staleness:
+    """How old the weights were that steps computed their gradients from.
 
     Attributes:
-        steps: how many.
-        max_staleness: the most updates that happened between a step's reading and its own.
+        steps: how many steps that is about.
+        mean: of the updates that others made between a step's reading and its own update.
+        largest: of the same.
     """
+
+    steps: int = 0
+    mean: float = 0.0
+    largest: int = 0
+
+
+class Watch:
+    """What the coordinator knows of the steps that were made since `reset`."""
 
     def __init__(self):
         self.reset()
 
     def reset(self):
         """Forgets all."""
-        self.steps = self.max_staleness = self._sum = 0
+        self._steps = self._sum = self._largest = 0
         self._first_bad: int | None = None
 
-    def note(self, steps, staleness, max_staleness, first_bad):
+    def note(self, steps, staleness, largest_staleness, first_bad):
         """Takes what a group saw: of all its steps, and the first bad one or `NONE_YET`."""
-        self.steps += int(steps)
+        self._steps += int(steps)
         self._sum += int(staleness)
-        self.max_staleness = max(self.max_staleness, int(max_staleness))
+        self._largest = max(self._largest, int(largest_staleness))
         if first_bad != NONE_YET:
             self._first_bad = min(int(first_bad), self._first_bad or int(first_bad))
 
-    @property
-    def mean_staleness(self) -> float:
-        """The mean number of updates between a step's reading and its own."""
-        return self._sum / self.steps if self.steps else 0.0
+    def staleness(self) -> Staleness:
+        """That of all steps."""
+        return Staleness(self._steps, self._sum / max(1, self._steps), self._largest)
 
     def first_bad_step(self) -> int | None:
         """The step (from 1) whose loss was the first not to be finite."""

@@ -15,7 +15,12 @@ import tensorflow as tf
 from kdist.training import compiled_parts, inputs, keras_hooks
 from kdist.training import step as steps
 from kdist.training.accumulation import Accumulators, optimizers_of
-from kdist.training.coordinated import CoordinatedFunction, Watch, has_parameter_servers
+from kdist.training.coordinated import (
+    CoordinatedFunction,
+    Staleness,
+    Watch,
+    has_parameter_servers,
+)
 from kdist.training.dispatcher import Dispatcher
 from kdist.training.epochs import StepGroups
 from kdist.training.feeds import NumberedFeed, SentFeed
@@ -204,6 +209,15 @@ class ReplicatedTrainer(TensorFlowTrainer):
     def first_nonfinite_step(self) -> int | None:
         """The optimizer step (from 1) whose loss was the first to be NaN or infinite, if any."""
         return self._finite_watch.first_bad_step() if self._finite_watch else None
+
+    @property
+    def staleness(self) -> Staleness:
+        """How old the weights were that the steps of the last `fit` computed with.
+
+        Under parameter servers; elsewhere no update comes between a step's reading and its own.
+        """
+        is_watched = isinstance(self._finite_watch, Watch)
+        return self._finite_watch.staleness() if is_watched else Staleness()
 
     def _logs_are_metrics(self, step_name):
         """Whether a step's logs are just the metrics' results: nobody has overridden either."""

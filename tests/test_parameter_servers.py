@@ -1,0 +1,112 @@
+"""Parameter servers at work: all at once, with a worker killed, and with threads dealt out."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from kdist.cluster import Cluster
+from kdist.launch.ports import reserved
+from kdist.testing import python_tasks
+
+TRAINING = """
+import json, pathlib, sys
+import kdist
+strategy = kdist.create_strategy("parameter_server", cluster_timeout_seconds=60)
+import keras
+from sklearn.datasets import load_digits
+x, y = load_digits(return_X_y=True)
+x = (x * (255 / 16)).reshape(-1, 8, 8, 1).astype("uint8")
+keras.utils.set_random_seed(1)
+batch = kdist.Batch(local=32, replicas=strategy.num_replicas_in_sync)
+source = kdist.data.from_arrays(x, y)
+train = kdist.data.Pipeline(source, batch, seed=1)
+test = kdist.data.Pipeline(source, batch, training=False)
+with strategy.scope():
+    layers = keras.layers
+    model = kdist.Model.of(keras.Sequential([
+        layers.Input((8, 8, 1)), layers.Rescaling(1 / 255), layers.Flatten(),
+        layers.Dense(64, activation="relu"), layers.Dropout(0.1), layers.BatchNormalization(),
+        layers.Dense(10, activation="softmax")]))
+    model.compile(keras.optimizers.Adam(0.003), "sparse_categorical_crossentropy",
+                  metrics=["accuracy"])
+
+class Progress(keras.callbacks.Callback):
+    batches = 0
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches += 1
+        if directory:
+            (directory / "progress").write_text(str(self.batches))
+    def on_epoch_end(self, epoch, logs=None):
+        is_enough = directory is None or (directory / "enough").exists()
+        self.model.stop_training = epoch >= 11 and is_enough
+
+directory = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else None
+progress = Progress()
+history = model.fit(train, validation_data=test, epochs=1000, verbose=0, callbacks=[progress])
+print(json.dumps({
+    "accuracy": history.history["val_accuracy"][-1],
+    "steps": len(history.epoch) * train.steps_per_epoch,
+    "batches": progress.batches,
+    "iterations": int(model.optimizer.iterations.numpy()),
+    "staleness": [model.staleness.mean, model.staleness.largest],
+}))
+"""
+
+
+def test_all_at_once_they_learn_and_no_update_is_lost():
+    outcome, *_ = python_tasks(TRAINING, {"chief": 1, "worker": 2, "ps": 2})
+    assert outcome["accuracy"] >= 0.95
+    assert outcome["iterations"] == outcome["batches"] == outcome["steps"]
+    mean, largest = outcome["staleness"]
+    assert 0 < mean <= largest
+
+
+def test_a_worker_that_is_killed_and_started_again_is_one_again(tmp_path):
+    with reserved(4) as ports, contextlib.ExitStack() as running:
+        addresses = [f"127.0.0.1:{port}" for port in ports]
+        job = {"chief": addresses[:1], "worker": addresses[1:3], "ps": addresses[3:]}
+
+        def start(role, index=0):
+            environment = dict(os.environ)
+            cluster = Cluster(job, role, index)
+            cluster.publish(environment)
+            output = (tmp_path / cluster.name).open("w")
+            command = [sys.executable, "-c", TRAINING, str(tmp_path)]
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+            running.callback(process.wait)
+            running.callback(process.kill)
+            return process
+
+        chief, victim, *_ = start("chief"), start("worker", 1), start("worker", 0), start("ps")
+        _wait_for(lambda: int(_said(tmp_path, "progress") or 0) > 60, chief, tmp_path)
+        victim.send_signal(signal.SIGKILL)
+        victim.wait(10)
+        substitute = start("worker", 1)
+        _wait_for(lambda: "worker 1 joins" in _said(tmp_path, "worker 1"), chief, tmp_path)
+        time.sleep(3)
+        (tmp_path / "enough").touch()
+        assert chief.wait(60) == 0, _said(tmp_path, "chief")
+        assert substitute.wait(30) == 0
+    assert "worker 1 joins a job that runs already" in _said(tmp_path, "worker 1")
+    outcome = json.loads(_said(tmp_path, "chief").strip().splitlines()[-1])
+    assert outcome["accuracy"] >= 0.95
+    assert outcome["batches"] == outcome["steps"]
+    # What the dead worker had done of the bundle that was done again counts as well.
+    assert outcome["steps"] <= outcome["iterations"] <= outcome["steps"] + 64
+
+
+def _wait_for(condition, process, directory):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, _said(directory, "chief")
+        assert time.monotonic() < deadline, _said(directory, "chief")
+        time.sleep(0.05)
+
+
+def _said(directory, name):
+    file = directory / name
+    return file.read_text() if file.exists() else ""
