@@ -40,6 +40,11 @@ flags.DEFINE_multi_enum(
     "libraries", ["Keras", "kdist"], ["Keras", "kdist"], "Whose models; repeat it for several."
 )
 flags.DEFINE_list("replicas", ["1", "2", "4"], "On how many devices: 1, 2, 4 or several of them.")
+flags.DEFINE_list(
+    "layouts",
+    ["mirrored", "multi_worker", "parameter_server"],
+    "Devices of one process, a process each, or parameter servers: one or several of them.",
+)
 flags.DEFINE_string(
     "markdown",
     None,
@@ -75,10 +80,15 @@ def chosen_columns():
     unknown = set(FLAGS.replicas) - {"1", "2", "4"}
     if unknown:
         raise ValueError(f"--replicas={','.join(FLAGS.replicas)}: there are 1, 2 and 4")
+    layouts = {column.layout for column in COLUMNS}
+    if unknown := set(FLAGS.layouts) - layouts:
+        raise ValueError(f"--layouts={','.join(unknown)}: there are {', '.join(sorted(layouts))}")
     columns = [
         column
         for column in COLUMNS
-        if column.library in FLAGS.libraries and str(column.replicas) in FLAGS.replicas
+        if column.library in FLAGS.libraries
+        and str(column.replicas) in FLAGS.replicas
+        and column.layout in FLAGS.layouts
     ]
     if not columns:
         raise ValueError("Keras on 1 device is the reference; take --replicas=2, 4 or both")

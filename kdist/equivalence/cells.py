@@ -12,7 +12,9 @@ before TensorFlow has started anything.
 This module imports neither TensorFlow nor Keras; the processes do.
 """
 
+import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -20,7 +22,9 @@ import pathlib
 import pickle
 import tempfile
 
+from kdist.cluster import Cluster
 from kdist.equivalence.verdict import Verdict, error
+from kdist.launch.ports import reserved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +33,28 @@ class Column:
 
     Attributes:
         library: `Keras` or `kdist`: whose model class.
-        replicas: 0 is one device without a strategy, 1 `one_device`, more are `mirrored`.
+        replicas: 0 is one device without a strategy, 1 `one_device`, more are those of `layout`.
+        layout: `mirrored`; `multi_worker`: a process each; `parameter_server`: as many workers, a
+            chief and a parameter server, one step after the other.
     """
 
     library: str
     replicas: int
+    layout: str = "mirrored"
 
     @property
     def title(self) -> str:
-        return f"{self.library} × {max(1, self.replicas)}"
+        several = "" if self.layout == "mirrored" else f" {self.layout}"
+        return f"{self.library}{several} × {max(1, self.replicas)}"
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """The processes that it takes, by role; the first one's outcome counts."""
+        return {
+            "mirrored": {"worker": 1},
+            "multi_worker": {"worker": self.replicas},
+            "parameter_server": {"chief": 1, "worker": self.replicas, "ps": 1},
+        }[self.layout]
 
 
 REFERENCE = Column("Keras", 0)
@@ -47,6 +64,8 @@ COLUMNS = (
     Column("kdist", 1),
     Column("kdist", 2),
     Column("kdist", 4),
+    Column("kdist", 2, "multi_worker"),
+    Column("kdist", 2, "parameter_server"),
 )
 
 
@@ -68,6 +87,7 @@ class Cells:
 
     def __init__(self, timeout_seconds: float):
         self._timeout_seconds = timeout_seconds
+        self._number = 0
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["kdist.equivalence.features"])
         # The table is about logical CPU devices, on machines with GPUs too.
@@ -113,14 +133,37 @@ class Cells:
             if column.library == "Keras" and not feature.in_keras:
                 row[column] = Verdict("not there")
             else:
-                arguments = (feature.name, column, reference)
-                row[column] = self._in_a_process(feature.name, _train_cell, arguments)
+                row[column] = self._cell(feature.name, column, reference)
         reference.unlink()
         return row
 
+    def _cell(self, name, column, reference):
+        """The verdict of the first task; the others are there for it."""
+        number = sum(column.tasks.values())
+        with reserved(number) as ports, contextlib.ExitStack() as others:
+            everyone = _tasks(column, ports)
+            for cluster in everyone[1:]:
+                others.enter_context(
+                    self._process(name, _train_cell, (name, column, reference, cluster))
+                )
+            return self._in_a_process(name, _train_cell, (name, column, reference, everyone[0]))
+
     def _in_a_process(self, name, function, arguments):
         """What `function` gives; a verdict if it raises, dies, or does not end in time."""
-        log = pathlib.Path(self._directory.name) / f"{_file_name(name)}.log"
+        with self._process(name, function, arguments) as (process, receiver, log):
+            try:
+                if not receiver.poll(self._timeout_seconds):
+                    return Verdict("error", says=f"no answer within {self._timeout_seconds:g} s")
+                return receiver.recv()
+            except EOFError:
+                process.join()
+                return Verdict("error", says=f"process ended with {process.exitcode}: {_tail(log)}")
+
+    @contextlib.contextmanager
+    def _process(self, name, function, arguments):
+        """A process that calls `function`, what it answers by, and the file with what it prints."""
+        self._number += 1
+        log = pathlib.Path(self._directory.name) / f"{_file_name(name)}-{self._number}.log"
         receiver, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=_answer, args=(sender, log, function, arguments), daemon=True
@@ -128,16 +171,18 @@ class Cells:
         process.start()
         sender.close()
         try:
-            if not receiver.poll(self._timeout_seconds):
-                return Verdict("error", says=f"no answer within {self._timeout_seconds:g} s")
-            return receiver.recv()
-        except EOFError:
-            process.join()
-            return Verdict("error", says=f"process ended with {process.exitcode}: {_tail(log)}")
+            yield process, receiver, log
         finally:
             process.kill()
             process.join()
             receiver.close()
+
+
+def _tasks(column, ports):
+    """The job of a column, as each of its tasks sees it; the one that is judged comes first."""
+    addresses = (f"127.0.0.1:{port}" for port in ports)
+    tasks = {role: [next(addresses) for _ in range(n)] for role, n in column.tasks.items()}
+    return Cluster(tasks, next(iter(tasks)), 0).all_tasks()
 
 
 def _file_name(name):
@@ -174,14 +219,14 @@ def _train_reference(name, file):
     file.write_bytes(pickle.dumps(_train(name, REFERENCE)))
 
 
-def _train_cell(name, column, reference_file):
+def _train_cell(name, column, reference_file, cluster):
     from kdist.equivalence.features import FEATURES
 
     reference = pickle.loads(reference_file.read_bytes())
-    return FEATURES[name].judge(_train(name, column), reference)
+    return FEATURES[name].judge(_train(name, column, cluster), reference)
 
 
-def _train(name, column):
+def _train(name, column, cluster=None):
     import keras
 
     import kdist
@@ -189,11 +234,13 @@ def _train(name, column):
     from kdist.equivalence.features import FEATURES
 
     model_class = keras.Model if column.library == "Keras" else kdist.Model
-    return trial.run(FEATURES[name], model_class, _strategy(column))
+    return trial.run(FEATURES[name], model_class, _strategy(column, cluster))
 
 
-def _strategy(column):
+def _strategy(column, cluster):
     """For Keras the strategy as TensorFlow makes it, for kdist as kdist does."""
+    if column.layout != "mirrored":
+        return _strategy_of_job(column, cluster)
     import tensorflow as tf
 
     import kdist
@@ -205,3 +252,14 @@ def _strategy(column):
     if column.library == "Keras":
         return tf.distribute.MirroredStrategy(devices)
     return kdist.create_strategy("one_device" if len(devices) == 1 else "mirrored", devices)
+
+
+def _strategy_of_job(column, cluster):
+    import kdist
+    from kdist.training.replicated import ReplicatedTrainer
+
+    if column.layout == "parameter_server":
+        # One step after the other, they are to train as one device.
+        own = ReplicatedTrainer.compile
+        ReplicatedTrainer.compile = functools.partialmethod(own, max_staleness=0)
+    return kdist.create_strategy(column.layout, cluster=cluster)

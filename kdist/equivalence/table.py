@@ -45,6 +45,7 @@ def as_data(rows: dict, columns) -> list[dict]:
             "feature": feature.name,
             "description": feature.text,
             "library": column.library,
+            "layout": column.layout,
             "replicas": column.replicas,
             "verdict": row[column].kind,
             # NaN and infinity are no JSON; they are in `says_in_full`.
