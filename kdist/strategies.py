@@ -4,6 +4,7 @@
     strategy = create_strategy("mirrored", devices=2)              # two GPUs, or logical CPUs
     strategy = create_strategy("mirrored", devices=["GPU:0", "GPU:3"], reduction="nccl")
     strategy = create_strategy("multi_worker")                     # on each task of a job
+    strategy = create_strategy("parameter_server")                 # only the chief goes on
 
 Create it before anything else runs on TensorFlow: the number of logical devices and the GPUs'
 memory growth are fixed from the first operation on.
@@ -51,7 +52,8 @@ def create_strategy(
 
     Args:
         name: `auto` (mirrored on several devices, else one; says in a line what it took),
-            `one_device`, `mirrored`, `multi_worker`, `central_storage` or `tpu`.
+            `one_device`, `mirrored`, `multi_worker`, `parameter_server`, `central_storage` or
+            `tpu`.
         devices: how many, or their names; None takes all GPUs, or the CPU where there are none.
             A number on a machine without GPUs makes that many logical CPU devices. Under
             `multi_worker` they are those of this task; all tasks have the same number.
@@ -104,6 +106,13 @@ def create_strategy(
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
     """Whether this process is the one that writes: always, unless it is one of several workers."""
     return strategy.extended.should_checkpoint
+
+
+def num_workers(strategy: tf.distribute.Strategy) -> int:
+    """Processes that compute: 1, unless the strategy is one of several tasks."""
+    if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
+        return strategy.extended._num_workers
+    return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
 
 def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:

@@ -9,6 +9,10 @@
   # the same on two hosts: this on each of them, TF_CONFIG naming both (or by srun)
   python scripts/train.py --strategy=multi_worker --local_batch_size=64
 
+  # asynchronously: a chief hands steps to two workers, a parameter server keeps the weights
+  python scripts/launch.py --workers=2 --ps=1 -- scripts/train.py --strategy=parameter_server \
+    --model=lenet
+
   # in a minute: a small model on scikit-learn's digits
   python scripts/train.py --model=lenet --dataset=digits --epochs=5
 
@@ -16,6 +20,7 @@ It ends with the test accuracy, seconds an epoch, examples a second and the devi
 config.json, metrics.jsonl, summary.json, checkpoints and a report page in --run_dir.
 """
 
+import dataclasses
 import datetime
 import importlib.metadata
 import pathlib
@@ -48,7 +53,9 @@ flags.DEFINE_string(
 
 # Where.
 flags.DEFINE_string(
-    "strategy", "auto", "auto, one_device, mirrored, multi_worker, central_storage or tpu."
+    "strategy",
+    "auto",
+    "auto, one_device, mirrored, multi_worker, parameter_server, central_storage or tpu.",
 )
 flags.DEFINE_integer(
     "num_devices", None, "How many devices; without GPUs, logical CPU devices.", lower_bound=1
@@ -76,6 +83,13 @@ flags.DEFINE_float(
 flags.DEFINE_integer("local_batch_size", 64, "Examples a replica takes at once.", lower_bound=1)
 flags.DEFINE_integer(
     "accumulate", 1, "Micro-steps of --local_batch_size behind one update.", lower_bound=1
+)
+flags.DEFINE_integer(
+    "max_staleness",
+    None,
+    "parameter_server: how many updates others may make between a step's reading of the weights "
+    "and its own; 0 is one step after the other. By default any number.",
+    lower_bound=0,
 )
 flags.DEFINE_integer("epochs", 1, "Times through the data.", lower_bound=1)
 flags.DEFINE_enum("optimizer", "momentum", ["sgd", "momentum", "adam"], "momentum is SGD with 0.9.")
@@ -142,6 +156,7 @@ def main(_):
             jit_compile=FLAGS.jit_compile,
             steps_per_execution=steps_per_execution(),
             accumulate=FLAGS.accumulate,
+            max_staleness=FLAGS.max_staleness,
         )
 
     # Training
@@ -294,6 +309,8 @@ def summary_of_layout(strategy, batch, dataset, model):
         "num_replicas": batch.replicas,
         "local_batch_size": batch.local,
         "accumulate": batch.accumulate,
+        "workers": kdist.strategies.num_workers(strategy),
+        "staleness": dataclasses.asdict(model.staleness),
         "global_batch_size": batch.global_size,
         "precision": FLAGS.precision,
         "epochs": FLAGS.epochs,
@@ -338,8 +355,11 @@ def print_summary(summary):
         f"on {', '.join(summary['devices'])} ({summary['strategy']}, "
         f"{summary['num_replicas']} replicas × {summary['local_batch_size']}"
         + (f" × {accumulate} micro-steps" if (accumulate := summary["accumulate"]) > 1 else "")
+        + (f", {workers} workers" if (workers := summary["workers"]) > 1 else "")
         + ")"
     )
+    if summary["staleness"]["steps"]:
+        print("staleness: mean {mean:.2f}, largest {largest}".format(**summary["staleness"]))
 
 
 if __name__ == "__main__":

@@ -158,12 +158,16 @@ class AsynchronousStep(ReplicaStep):
                 beside[number] = gradient
         counter = optimizer.iterations._value
 
-        def on_its_server():
-            with self.update():
-                update(beside)
-            return counter.read_value()
+        def on_its_server(*parts):
+            gradients = tf.nest.pack_sequence_as(beside, parts, expand_composites=True)
+            # The counter needs no gradient, and would move before there is one.
+            with tf.control_dependencies([part for part in parts if part is not None]):
+                with self.update():
+                    update(gradients)
+                return counter.read_value()
 
-        self._written_at = on_server(counter.device, on_its_server)
+        parts = tf.nest.flatten(beside, expand_composites=True)
+        self._written_at = on_server(counter.device, on_its_server, *parts)
 
     @contextlib.contextmanager
     def update(self):

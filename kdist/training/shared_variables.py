@@ -34,13 +34,22 @@ def pull(variables, counter=None):
         variables: TensorFlow's, on any devices.
         counter: a variable that is read before all others.
     """
-    values, count = {}, None
+    packs = _packs(variables)
+    values, count, flats = {}, None, {}
     if counter is not None:
-        count = on_server(counter.device, counter.read_value)
-    for device, packs in _packs(variables).items():
-        with tf.control_dependencies([] if count is None else [count]):
-            flats = on_server(device, lambda packs=packs: _read(variables, packs))
-        for flat, numbers in zip(flats, packs, strict=True):
+        # Together, as a function does not wait for what only its call waits for.
+        count, flats[counter.device] = on_server(
+            counter.device,
+            lambda: _read(variables, packs.get(counter.device, []), counter),
+        )
+    for device in packs.keys() - flats.keys():
+        flats[device] = on_server(
+            device,
+            lambda *after, device=device: _read(variables, packs[device], after=after)[1],
+            *([] if count is None else [count]),
+        )
+    for device, some in packs.items():
+        for flat, numbers in zip(flats[device], some, strict=True):
             parts = _unpacked(flat, [variables[n] for n in numbers])
             values.update(zip(numbers, parts, strict=True))
     return values, count
@@ -103,11 +112,15 @@ def _is_small(variable):
     return known and variable.shape.num_elements() * variable.dtype.size < _PACK_BELOW_BYTES
 
 
-def _read(variables, packs):
-    return [
-        tf.concat([tf.reshape(variables[n].read_value(), [-1]) for n in numbers], 0)
-        for numbers in packs
-    ]
+def _read(variables, packs, counter=None, after=()):
+    """(the counter, read first, each pack as one vector)."""
+    count = None if counter is None else counter.read_value()
+    with tf.control_dependencies([*after, *([] if count is None else [count])]):
+        flats = [
+            tf.concat([tf.reshape(variables[n].read_value(), [-1]) for n in numbers], 0)
+            for numbers in packs
+        ]
+    return count, flats
 
 
 def _unpacked(flat, like):
