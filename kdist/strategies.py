@@ -21,6 +21,7 @@ from kdist.devices import find_devices
 from kdist.join import join
 from kdist.parameter_servers import coordinate, serve
 from kdist.tensorflow_internals import each_worker_has
+from kdist.training.served_embedding import Partitioner, serve_embeddings
 
 REDUCTIONS = {
     "auto": None,
@@ -47,6 +48,7 @@ def create_strategy(
     cluster: Cluster | None = None,
     cluster_timeout_seconds: float = 60.0,
     step_timeout_seconds: float = 600.0,
+    partitioner: Partitioner | None = None,
 ) -> tf.distribute.Strategy:
     """Makes the strategy called `name` on `devices`.
 
@@ -67,6 +69,9 @@ def create_strategy(
             Slurm says.
         cluster_timeout_seconds: how long `multi_worker` waits for the other tasks to come.
         step_timeout_seconds: how long `multi_worker` waits for them in a step; then it raises.
+        partitioner: `parameter_server`: into how many parts an embedding's table is cut, such as
+            `tf.distribute.experimental.partitioners.MinSizePartitioner(max_shards=2)`. None, the
+            default, keeps it whole; other variables are whole in any case.
 
     Raises:
         ValueError: an unknown name or reduction, options that do not go together, or more devices
@@ -92,7 +97,7 @@ def create_strategy(
         )
     if name == "parameter_server":
         cluster = Cluster.resolve() if cluster is None else cluster
-        return _parameter_server(devices, cluster, cluster_timeout_seconds)
+        return _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner)
     if name not in builders:
         raise ValueError(_unknown(name, [*builders, "multi_worker", "parameter_server"]))
     if name not in ("auto", "mirrored") and (reduction != "auto" or num_packs is not None):
@@ -179,11 +184,13 @@ def _multi_worker(devices, communication, cluster, cluster_timeout_seconds, step
         return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
 
 
-def _parameter_server(devices, cluster, cluster_timeout_seconds):
+def _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner):
     join(cluster, "parameter_server", cluster_timeout_seconds)
     if not cluster.is_chief:
         serve(cluster, devices)
-    return coordinate(cluster)
+    strategy = coordinate(cluster)
+    serve_embeddings(strategy, partitioner)
+    return strategy
 
 
 def _check_communication(reduction, num_packs):

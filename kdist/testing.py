@@ -104,7 +104,7 @@ def python_tasks(
         everyone = [Cluster(job, role, n) for role in job for n in range(len(job[role]))]
         try:
             for cluster in everyone:
-                environment = dict(os.environ)
+                environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
                 cluster.publish(environment)
                 output = pathlib.Path(directory) / cluster.name
                 with output.open("w") as file:
@@ -116,8 +116,12 @@ def python_tasks(
             for process, _ in processes:
                 process.kill()
                 process.wait()
-        ends = [output.read_text()[-3000:] for _, output in processes]
-        assert all(process.returncode == 0 for process, _ in processes), "\n---\n".join(ends)
+        failed = [
+            f"{output.name} ended with {process.returncode}: {output.read_text()[-3000:]}"
+            for process, output in processes
+            if process.returncode
+        ]
+        assert not failed, "\n---\n".join(failed)
         return [_last_json(output.read_text()) for _, output in processes]
 
 

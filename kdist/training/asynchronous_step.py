@@ -49,28 +49,39 @@ class MicroSteps:
 class OwnCopies(keras.StatelessScope):
     """Within it, Keras computes with a step's own copies of variables.
 
-    Metrics begin at zero. Of the model's variables, the small ones have a copy; what is written to
-    it, `write_back` writes to the variable.
+    Of the model's variables, the small ones have a copy; what is written to it, `write_back` writes
+    to the variable. Metrics have one that begins at zero, or at what all steps so far have added.
 
     Args:
         metrics: the metrics' variables.
         others: those of the model.
+        from_zero: metrics begin at zero.
     """
 
-    def __init__(self, metrics, others):
+    def __init__(self, metrics, others, from_zero):
         super().__init__(collect_losses=True)
-        self._metrics, self._others = metrics, others
-        self._copies = {id(v): tf.zeros(v.shape, v.dtype) for v in metrics}
+        self._metrics, self._others, self._from_zero = metrics, others, from_zero
         self._is_metric = {id(variable) for variable in metrics}
+        self._copies, self._begun_with = {}, []
         self._written = set()
         self.is_updating = False
 
     def pull(self, counter):
         """Reads the variables; gives the value of `counter`, read before, if there is one."""
-        values, count = pull([variable._value for variable in self._others], counter)
-        for number, value in values.items():
-            self._copies[id(self._others[number])] = value
+        read = self._others if self._from_zero else [*self._others, *self._metrics]
+        values, count = pull([variable._value for variable in read], counter)
+        self._copies = {id(read[number]): value for number, value in values.items()}
+        for variable in self._metrics:
+            if id(variable) not in self._copies:
+                begin = 0 if self._from_zero else variable._value.read_value()
+                self._copies[id(variable)] = tf.zeros(variable.shape, variable.dtype) + begin
+        self._begun_with = [self._copies[id(variable)] for variable in self._metrics]
         return count
+
+    def forget(self, variables):
+        """From now on these are read where they are: they have been updated."""
+        for variable in variables:
+            self._copies.pop(id(variable), None)
 
     def copy_of(self, variable):
         """The copy of a variable; None if there is none, or the optimizer is at work."""
@@ -100,7 +111,10 @@ class OwnCopies(keras.StatelessScope):
 
     def added(self):
         """What was added to each variable of the metrics."""
-        return [self._copies[id(variable)] for variable in self._metrics]
+        now = [self._copies[id(variable)] for variable in self._metrics]
+        if self._from_zero:
+            return now
+        return [value - begin for value, begin in zip(now, self._begun_with, strict=True)]
 
     def write_back(self):
         """Writes what was written to copies of the model's variables."""
@@ -116,11 +130,12 @@ class AsynchronousStep(ReplicaStep):
         number: of the batch, counted over all workers; an int64 scalar.
         trainer: the model.
         updates: the step makes updates.
+        from_zero: its metrics begin at zero; else at what all steps so far have added.
         micro_steps: those of the step; this is one of them.
         others: those of `ReplicaStep`, in its order.
     """
 
-    def __init__(self, number, trainer, updates, micro_steps, *others):
+    def __init__(self, number, trainer, updates, from_zero, micro_steps, *others):
         super().__init__(*others)
         self._number, self._micro_steps = number, micro_steps
         # One step after the other, the seeds are those of one device.
@@ -129,7 +144,7 @@ class AsynchronousStep(ReplicaStep):
         has_counter = updates and trainer.optimizer is not None
         self._counter = trainer.optimizer.iterations._value if has_counter else None
         self._written_at = None  # the count of updates after its own
-        self._copies = OwnCopies(trainer.metrics_variables, _variables_of(trainer))
+        self._copies = OwnCopies(trainer.metrics_variables, _variables_of(trainer), from_zero)
 
     @contextlib.contextmanager
     def running(self):
@@ -149,6 +164,11 @@ class AsynchronousStep(ReplicaStep):
 
     def apply(self, update, optimizer, gradients, variables):
         """The optimizer updates the variables, once a worker, where its counter is."""
+        if optimizer.gradient_accumulation_steps and self._seeds_differ:
+            raise ValueError(
+                "gradient_accumulation_steps: workers would write over each other's sums; take "
+                "compile(accumulate=…), or max_staleness=0"
+            )
         if self.replica > 0:
             return
         natives = [variable._value for variable in variables]
@@ -168,6 +188,7 @@ class AsynchronousStep(ReplicaStep):
 
         parts = tf.nest.flatten(beside, expand_composites=True)
         self._written_at = on_server(counter.device, on_its_server, *parts)
+        self._copies.forget(variables)
 
     @contextlib.contextmanager
     def update(self):

@@ -67,7 +67,7 @@ class CoordinatedFunction:
         self._logs_are_metrics = logs_are_metrics
         self._gives_outputs = gives_outputs
         self._watch = watch
-        self._on_worker = OnWorker(trainer, step, updates, micro_steps)
+        self._on_worker = OnWorker(trainer, step, updates, logs_are_metrics, micro_steps)
         self._functions = {}
         self._bundle = 1  # groups that are handed out together
         self._handed = {}  # what is under way: number -> (place of its first group, groups)
@@ -176,7 +176,10 @@ class CoordinatedFunction:
         def step(number, added, facts, _=None):
             batch = reader.batch(number)
             parts, staleness, bad, logs = self._on_worker(batch, _number(reader, number))
-            added = [total + part for total, part in zip(added, parts, strict=True)]
+            if self._logs_are_metrics:
+                added = [total + part for total, part in zip(added, parts, strict=True)]
+            else:  # the next step's logs are about this one as well
+                push(variables, parts, _add)
             return number + 1, added, _with(facts, staleness, bad), self._own_logs(logs)
 
         state = 0, added, facts, ()
@@ -192,7 +195,8 @@ class CoordinatedFunction:
                 parallel_iterations=1,
             )
         _, added, facts, logs = state
-        push(variables, added, lambda variable, total: variable.assign_add(total))
+        if self._logs_are_metrics:
+            push(variables, added, _add)
         return facts, logs
 
     def _own_logs(self, logs):
@@ -204,6 +208,10 @@ class CoordinatedFunction:
             self._on_worker.outputs(reader.batch(number), _number(reader, number))
             for number in range(reader.length)
         )
+
+
+def _add(variable, part):
+    variable.assign_add(part)
 
 
 def _number(reader, number):
@@ -271,9 +279,9 @@ class Watch:
 class OnWorker:
     """Runs a step on each replica of one worker, in one or several micro-steps."""
 
-    def __init__(self, trainer, step, updates, micro_steps):
+    def __init__(self, trainer, step, updates, from_zero, micro_steps):
         self._trainer, self._step = trainer, step
-        self._updates, self._micro_steps = updates, micro_steps
+        self._updates, self._from_zero, self._micro_steps = updates, from_zero, micro_steps
         self._strategy = trainer.distribute_strategy
 
     def __call__(self, data, number):
@@ -318,6 +326,7 @@ class OnWorker:
                 number,
                 self._trainer,
                 self._updates,
+                self._from_zero,
                 micro_steps[replica],
                 share,
                 replica,

@@ -47,3 +47,63 @@ def test_one_step_after_the_other_they_train_as_one_device(servers, options):
         np.testing.assert_allclose(chief["history"][name], values, atol=2e-5)
     np.testing.assert_allclose(chief["evaluated"], expected["evaluated"], atol=2e-5)
     np.testing.assert_allclose(chief["predicted"], expected["predicted"], atol=2e-5)
+
+
+EMBEDDING = """
+import json, pathlib, sys, tempfile
+import kdist
+import tensorflow as tf
+partitioner = tf.distribute.experimental.partitioners.FixedShardsPartitioner(2)
+strategy = kdist.create_strategy("parameter_server", partitioner=partitioner)
+import keras
+import numpy as np
+
+def train(model_class, rows):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((5,), dtype="int32")
+    layer = keras.layers.Embedding(rows, 16, embeddings_regularizer="l2")
+    x = keras.layers.Flatten()(layer(inputs))
+    model = model_class(inputs, keras.layers.Dense(2, activation="softmax")(x))
+    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "sparse_categorical_crossentropy",
+                  **({} if model_class is keras.Model else {"max_staleness": 0}))
+    draw = np.random.default_rng(0)
+    x = draw.integers(0, rows, (160, 5)).astype("int32")
+    model.fit(x, x.sum(1) % 2, batch_size=32, epochs=3, verbose=0, shuffle=False)
+    return model, layer
+
+results = {}
+for name, rows in {"small": 101, "large": 9001}.items():
+    with strategy.scope():
+        model, layer = train(kdist.Model, rows)
+    parts = [(part.value.device[-29:], list(part.shape)) for part in layer._parts]
+    file = pathlib.Path(tempfile.mkdtemp()) / "model.keras"
+    model.save(file)
+    on_one_device = keras.models.load_model(file)
+    reference, _ = train(keras.Model, rows)
+    results[name] = {
+        "parts": parts,
+        "class": type(on_one_device.layers[1]).__name__,
+        "difference": max(
+            float(np.abs(a - b).max())
+            for a, b in zip(on_one_device.get_weights(), reference.get_weights(), strict=True)
+        ),
+    }
+    with strategy.scope():
+        again = kdist.Model.of(keras.models.load_model(file))
+    results[name]["again"] = float(
+        np.abs(again.layers[1].embeddings - layer.embeddings).max()
+    )
+print(json.dumps(results))
+"""
+
+
+def test_an_embedding_lies_on_two_servers_and_trains_as_on_one_device():
+    outcome, *_ = python_tasks(EMBEDDING, {"chief": 1, "worker": 2, "ps": 2})
+    assert [rows for _, rows in outcome["small"]["parts"]] == [[51, 16], [50, 16]]
+    assert [rows for _, rows in outcome["large"]["parts"]] == [[4501, 16], [4500, 16]]
+    for result in outcome.values():
+        servers = {device.split("/task:")[1][0] for device, _ in result["parts"]}
+        assert servers == {"0", "1"}
+        assert result["class"] == "Embedding"
+        assert result["difference"] < 1e-5
+        assert result["again"] == 0
