@@ -11,6 +11,7 @@ update what it was computed from. So a step here
 - notes how stale its gradient is: the updates between its reading and its writing.
 """
 
+import concurrent.futures
 import contextlib
 from collections import defaultdict
 
@@ -142,7 +143,8 @@ class AsynchronousStep(ReplicaStep):
         self._seeds_differ = trainer.max_staleness != 0
         self._loss = trainer._loss_tracker
         has_counter = updates and trainer.optimizer is not None
-        self._counter = trainer.optimizer.iterations._value if has_counter else None
+        self._counter = _counter_of(trainer.optimizer) if has_counter else None
+        self._strategy = trainer.distribute_strategy
         self._written_at = None  # the count of updates after its own
         self._copies = OwnCopies(trainer.metrics_variables, _variables_of(trainer), from_zero)
 
@@ -162,6 +164,16 @@ class AsynchronousStep(ReplicaStep):
         copy = self._copies.copy_of(variable)
         return variable._value.handle if copy is None else copy
 
+    def build(self, optimizer, variables):
+        """In a thread that is in no function, on no replica, and has no copies."""
+
+        def build():
+            with self._strategy.scope():
+                optimizer.build(variables)
+
+        with concurrent.futures.ThreadPoolExecutor(1) as other_thread:
+            other_thread.submit(build).result()
+
     def apply(self, update, optimizer, gradients, variables):
         """The optimizer updates the variables, once a worker, where its counter is."""
         if optimizer.gradient_accumulation_steps and self._seeds_differ:
@@ -176,7 +188,7 @@ class AsynchronousStep(ReplicaStep):
         for mine, brought in brought_to(natives, gradients).values():
             for number, gradient in zip(mine, brought, strict=True):
                 beside[number] = gradient
-        counter = optimizer.iterations._value
+        counter = _counter_of(optimizer)
 
         def on_its_server(*parts):
             gradients = tf.nest.pack_sequence_as(beside, parts, expand_composites=True)
@@ -261,6 +273,11 @@ def _decay_each(optimizer, variables):
         with tf.device(native.device):
             rate = tf.cast(optimizer.learning_rate, native.dtype)
             native.assign_sub(native * tf.cast(optimizer.weight_decay, native.dtype) * rate)
+
+
+def _counter_of(optimizer):
+    """TensorFlow's variable that counts its steps, those that only add up gradients as well."""
+    return getattr(optimizer, "inner_optimizer", optimizer)._iterations._value
 
 
 def _variables_of(trainer):

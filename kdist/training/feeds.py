@@ -87,27 +87,28 @@ class SentFeed:
         first, self._next = tf.constant(self._next, tf.int64), self._next + len(batches)
         flat = [tf.nest.flatten(batch, expand_composites=True) for batch in batches]
         together = not apart and len(flat) > 1 and _can_be_stacked(flat)
-        return (_stacked if together else _side_by_side)(first, flat, batches[0])
+        make = _stacked if together else _side_by_side
+        return make(first, flat, self._iterator.element_spec)
 
 
-def _stacked(first, flat, structure):
+def _stacked(first, flat, element_spec):
     """Batches of one shape, each of their tensors on top of the others."""
     stacks = [tf.stack(parts) for parts in zip(*flat, strict=True)]
 
     def reader(first, *stacks):
         def batch(number):
             parts = [tf.gather(stack, number) for stack in stacks]
-            return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
+            return tf.nest.pack_sequence_as(element_spec, parts, expand_composites=True)
 
         return Reader(batch, first, tf.shape(stacks[0])[0])
 
-    specs = [tf.TensorSpec([None, *stack.shape[1:]], stack.dtype) for stack in stacks]
+    specs = [tf.TensorSpec([None, *spec.shape], spec.dtype) for spec in _components(element_spec)]
     return Batches(
         len(flat), [first, *stacks], (), reader, ("stacked", *specs), [_spec(first), *specs]
     )
 
 
-def _side_by_side(first, flat, structure):
+def _side_by_side(first, flat, element_spec):
     """Batches of any shapes, one after the other."""
     length, width = len(flat), len(flat[0])
     tensors = [first, *(part for parts in flat for part in parts)]
@@ -115,12 +116,18 @@ def _side_by_side(first, flat, structure):
     def reader(first, *tensors):
         def batch(number):
             parts = tensors[number * width : (number + 1) * width]
-            return tf.nest.pack_sequence_as(structure, parts, expand_composites=True)
+            return tf.nest.pack_sequence_as(element_spec, parts, expand_composites=True)
 
         return Reader(batch, first, length)
 
-    specs = [_spec(tensor) for tensor in tensors]
+    specs = [_spec(first), *(_components(element_spec) * length)]
     return Batches(length, tensors, (), reader, ("side by side", *specs), specs)
+
+
+def _components(element_spec):
+    """Of the tensors that a batch is made of; what the data leave open, functions leave open."""
+    flat = tf.nest.flatten(element_spec, expand_composites=True)
+    return [tf.TensorSpec(spec.shape, spec.dtype) for spec in flat]
 
 
 def _spec(tensor):

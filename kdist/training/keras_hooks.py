@@ -192,8 +192,7 @@ def _apply(step, kerass_own, optimizer, grads, trainable_variables=None):
         return kerass_own(optimizer, grads, trainable_variables)
     variables = list(trainable_variables or optimizer._trainable_variables)
     if not optimizer.built:
-        with step.update():
-            optimizer.build(variables)
+        step.build(optimizer, variables)
     gradients = step.gradients(optimizer, list(grads), variables)
     if gradients is not None:
         step.apply(lambda g: kerass_own(optimizer, g, variables), optimizer, gradients, variables)

@@ -152,6 +152,10 @@ class ReplicaStep:
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return tf.math.multiply_no_nan(gradient, counts)
 
+    def build(self, optimizer, variables):
+        """Makes the variables of an optimizer that has none yet."""
+        optimizer.build(variables)
+
     def apply(self, update, optimizer, gradients, variables):
         """Has `update` act on gradients that are reduced already.
 
