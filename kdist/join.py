@@ -3,6 +3,7 @@
 join(Cluster.resolve(), "multi_worker", timeout_seconds=60)
 """
 
+import dataclasses
 import hashlib
 import random
 import secrets
@@ -63,12 +64,20 @@ def join(
         told = {cluster.name: own}
     if len({own["state"] for own in told.values()}) > 1:
         keras.utils.set_random_seed(told[first_task(cluster).name]["seed"])
-    cluster.publish()
+    _trained_by(cluster).publish()
+
+
+def _trained_by(cluster):
+    """The cluster that TensorFlow is to know of: an evaluator is no part of the training."""
+    if cluster.role == "evaluator":
+        return cluster
+    tasks = {role: some for role, some in cluster.tasks.items() if role != "evaluator"}
+    return dataclasses.replace(cluster, tasks=tasks)
 
 
 def _check_can_join_late(cluster, strategy, error):
-    """A worker of parameter servers takes the place of one that died; nobody else can."""
-    if strategy != "parameter_server":
+    """A worker of parameter servers, or an evaluator, takes the place of one that died."""
+    if strategy != "parameter_server" and cluster.role != "evaluator":
         raise RuntimeError(f"{error}; end all of its tasks, and start them together") from error
     if cluster.role == "ps":
         raise RuntimeError(

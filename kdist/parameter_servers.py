@@ -5,22 +5,17 @@ a parameter server the program ends there: it computes, or keeps variables, unti
 """
 
 import os
-import socket
 import sys
-import time
 from typing import NoReturn
 
 import tensorflow as tf
 
 from kdist.cluster import Cluster
 from kdist.devices import find_devices
+from kdist.presence import Presence
 
-_SECONDS_BETWEEN_LOOKS = 0.5
-_SECONDS_TO_ANSWER = 10.0
 # With one, training stood still for good.
 _FEWEST_OPERATIONS_AT_ONCE = 4
-# So many times in a row without an answer, and the chief has gone.
-_LOOKS_WITHOUT_ANSWER = 4
 
 
 def coordinate(cluster: Cluster) -> tf.distribute.experimental.ParameterServerStrategy:
@@ -51,7 +46,7 @@ def serve(cluster: Cluster, devices=None) -> NoReturn:
         protocol="grpc",
         config=_configuration(names),
     )
-    _wait_until_gone(cluster.tasks["chief"][0])
+    Presence(cluster.tasks["chief"][0]).wait_until_gone()
     del server
     raise SystemExit(0)
 
@@ -84,16 +79,3 @@ def _operations_at_once():
     asked = tf.config.threading.get_inter_op_parallelism_threads()
     asked = asked or int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
     return asked and max(asked, _FEWEST_OPERATIONS_AT_ONCE)
-
-
-def _wait_until_gone(address):
-    """Returns when nobody listens any more at the chief's address, where somebody once did."""
-    host, _, port = address.rpartition(":")
-    has_come, missed = False, 0
-    while not (has_come and missed >= _LOOKS_WITHOUT_ANSWER):
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _SECONDS_TO_ANSWER).close()
-            has_come, missed = True, 0
-        except OSError:
-            missed += 1
-        time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -18,6 +18,9 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+# An environment variable: the run directory that a launcher has chosen for all tasks of a job.
+RUN_DIR = "KDIST_RUN_DIR"
+
 
 class RunDirectory:
     """Paths and files of a run; `create` makes a new one.

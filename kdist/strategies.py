@@ -16,12 +16,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from kdist.agreement import first_task
 from kdist.cluster import Cluster
 from kdist.devices import find_devices
 from kdist.join import join
 from kdist.parameter_servers import coordinate, serve
 from kdist.tensorflow_internals import each_worker_has
 from kdist.training.served_embedding import Partitioner, serve_embeddings
+from kdist.training.sidecar import is_evaluator, make_evaluator, note_evaluator
 
 REDUCTIONS = {
     "auto": None,
@@ -37,6 +39,10 @@ COMMUNICATIONS = {"auto": "AUTO", "nccl": "NCCL", "ring": "RING"}
 _NOT_YET = {
     "local_sgd": "its synchronous counterpart is 'mirrored'",
 }
+
+
+# Strategies of several tasks.
+_OF_JOBS = ("multi_worker", "parameter_server")
 
 
 def create_strategy(
@@ -86,20 +92,23 @@ def create_strategy(
         "central_storage": _central_storage,
         "tpu": _tpu,
     }
+    if name in _OF_JOBS:
+        cluster = Cluster.resolve() if cluster is None else cluster
+        if cluster.role == "evaluator":
+            return _evaluator(name, devices, cluster, cluster_timeout_seconds)
     if name == "multi_worker":
         _check_communication(reduction, num_packs)
         return _multi_worker(
             devices,
             COMMUNICATIONS[reduction],
-            Cluster.resolve() if cluster is None else cluster,
+            cluster,
             cluster_timeout_seconds,
             step_timeout_seconds,
         )
     if name == "parameter_server":
-        cluster = Cluster.resolve() if cluster is None else cluster
         return _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner)
     if name not in builders:
-        raise ValueError(_unknown(name, [*builders, "multi_worker", "parameter_server"]))
+        raise ValueError(_unknown(name, [*builders, *_OF_JOBS]))
     if name not in ("auto", "mirrored") and (reduction != "auto" or num_packs is not None):
         raise ValueError(
             f"reduction={reduction!r} and num_packs={num_packs} are options of 'mirrored'; "
@@ -109,8 +118,8 @@ def create_strategy(
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
-    """Whether this process is the one that writes: always, unless it is one of several workers."""
-    return strategy.extended.should_checkpoint
+    """Whether this process is the one that writes: always, unless it is one of several tasks."""
+    return strategy.extended.should_checkpoint and not is_evaluator(strategy)
 
 
 def num_workers(strategy: tf.distribute.Strategy) -> int:
@@ -174,14 +183,16 @@ def _mirrored(devices, cross_device_ops):
 
 def _multi_worker(devices, communication, cluster, cluster_timeout_seconds, step_timeout_seconds):
     names = find_devices(devices)
-    facts = {"the number of devices": str(len(names))}
-    join(cluster, "multi_worker", cluster_timeout_seconds, facts)
+    join(cluster, "multi_worker", cluster_timeout_seconds, _facts_of("multi_worker", names))
     options = tf.distribute.experimental.CommunicationOptions(
         timeout_seconds=step_timeout_seconds,
         implementation=tf.distribute.experimental.CommunicationImplementation[communication],
     )
     with each_worker_has(names):
-        return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    if "evaluator" in cluster.tasks:
+        note_evaluator(strategy)
+    return strategy
 
 
 def _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner):
@@ -190,7 +201,23 @@ def _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner):
         serve(cluster, devices)
     strategy = coordinate(cluster)
     serve_embeddings(strategy, partitioner)
+    if "evaluator" in cluster.tasks:
+        note_evaluator(strategy)
     return strategy
+
+
+def _evaluator(name, devices, cluster, cluster_timeout_seconds):
+    """One device of a task that waits for checkpoints."""
+    names = find_devices(devices)
+    join(cluster, name, cluster_timeout_seconds, _facts_of(name, names))
+    strategy = tf.distribute.OneDeviceStrategy(names[0])
+    make_evaluator(strategy, first_task(cluster).address)
+    return strategy
+
+
+def _facts_of(name, devices):
+    """What all tasks have alike: of parameter servers and their chief, not the devices."""
+    return {"the number of devices": str(len(devices))} if name == "multi_worker" else {}
 
 
 def _check_communication(reduction, num_packs):

@@ -19,6 +19,7 @@ one kills at once; --timeout_seconds is 124. No process of the job outlives it.
 """
 
 import datetime
+import os
 import pathlib
 
 from absl import flags
@@ -27,6 +28,7 @@ from kdist import program
 from kdist.launch import here
 from kdist.launch.job import Limits, last_words, stopped_by_signals
 from kdist.launch.output import Screen
+from kdist.run_directory import RUN_DIR
 
 FLAGS = flags.FLAGS
 
@@ -54,7 +56,8 @@ flags.DEFINE_string("run_dir", None, "Gets logs/, if the program has no --run_di
 
 def main(arguments):
     program_and_flags = arguments[1:]
-    log_dir = run_directory(program_and_flags) / "logs"
+    run_dir = run_directory(program_and_flags)
+    log_dir = run_dir / "logs"
     counts = {
         "chief": int(FLAGS.chief),
         "worker": FLAGS.workers,
@@ -70,6 +73,8 @@ def main(arguments):
         limits=limits,
         screen=screen,
         several_on_one_gpu=FLAGS.share_gpus,
+        # scripts/train.py takes it: tasks that follow each other's files mean the same ones.
+        environment={RUN_DIR: str(run_dir), **os.environ},
     )
     with job_here as job, stopped_by_signals(job):
         screen.say(f"{job.tasks[0].cluster.counts()} on this machine; output also in {log_dir}")

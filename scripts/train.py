@@ -23,6 +23,7 @@ config.json, metrics.jsonl, summary.json, checkpoints and a report page in --run
 import dataclasses
 import datetime
 import importlib.metadata
+import os
 import pathlib
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from absl import flags
 
 import kdist
 from kdist import program
-from kdist.run_directory import RunDirectory
+from kdist.run_directory import RUN_DIR, RunDirectory
 
 FLAGS = flags.FLAGS
 
@@ -174,6 +175,9 @@ def main(_):
 
     if not is_chief:
         return
+    if "val_loss" not in history:  # an evaluator follows the checkpoints; this is the last one
+        results = model.evaluate(test, verbose=0, return_dict=True)
+        history.update({f"val_{name}": [value] for name, value in results.items()})
 
     # What a person wants to know
     summary = {
@@ -293,7 +297,9 @@ def config(dataset):
 
 
 def default_run_dir():
-    """A directory under runs/ that says when and what."""
+    """What the launcher chose, else a directory under runs/ that says when and what."""
+    if RUN_DIR in os.environ:
+        return pathlib.Path(os.environ[RUN_DIR])
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
     return pathlib.Path("runs") / f"{now}-{FLAGS.model}"
 

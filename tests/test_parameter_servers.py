@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from kdist.cluster import Cluster
 from kdist.launch.ports import reserved
 from kdist.testing import python_tasks
@@ -31,8 +33,11 @@ with strategy.scope():
         layers.Input((8, 8, 1)), layers.Rescaling(1 / 255), layers.Flatten(),
         layers.Dense(64, activation="relu"), layers.Dropout(0.1), layers.BatchNormalization(),
         layers.Dense(10, activation="softmax")]))
-    model.compile(keras.optimizers.Adam(0.003), "sparse_categorical_crossentropy",
-                  metrics=["accuracy"])
+
+def compile(**options):
+    with strategy.scope():
+        model.compile(keras.optimizers.Adam(0.003), "sparse_categorical_crossentropy",
+                      metrics=["accuracy"], **options)
 
 class Progress(keras.callbacks.Callback):
     batches = 0
@@ -46,23 +51,46 @@ class Progress(keras.callbacks.Callback):
 
 directory = pathlib.Path(sys.argv[1]) if len(sys.argv) > 1 else None
 progress = Progress()
-history = model.fit(train, validation_data=test, epochs=1000, verbose=0, callbacks=[progress])
-print(json.dumps({
-    "accuracy": history.history["val_accuracy"][-1],
+compile()
+if not kdist.strategies.is_chief(strategy):  # it evaluates
+    checkpoint = kdist.callbacks.EpochCheckpoint(directory)
+    history = model.fit(train, validation_data=test, callbacks=[checkpoint])
+    print(json.dumps({"epochs": history.epoch, "accuracy": history.history["val_accuracy"]}))
+    sys.exit()
+callbacks = [progress] + ([kdist.callbacks.EpochCheckpoint(directory)] if directory else [])
+history = model.fit(train, validation_data=test, epochs=1000, verbose=0, callbacks=callbacks)
+result = {
+    "logs": sorted(history.history),
+    "accuracy": model.evaluate(test, verbose=0)[1],
     "steps": len(history.epoch) * train.steps_per_epoch,
     "batches": progress.batches,
     "iterations": int(model.optimizer.iterations.numpy()),
     "staleness": [model.staleness.mean, model.staleness.largest],
-}))
+}
+compile(max_staleness=1)
+model.fit(train, epochs=2, verbose=0)
+result["bounded"] = [model.staleness.steps, model.staleness.largest]
+print(json.dumps(result))
 """
 
 
-def test_all_at_once_they_learn_and_no_update_is_lost():
-    outcome, *_ = python_tasks(TRAINING, {"chief": 1, "worker": 2, "ps": 2})
+def test_all_at_once_they_learn_and_no_update_is_lost(tmp_path):
+    tasks = {"chief": 1, "worker": 2, "ps": 2, "evaluator": 1}
+    (tmp_path / "enough").touch()
+    outcome, *_, evaluated = python_tasks(TRAINING, tasks, [str(tmp_path)])
     assert outcome["accuracy"] >= 0.95
     assert outcome["iterations"] == outcome["batches"] == outcome["steps"]
     mean, largest = outcome["staleness"]
     assert 0 < mean <= largest
+    steps, largest = outcome["bounded"]
+    assert steps == 2 * outcome["steps"] / 12
+    assert largest <= 1
+    # The evaluator saw the last epoch, as the chief knows it, and some before.
+    assert outcome["logs"] == ["accuracy", "loss"]
+    assert evaluated["epochs"][-1] == 11
+    assert evaluated["accuracy"][-1] == pytest.approx(outcome["accuracy"], abs=1e-6)
+    lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [n + 1 for n in evaluated["epochs"]]
 
 
 def test_a_worker_that_is_killed_and_started_again_is_one_again(tmp_path):

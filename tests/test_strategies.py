@@ -58,7 +58,10 @@ def test_strategies_of_two_sizes_live_in_one_process():
     [
         ({"name": "mirored"}, "unknown strategy 'mirored'; did you mean 'mirrored'"),
         ({"name": "zzz"}, "There are auto, one_device, mirrored, central_storage, tpu, multi_w"),
-        ({"name": "parameter_server"}, "not in this version of kdist yet.*'mirrored'"),
+        (
+            {"name": "parameter_server"},
+            "needs tasks of the role chief and worker and ps.*launch.py",
+        ),
         ({"name": "multi_worker"}, "needs tasks of the role worker.* has none.*TF_CONFIG"),
         ({"name": "multi_worker", "reduction": "hierarchical_copy"}, "auto, nccl, ring and no"),
         ({"name": "one_device", "devices": 2}, "one_device takes one device, 2 were asked for"),

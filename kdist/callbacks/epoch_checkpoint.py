@@ -1,10 +1,13 @@
 """Saves the model at the end of each epoch, whole or not at all."""
 
+import json
 import math
 import os
 import pathlib
 
 import keras
+
+from kdist.run_directory import finite
 
 
 class EpochCheckpoint(keras.callbacks.Callback):
@@ -34,6 +37,18 @@ class EpochCheckpoint(keras.callbacks.Callback):
     def newest(self) -> pathlib.Path | None:
         """The last file that was completed, if any."""
         return max(self._files(), default=None)
+
+    def written(self) -> list[tuple[int, pathlib.Path]]:
+        """(epoch, file) of all files that are complete."""
+        return [(int(file.stem.removeprefix("epoch-")), file) for file in self._files()]
+
+    def note_evaluation(self, epoch: int, results: dict[str, float]):
+        """Adds a line to `evaluations.jsonl`, beside the files, and says it."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with open(self._directory / "evaluations.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(finite({"epoch": epoch, **results})) + "\n")
+        numbers = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
+        print(f"epoch {epoch}: {numbers}", flush=True)
 
     def on_train_begin(self, logs=None):
         self._directory.mkdir(parents=True, exist_ok=True)

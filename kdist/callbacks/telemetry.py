@@ -107,6 +107,13 @@ class Telemetry(keras.callbacks.Callback):
         batch = getattr(self.model, "global_batch_size", None)
         return steps * batch if batch else None
 
+    def _staleness(self):
+        """Under parameter servers: how old the weights were that steps computed with."""
+        staleness = getattr(self.model, "staleness", None)
+        if staleness is None or not staleness.steps:
+            return {}
+        return {"staleness_mean": staleness.mean, "staleness_largest": staleness.largest}
+
     def _write(self, kind, values):
         learning_rate = keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)
         self._writer.write(
@@ -117,6 +124,7 @@ class Telemetry(keras.callbacks.Callback):
                 "examples": self._examples(self._step),
                 "seconds": time.perf_counter() - self._began,
                 "learning_rate": float(learning_rate),
+                **self._staleness(),
                 **{name: _number(value) for name, value in values.items()},
             }
         )

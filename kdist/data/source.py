@@ -44,11 +44,12 @@ class Source(abc.ABC):
 
     def tensors(self) -> tuple[tf.Tensor, ...]:
         """`arrays` as tensors, made once."""
-        if self._cached_tensors is None:
+        arrays = self.arrays()
+        if self._cached_tensors is None and arrays is not None:
             # On the CPU, and outside of the graph that asks: the data are no constants of a graph.
             with tf.init_scope(), tf.device("CPU:0"):
-                self._cached_tensors = tuple(map(tf.constant, self.arrays()))
-        return self._cached_tensors
+                self._cached_tensors = tuple(map(tf.constant, arrays))
+        return self._cached_tensors or ()
 
     @contextlib.contextmanager
     def held_in(self, tensors: Sequence[tf.Tensor]) -> Iterator[None]:

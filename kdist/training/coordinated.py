@@ -247,13 +247,15 @@ class Staleness:
 class Watch:
     """What the coordinator knows of the steps that were made since `reset`."""
 
+    _first_bad: int | None = None
+
     def __init__(self):
         self.reset()
 
     def reset(self):
         """Forgets all."""
         self._steps = self._sum = self._largest = 0
-        self._first_bad: int | None = None
+        self._first_bad = None
 
     def note(self, steps, staleness, largest_staleness, first_bad):
         """Takes what a group saw: of all its steps, and the first bad one or `NONE_YET`."""

@@ -36,6 +36,7 @@ from kdist.training.keras_internals import (
 from kdist.training.logs import CallbackList, LazyLogs, without_writers
 from kdist.training.padding import keep_valid, split_mask
 from kdist.training.predictions import PredictFunction, concatenated
+from kdist.training.sidecar import follow, is_evaluated_elsewhere, is_evaluator
 from kdist.training.together import are_several_workers
 from kdist.training.tuning import GroupTuner
 
@@ -216,8 +217,8 @@ class ReplicatedTrainer(TensorFlowTrainer):
 
         Under parameter servers; elsewhere no update comes between a step's reading and its own.
         """
-        is_watched = isinstance(self._finite_watch, Watch)
-        return self._finite_watch.staleness() if is_watched else Staleness()
+        watch = self._finite_watch
+        return watch.staleness() if isinstance(watch, Watch) else Staleness()
 
     def _logs_are_metrics(self, step_name):
         """Whether a step's logs are just the metrics' results: nobody has overridden either."""
@@ -259,6 +260,9 @@ class ReplicatedTrainer(TensorFlowTrainer):
 
         `x` and `validation_data` may also be pipelines of `kdist.data`. With one, an epoch has
         the steps that the pipeline says, and `initial_epoch` goes on where that epoch begins.
+
+        In a job with an evaluator, that task evaluates each checkpoint on `validation_data`, and
+        the others do not.
         """
         self._assert_compile_called("fit")
         epochs = _at_most(keras.config.max_epochs(), epochs)
@@ -266,6 +270,13 @@ class ReplicatedTrainer(TensorFlowTrainer):
             (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
+        if is_evaluator(self.distribute_strategy):
+            validate = self._validation(
+                validation_data, validation_batch_size or batch_size, validation_steps, None
+            )
+            return follow(self, callbacks, validate)
+        if is_evaluated_elsewhere(self.distribute_strategy):
+            validation_data = None
         feed = self._feed(x, initial_epoch)
         if inputs.is_pipeline(x):
             x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, initial_epoch)
@@ -453,6 +464,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
                 y=y,
                 sample_weight=sample_weight,
                 batch_size=batch_size,
+                verbose="auto" if callbacks else 0,
                 steps=steps,
                 callbacks=callbacks,
                 return_dict=True,
