@@ -153,8 +153,8 @@ class Cluster:
         if missing:
             raise ValueError(
                 f"{strategy} needs tasks of the role {' and '.join(missing)}; the cluster has "
-                f"{self.counts() or 'none'}. Start them by scripts/launch.py or srun, or set TF_CONFIG for "
-                "each"
+                f"{self.counts() or 'none'}. Start them by scripts/launch.py or srun, or set "
+                "TF_CONFIG for each"
             )
         idle = [role for role in self.tasks if role not in needed | allowed]
         if idle:
