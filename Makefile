@@ -19,7 +19,7 @@ DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 	constraints clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 env: $(INSTALLED) ## the environment in .venv, with every version pinned
 

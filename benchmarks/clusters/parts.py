@@ -145,7 +145,7 @@ def slowed(sizes: Sizes) -> Part:
     about = (
         f"LeNet, {HEAVY_BATCH_SIZE} examples a worker. Worker 1 of two is slowed once training is "
         "warm: its process is stopped by SIGSTOP and goes on by SIGCONT, so that it runs "
-        f"{milliseconds[0]:.0f} ms of every {milliseconds[1]:.0f}. A worker alone shows what it does."
+        f"{milliseconds[0]:.0f} ms of every {milliseconds[1]:.0f}. A worker alone shows its effect."
     )
     return Part("one of two workers slowed fourfold", about, trials, goals)
 
