@@ -11,6 +11,8 @@ LOCAL_BATCH_SIZE = 32
 # A step of it takes long beside its messages.
 HEAVY_BATCH_SIZE = 1024
 LOCAL_STEPS = 8
+# After each call workers tell each other their metrics, and a message takes its time.
+NETWORK_STEPS_PER_CALL = 16
 RATE_MBIT = 100
 
 _ALONE, _TWO_WORKERS = {"worker": 1}, {"worker": 2}
@@ -157,6 +159,7 @@ def network(sizes: Sizes) -> Part:
         LOCAL_BATCH_SIZE,
         sizes.steps,
         sizes.epochs - 1,
+        NETWORK_STEPS_PER_CALL,
         dataset="fashion_mnist",
         learning_rate=0.05,
     )
