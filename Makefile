@@ -15,10 +15,11 @@ BENCH_FLAGS ?=
 
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
-.PHONY: help env data train test keras-suite lint format notebooks bench constraints clean
+.PHONY: help env data train test keras-suite lint format notebooks bench bench-clusters \
+	constraints clean
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
 env: $(INSTALLED) ## the environment in .venv, with every version pinned
 
@@ -58,6 +59,10 @@ notebooks: env ## run the notebooks and keep their output
 
 bench: env ## kdist beside Keras, a loop by hand and PyTorch, in one session
 	$(RUN) -m benchmarks.compare_training $(BENCH_FLAGS)
+
+bench-clusters: env ## training on several processes beside its rivals; as root for the slow link
+	$(RUN) -m pip install --quiet tf-keras --constraint constraints.txt
+	$(RUN) -m benchmarks.compare_clusters $(BENCH_FLAGS)
 
 constraints: env ## write the installed versions to constraints.txt
 	{ sed '/^[^#]/,$$d' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new

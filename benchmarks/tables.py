@@ -115,7 +115,11 @@ def markdown(cells: Sequence[Sequence[str]]) -> str:
 
 
 def save(
-    text: str, directory: pathlib.Path, root: pathlib.Path, about: Mapping[str, object]
+    text: str,
+    directory: pathlib.Path,
+    root: pathlib.Path,
+    about: Mapping[str, object],
+    title: str = "Training compared",
 ) -> pathlib.Path:
     """Writes the tables to a file named after day and commit; a second run of the day is added.
 
@@ -124,6 +128,7 @@ def save(
         directory: where to; made if it is not there.
         root: of the repository whose commit was measured.
         about: what the reader has to know besides commit and machine.
+        title: stands above them.
 
     Returns:
         The file.
@@ -134,7 +139,7 @@ def save(
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{now:%Y-%m-%d}-{commit}.md"
     with path.open("a") as file:
-        file.write(f"# Training compared, {now:%Y-%m-%d %H:%M}\n\n{lines}\n\n{text}\n\n")
+        file.write(f"# {title}, {now:%Y-%m-%d %H:%M}\n\n{lines}\n\n{text}\n\n")
     return path
 
 

@@ -24,6 +24,7 @@ from kdist.parameter_servers import coordinate, serve
 from kdist.tensorflow_internals import each_worker_has
 from kdist.training.served_embedding import Partitioner, serve_embeddings
 from kdist.training.sidecar import is_evaluator, make_evaluator, note_evaluator
+from kdist.training.step_limit import limit_steps
 
 REDUCTIONS = {
     "auto": None,
@@ -184,12 +185,11 @@ def _mirrored(devices, cross_device_ops):
 def _multi_worker(devices, communication, cluster, cluster_timeout_seconds, step_timeout_seconds):
     names = find_devices(devices)
     join(cluster, "multi_worker", cluster_timeout_seconds, _facts_of("multi_worker", names))
-    options = tf.distribute.experimental.CommunicationOptions(
-        timeout_seconds=step_timeout_seconds,
-        implementation=tf.distribute.experimental.CommunicationImplementation[communication],
-    )
+    implementation = tf.distribute.experimental.CommunicationImplementation[communication]
+    options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     with each_worker_has(names):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    limit_steps(strategy, step_timeout_seconds)
     if "evaluator" in cluster.tasks:
         note_evaluator(strategy)
     return strategy

@@ -75,3 +75,8 @@ class _Accessed:
 
     def __init__(self, tensor):
         self.handle = tensor
+
+
+def abort_collectives(reason: str):
+    """Has all collectives of this process that are under way, and all later ones, fail."""
+    context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, reason)

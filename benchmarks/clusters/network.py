@@ -1,0 +1,122 @@
+"""Two hosts on this machine, joined by a slow link: network namespaces, a veth pair, and tc's tbf.
+
+with two_hosts(rate_mbit=100) as hosts:
+    subprocess.run([*hosts[0].prefix, "ping", "-c1", hosts[1].address])
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+_SECONDS = 20
+_LINK = "wire"  # its name on either host
+_NETWORK = "10.83.71"  # nobody but the two hosts sees it
+_REMEDY = "run this as root with iproute2 installed, or leave the part out (--only=…)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A network namespace.
+
+    Attributes:
+        namespace: its name.
+        address: by which the other host reaches it.
+    """
+
+    namespace: str
+    address: str
+
+    @property
+    def prefix(self) -> list[str]:
+        """What stands before a command that is to run there; it becomes that very process."""
+        return ["ip", "netns", "exec", self.namespace]
+
+
+def check():
+    """Raises what `two_hosts` would for want of rights or programs, before anything is done.
+
+    Raises:
+        PermissionError: this is not root.
+        FileNotFoundError: there is no `ip` or no `tc`.
+    """
+    if os.geteuid() != 0:
+        raise PermissionError(f"a slow link between two hosts takes root's rights; {_REMEDY}")
+    for program in ("ip", "tc"):
+        if shutil.which(program) is None:
+            raise FileNotFoundError(f"a slow link needs the program {program}; {_REMEDY}")
+
+
+@contextlib.contextmanager
+def two_hosts(rate_mbit: int) -> Iterator[tuple[Host, Host]]:
+    """The hosts; nothing is left of them afterwards.
+
+    Args:
+        rate_mbit: of the link in either direction, in Mbit/s.
+
+    Raises:
+        PermissionError, FileNotFoundError: as `check`.
+        RuntimeError: the kernel refused; in a container it may, even for root.
+    """
+    check()
+    _remove_leftovers()
+    names = [_name(os.getpid(), side) for side in (1, 2)]
+    hosts = tuple(Host(name, f"{_NETWORK}.{side}") for side, name in enumerate(names, 1))
+    try:
+        for host in hosts:
+            _run("ip", "netns", "add", host.namespace)
+        _join(*names)
+        for host in hosts:
+            _set_up(host, rate_mbit)
+        yield hosts
+    finally:
+        for name in names:
+            _remove(name)
+
+
+def _name(pid, side):
+    return f"kdist-{pid}-{side}"
+
+
+def _join(one, other):
+    """A veth pair; never seen from outside of the two namespaces."""
+    peer = ("peer", "name", _LINK, "netns", other)
+    _run("ip", "link", "add", _LINK, "netns", one, "type", "veth", *peer)
+
+
+def _set_up(host, rate_mbit):
+    def ip(*arguments):
+        _run("ip", "-netns", host.namespace, *arguments)
+
+    ip("address", "add", f"{host.address}/24", "dev", _LINK)
+    ip("link", "set", "lo", "up")
+    ip("link", "set", _LINK, "up")
+    limit = ("rate", f"{rate_mbit}mbit", "burst", "32kbit", "latency", "400ms")
+    _run("tc", "-netns", host.namespace, "qdisc", "add", "dev", _LINK, "root", "tbf", *limit)
+
+
+def _remove_leftovers():
+    """Those of programs that were killed before they could."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    for match in re.finditer(r"^kdist-(\d+)-[12]\b", listed.stdout, re.MULTILINE):
+        if not os.path.exists(f"/proc/{match[1]}"):
+            _remove(match[0])
+
+
+def _remove(namespace):
+    """Deletes a namespace, and with it its link; nothing if there is none."""
+    command = ["ip", "netns", "delete", namespace]
+    subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
+
+
+def _run(*command):
+    try:
+        subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(
+            f"{' '.join(command)}: {error.stderr.strip()}; {_REMEDY}; in a container, root needs "
+            "the capabilities NET_ADMIN and SYS_ADMIN as well"
+        ) from error
