@@ -56,8 +56,8 @@ class StepLimit:
         began = self._began
         if began is not None and time.monotonic() - began > self._seconds:
             abort_collectives(
-                f"a step took longer than {self._seconds:g} s: another worker has stopped, died, or "
-                "runs something else. Look at its output; a step that does take so long needs "
+                f"a step took longer than {self._seconds:g} s: another worker has stopped, died, "
+                "or runs something else. Look at its output; if a step does take so long, raise "
                 "--step_timeout_seconds"
             )
             self._began = None
