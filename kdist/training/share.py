@@ -35,12 +35,12 @@ class Share:
     @property
     def of_batch(self):
         """The fraction of the step's rows that it has, a float or a float32 scalar."""
-        return _fraction(self.rows, self.batch_rows)
+        return fraction(self.rows, self.batch_rows)
 
     @property
     def of_micro_step(self):
         """The fraction of the micro-step's rows that it has, a float or a float32 scalar."""
-        return _fraction(self.rows, self.micro_rows)
+        return fraction(self.rows, self.micro_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,8 @@ def _sparse_rows(leaf, first, number):
     return tf.sparse.slice(leaf, start, tf.concat([[number], rest], 0))
 
 
-def _fraction(part, whole):
+def fraction(part: Number, whole: Number):
+    """part / whole, a float or a float32 scalar; 0 if `whole` is."""
     if isinstance(part, int) and isinstance(whole, int):
         return part / whole if whole else 0.0
     return tf.math.divide_no_nan(tf.cast(part, tf.float32), tf.cast(whole, tf.float32))

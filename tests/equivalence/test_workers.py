@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+import kdist
 from kdist.testing import assert_same_weights, python_tasks
 
 # What each task does, and what plain Keras does on one device: the same lines.
@@ -16,20 +17,20 @@ import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
-def network(model_class, has_batch_norm):
+def network(model_class, has_batch_norm, synchronized=True):
     layers = keras.layers
     keras.utils.set_random_seed(7)
     inputs = keras.Input((8, 8, 1))
     x = layers.Conv2D(8, 3, use_bias=False)(inputs)
     if has_batch_norm:
-        x = layers.BatchNormalization(synchronized=True, momentum=0.9)(x)
+        x = layers.BatchNormalization(synchronized=synchronized, momentum=0.9)(x)
     x = layers.GlobalAveragePooling2D()(layers.ReLU()(x))
     return model_class(inputs, layers.Dense(10, activation="softmax")(x))
 
 def train(model_class, **options):
     x, y = load_digits(return_X_y=True)
     x, y = (x / 16).reshape(-1, 8, 8, 1).astype("float32")[:357], y[:357]
-    model = network(model_class, has_batch_norm="accumulate" not in options)
+    model = network(model_class, "accumulate" not in options, "local_steps" not in options)
     model.compile(
         keras.optimizers.SGD(0.3, momentum=0.9, global_clipnorm=0.5),
         "sparse_categorical_crossentropy",
@@ -76,7 +77,7 @@ def reference(accumulates):
     if not accumulates:
         return names["train"](keras.Model)
     whole_network = names["network"]
-    names["network"] = lambda model_class, has_batch_norm: whole_network(model_class, False)
+    names["network"] = lambda model_class, *_: whole_network(model_class, False)
     return names["train"](keras.Model)
 
 
@@ -105,6 +106,40 @@ def test_two_processes_train_as_one_device(devices, options):
         np.testing.assert_allclose(chief["history"][name], values, atol=2e-5)
     np.testing.assert_allclose(chief["evaluated"], expected["evaluated"], atol=2e-5)
     np.testing.assert_allclose(chief["predicted"], expected["predicted"], atol=2e-5)
+
+
+@functools.cache
+def mirrored_reference():
+    """Local SGD of two replicas in this process: 4 steps apart, then the mean."""
+    names = {}
+    exec(TRAINING, names)
+    with kdist.create_strategy("mirrored", 2).scope():
+        return names["train"](kdist.Model, local_steps=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"steps_per_execution": 4}, {"steps_per_execution": "auto"}, {"run_eagerly": True}],
+    ids=str,
+)
+def test_two_processes_train_apart_as_two_devices_do(options):
+    arguments = json.dumps({"devices": 1, "options": {"local_steps": 4, **options}})
+    chief, other = python_tasks(TASK, {"worker": 2}, [arguments])
+    for result in (chief, other):
+        result.pop("files")
+    assert chief == other
+    expected = mirrored_reference()
+    assert_same_weights(chief["weights"], expected["weights"], 1e-5)
+    assert chief["iterations"] == expected["iterations"]
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(chief["history"][name], values, atol=2e-5)
+    np.testing.assert_allclose(chief["evaluated"], expected["evaluated"], atol=2e-5)
+    np.testing.assert_allclose(chief["predicted"], expected["predicted"], atol=2e-5)
+
+
+def test_training_apart_is_something_else():
+    with pytest.raises(AssertionError, match="weights differ by"):
+        assert_same_weights(mirrored_reference()["weights"], reference(False)["weights"], 1e-3)
 
 
 def test_the_comparison_is_about_training():
