@@ -10,6 +10,7 @@ import functools
 
 import tensorflow as tf
 
+from kdist.training.inputs import without_part
 from kdist.training.keras_internals import reduce_per_replica
 from kdist.training.local_steps import LocalStep
 from kdist.training.logs import LazyLogs
@@ -51,9 +52,9 @@ class StepFunction:
         several_workers = are_several_workers(trainer.distribute_strategy)
         self._together = Together(trainer, watch) if several_workers else None
         on_all_replicas = OnAllReplicas(trainer, step, accumulators, micro_steps, rounds)
-        self._on_all_replicas = trainer._autoconvert_optionals(self._compiled(on_all_replicas))
+        self._on_all_replicas = self._compiled(on_all_replicas)
         compiled = (lambda f: f) if trainer.run_eagerly else _function
-        self._one = compiled(lambda iterator, done: self._only_step(next(iterator), done))
+        self._one = compiled(lambda iterator, *place: self._only_step(next(iterator), *place))
         self._group = self._several if trainer.run_eagerly else _function(self._loop)
         self._on_batch = compiled(self._only_step)
         self._read_metrics = compiled(trainer.get_metrics_result)
@@ -65,12 +66,13 @@ class StepFunction:
             StopIteration: there was no batch left for the first step.
         """
         length = length or self._trainer.steps_per_execution
+        iterator, part = without_part(iterator)
         if may_run_out or not isinstance(iterator, _ITERATORS):
-            outputs = self._as_many_as_there_are(iterator, length)
+            outputs = self._as_many_as_there_are(iterator, length, part)
         elif length == 1:
-            outputs = self._one(iterator, self._count(1))
+            outputs = self._one(iterator, self._count(1), part)
         else:
-            outputs = self._group(iterator, tf.constant(length), self._count(length))
+            outputs = self._group(iterator, tf.constant(length), self._count(length), part)
         return self._logs(outputs)
 
     def under_way(self, groups):
@@ -105,11 +107,18 @@ class StepFunction:
             return _function(on_all_replicas, jit_compile=True)
         return on_all_replicas
 
-    def _only_step(self, batch, done):
-        return self._end_of_group(self._step_on(batch, done))
+    def _only_step(self, batch, done, part):
+        return self._end_of_group(self._step_on(batch, done, part))
 
-    def _step_on(self, batch, done):
-        outputs = self._on_all_replicas(batch)
+    def _step_on(self, batch, done, part):
+        """Runs a step.
+
+        Args:
+            batch: a whole one, or a `Part` of one.
+            done: local steps of this round that were done before; None without rounds.
+            part: the `Part` that the batch is, or None.
+        """
+        outputs = on_converted(self._trainer, self._on_all_replicas, batch, part)
         if self._rounds:
             self._rounds.end_of_step(done)
         if self._logs_are_metrics:
@@ -118,9 +127,9 @@ class StepFunction:
             return outputs
         return reduce_per_replica(outputs, self._trainer.distribute_strategy, reduction="auto")
 
-    def _loop(self, iterator, length, done):
+    def _loop(self, iterator, length, done, part):
         def step(number):
-            return self._step_on(next(iterator), None if done is None else done + number)
+            return self._step_on(next(iterator), None if done is None else done + number, part)
 
         # Metrics stay where they are; logs of another kind are carried along, from the first on.
         start = (tf.constant(0), ()) if self._logs_are_metrics else (tf.constant(1), step(0))
@@ -129,12 +138,12 @@ class StepFunction:
         )
         return self._end_of_group(outputs)
 
-    def _several(self, iterator, length, done):
+    def _several(self, iterator, length, done, part):
         for number in range(int(length)):
-            outputs = self._one(iterator, None if done is None else done + number)
+            outputs = self._one(iterator, None if done is None else done + number, part)
         return outputs
 
-    def _as_many_as_there_are(self, iterator, length):
+    def _as_many_as_there_are(self, iterator, length, part):
         # The batch is fetched before the step begins: within one function, what needs no data
         # (the step counter, weight decay) would still be done after the last batch.
         outputs = None
@@ -145,7 +154,7 @@ class StepFunction:
                 if outputs is None:
                     raise StopIteration from None
                 break
-            outputs = self._on_batch(batch, self._count(1))
+            outputs = self._on_batch(batch, self._count(1), part)
         return outputs
 
 
@@ -175,11 +184,16 @@ class OnAllReplicas:
         """A batch is not divided: one replica, one micro-step."""
         return self._replicas * self._micro_steps == 1
 
-    def __call__(self, data):
-        """What the step gives in the last micro-step, on each replica."""
+    def __call__(self, data, part=None):
+        """What the step gives in the last micro-step, on each replica.
+
+        Args:
+            data: a batch.
+            part: the `Part` of a batch that this worker has read; None if it is whole.
+        """
         if self.is_a_single_part:
             return self._strategy.run(self._step, args=(data,))
-        division = Division.of(data, self._strategy, self._micro_steps)
+        division = Division.of(data, self._strategy, self._micro_steps, part)
         last = self._micro_steps - 1
         run = functools.partial(self._micro_step, data, division)
         if self._trainer.run_eagerly:
@@ -234,6 +248,12 @@ class OnAllReplicas:
             if getattr(layer, "synchronized", False)
             for statistic in layer.non_trainable_variables
         ]
+
+
+def on_converted(trainer, on_all_replicas, data, part):
+    """Runs `on_all_replicas`, with None for each of the data that is an optional, as Keras does."""
+    run = functools.partial(on_all_replicas, part=part) if part else on_all_replicas
+    return trainer._autoconvert_optionals(run)(data)
 
 
 def _check_storage_is_not_shared(replicas):

@@ -299,9 +299,9 @@ class ReplicatedTrainer(TensorFlowTrainer):
             (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        feed = self._feed(x, initial_epoch)
+        feed, part = self._feed(x, initial_epoch)
         if inputs.is_pipeline(x):
-            x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, initial_epoch)
+            x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, initial_epoch, part)
             shuffle = False  # the pipeline does; Keras would warn that it does not
         groups = self._step_groups(
             feed=feed,
@@ -313,7 +313,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        self.global_batch_size = groups.data_adapter.batch_size
+        self.global_batch_size = part.batch_rows if part else groups.data_adapter.batch_size
         callbacks = self._callback_list(callbacks, verbose, epochs, groups, add_history=True)
         validate = self._validation(
             validation_data,
@@ -386,8 +386,8 @@ class ReplicatedTrainer(TensorFlowTrainer):
     @filter_traceback
     def predict(self, x, batch_size=None, verbose="auto", steps=None, callbacks=None):
         """Gives the outputs for `x`, in its order, as Keras does; `x` may also be a pipeline."""
-        feed = self._feed(x)
-        x, steps = inputs.evaluation_data(x, steps)
+        feed, part = self._feed(x)
+        x, steps = inputs.evaluation_data(x, steps, part)
         groups = StepGroups(
             self.distribute_strategy,
             feed=feed,
@@ -499,8 +499,8 @@ class ReplicatedTrainer(TensorFlowTrainer):
         return validate
 
     def _evaluation_groups(self, x, y, sample_weight, batch_size, steps):
-        feed = self._feed(x)
-        x, steps = inputs.evaluation_data(x, steps)
+        feed, part = self._feed(x)
+        x, steps = inputs.evaluation_data(x, steps, part)
         return self._step_groups(
             feed=feed,
             x=x,
@@ -521,13 +521,16 @@ class ReplicatedTrainer(TensorFlowTrainer):
         return groups
 
     def _feed(self, x, initial_epoch=0):
-        """What makes a group's iterator of the data set that `x` is, or becomes."""
+        """(what makes a group's iterator of the data set that `x` is, or becomes; its `Part`)."""
+        part = inputs.part_of(x, self.distribute_strategy)
+        if part:
+            return lambda dataset: inputs.InParts(iter(dataset), part), part
         if not has_parameter_servers(self.distribute_strategy):
-            return iter
+            return iter, None
         if inputs.is_pipeline(x) and x.arrays() is not None:
             start = initial_epoch * x.steps_per_epoch
-            return lambda _: NumberedFeed(x, start)
-        return lambda dataset: SentFeed(iter(dataset))
+            return lambda _: NumberedFeed(x, start), None
+        return lambda dataset: SentFeed(iter(dataset)), None
 
     def _build_for(self, element_spec):
         """Makes all variables before data flow: replicas and micro-steps cannot make them."""

@@ -147,6 +147,144 @@ def test_the_comparison_is_about_training():
     assert losses[-1] < losses[0] - 0.05
 
 
+PIPELINES = """
+import keras
+import numpy as np
+import kdist
+
+def train(model_class, local, replicas, **options):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 255, (100, 6, 6, 1), "uint8")
+    source = kdist.data.from_arrays(x, (x[:, 1:3, 1:3].mean((1, 2, 3)) > 128).astype("int32"), 2)
+    batch = kdist.Batch(local, replicas, options.get("accumulate", 1))
+    operations = "random_crop(5, 5)|random_flip()"
+    fit = kdist.data.Pipeline(source, batch, seed=3, operations=operations)
+    test = kdist.data.Pipeline(
+        source.subset(53, 0), batch, training=False, operations="resize(5, 5)"
+    )
+    keras.utils.set_random_seed(7)
+    inputs = keras.Input((5, 5, 1))
+    z = keras.layers.Conv2D(4, 3)(keras.layers.Rescaling(1 / 255)(inputs))
+    z = keras.layers.GlobalAveragePooling2D()(keras.layers.ReLU()(z))
+    model = model_class(inputs, keras.layers.Dense(2, activation="softmax")(z))
+    model.compile(
+        keras.optimizers.SGD(0.3, momentum=0.9),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        **options,
+    )
+    history = model.fit(fit, epochs=3, validation_data=test, verbose=0).history
+    images = np.concatenate([x for x, *_ in test.dataset().as_numpy_iterator()])
+    return {
+        "weights": [w.tolist() for w in model.get_weights()],
+        "history": {name: [float(v) for v in values] for name, values in history.items()},
+        "evaluated": [float(v) for v in model.evaluate(test, verbose=0)],
+        "trained": [float(v) for v in model.evaluate(fit, verbose=0)],
+        "predicted": model.predict(test, verbose=0).tolist(),
+        "of arrays": model.predict(images[:53], verbose=0).tolist(),
+        "batch": model.global_batch_size,
+    }
+"""
+
+PIPELINE_TASK = f"""
+import json, sys
+local, devices, options = json.loads(sys.argv.pop())
+{PIPELINES}
+read = []
+own = kdist.data.Pipeline.dataset
+def dataset(pipeline, start_step=0, part=None):
+    read.append(part)
+    return own(pipeline, start_step, *([part] if part else []))
+strategy = kdist.create_strategy("multi_worker", devices, cluster_timeout_seconds=60)
+with strategy.scope():
+    kdist.data.Pipeline.dataset = dataset
+    result = train(kdist.Model, local, strategy.num_replicas_in_sync, **options)
+print(json.dumps([result, read]))
+"""
+
+
+@functools.cache
+def pipeline_reference(local_steps=None):
+    """One device with batches of 16; local SGD, whose replicas need to be two, on two."""
+    names = {}
+    exec(PIPELINES, names)
+    replicas = 2 if local_steps else 1
+    name = "mirrored" if local_steps else "one_device"
+    with kdist.create_strategy(name, replicas).scope():
+        return names["train"](kdist.Model, 16 // replicas, replicas, local_steps=local_steps)
+
+
+@pytest.mark.parametrize(
+    ("local", "devices", "options"),
+    [
+        (8, 1, {}),
+        (4, 2, {"steps_per_execution": 4}),
+        (4, 1, {"accumulate": 2, "steps_per_execution": "auto"}),
+        (8, 1, {"run_eagerly": True}),
+        (8, 1, {"local_steps": 4, "steps_per_execution": 3}),
+    ],
+    ids=str,
+)
+def test_workers_read_their_own_part_of_a_pipeline(local, devices, options):
+    """Also of augmented images, and of a last batch with padding: 53 examples, 16 a batch."""
+    arguments = json.dumps([local, devices, options])
+    (chief, read), (other, read_by_other) = python_tasks(PIPELINE_TASK, {"worker": 2}, [arguments])
+    assert [0, 2] in read
+    assert [1, 2] in read_by_other
+    assert chief == other
+    assert chief["batch"] == 16
+    expected = pipeline_reference(options.get("local_steps"))
+    assert len(chief["predicted"]) == 53
+    assert_same_weights(chief["weights"], expected["weights"], 1e-5)
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(chief["history"][name], values, atol=2e-5)
+    for what in ("evaluated", "trained", "predicted", "of arrays"):
+        np.testing.assert_allclose(chief[what], expected[what], atol=2e-5)
+
+
+EVERY_EXAMPLE = """
+import json
+import keras, numpy as np, tensorflow as tf
+import kdist
+strategy = kdist.create_strategy("multi_worker", 1, cluster_timeout_seconds=60)
+images = np.arange(48, dtype="uint8").reshape(-1, 1, 1, 1)
+pipelines = [
+    kdist.data.Pipeline(
+        kdist.data.from_arrays(images, np.zeros(48, int), 1), kdist.Batch(4, 2), training=training
+    )
+    for training in (True, False)
+]
+seen = []
+own = kdist.data.Pipeline.dataset
+def dataset(pipeline, *args, **kwargs):
+    numbers = []
+    seen.append([pipeline.training, numbers])
+    def note(x, *others):
+        def keep(x):
+            numbers.extend(x.ravel().tolist())
+            return x
+        return (tf.ensure_shape(tf.numpy_function(keep, [x], x.dtype), x.shape), *others)
+    return own(pipeline, *args, **kwargs).take(6).map(note, num_parallel_calls=1)
+kdist.data.Pipeline.dataset = dataset
+with strategy.scope():
+    inputs = keras.Input((1, 1, 1))
+    model = kdist.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(inputs)))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+model.fit(pipelines[0], verbose=0)
+model.evaluate(pipelines[1], verbose=0)
+model.predict(pipelines[1], verbose=0)
+print(json.dumps([numbers for _, numbers in seen]))
+"""
+
+
+def test_each_example_is_read_by_one_worker_once():
+    one, other = python_tasks(EVERY_EXAMPLE, {"worker": 2})
+    assert len(one) == len(other) == 3  # fit, evaluate and predict
+    for read, read_by_other in zip(one, other, strict=True):
+        assert len(read) == len(read_by_other) == 24
+        assert sorted(read + read_by_other) == list(range(48))
+
+
 UNLIKE = """
 import json, sys
 import kdist
