@@ -62,6 +62,7 @@ def test_strategies_of_two_sizes_live_in_one_process():
             {"name": "parameter_server"},
             "needs tasks of the role chief and worker and ps.*launch.py",
         ),
+        ({"name": "local_sgd"}, r"mirrored' or 'multi_worker': take.*compile\(…, local_steps=k\)"),
         ({"name": "multi_worker"}, "needs tasks of the role worker.* has none.*TF_CONFIG"),
         ({"name": "multi_worker", "reduction": "hierarchical_copy"}, "auto, nccl, ring and no"),
         ({"name": "one_device", "devices": 2}, "one_device takes one device, 2 were asked for"),
