@@ -42,8 +42,9 @@ flags.DEFINE_multi_enum(
 flags.DEFINE_list("replicas", ["1", "2", "4"], "On how many devices: 1, 2, 4 or several of them.")
 flags.DEFINE_list(
     "layouts",
-    ["mirrored", "multi_worker", "parameter_server"],
-    "Devices of one process, a process each, or parameter servers: one or several of them.",
+    ["mirrored", "multi_worker", "parameter_server", "local_sgd"],
+    "Devices of one process, a process each, parameter servers (one step after the other), or "
+    "local steps (each replica on all rows): one or several of them.",
 )
 flags.DEFINE_string(
     "markdown",

@@ -14,7 +14,6 @@ This module imports neither TensorFlow nor Keras; the processes do.
 
 import contextlib
 import dataclasses
-import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -35,7 +34,9 @@ class Column:
         library: `Keras` or `kdist`: whose model class.
         replicas: 0 is one device without a strategy, 1 `one_device`, more are those of `layout`.
         layout: `mirrored`; `multi_worker`: a process each; `parameter_server`: as many workers, a
-            chief and a parameter server, one step after the other.
+            chief and a parameter server, one step after the other; `local_sgd`: replicas of one
+            process, two local steps a round, each of them on all rows, so that each has to do what
+            one device does.
     """
 
     library: str
@@ -52,6 +53,7 @@ class Column:
         """The processes that it takes, by role; the first one's outcome counts."""
         return {
             "mirrored": {"worker": 1},
+            "local_sgd": {"worker": 1},
             "multi_worker": {"worker": self.replicas},
             "parameter_server": {"chief": 1, "worker": self.replicas, "ps": 1},
         }[self.layout]
@@ -66,7 +68,21 @@ COLUMNS = (
     Column("kdist", 4),
     Column("kdist", 2, "multi_worker"),
     Column("kdist", 2, "parameter_server"),
+    Column("kdist", 2, "local_sgd"),
 )
+
+
+# What the comparison by local steps cannot ask for.
+_NOT_ASKED = {
+    # On all rows, each replica has the sum of all rows, and not of its own.
+    ("local_sgd", "loss reduction sum"),
+    ("local_sgd", "loss reduction sum, uneven batch"),
+    # Replicas would meet in every step: it is refused.
+    ("local_sgd", "synchronised BatchNorm"),
+    ("local_sgd", "synchronised BatchNorm, uneven batch"),
+    # Masks are read off the weights, which are a mean of two replicas' with masks of their own.
+    ("local_sgd", "dropout"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +146,8 @@ class Cells:
             }
         row = {}
         for column in columns:
-            if column.library == "Keras" and not feature.in_keras:
+            is_asked = (column.layout, feature.name) not in _NOT_ASKED
+            if not is_asked or (column.library == "Keras" and not feature.in_keras):
                 row[column] = Verdict("not there")
             else:
                 row[column] = self._cell(feature.name, column, reference)
@@ -239,27 +256,21 @@ def _train(name, column, cluster=None):
 
 def _strategy(column, cluster):
     """For Keras the strategy as TensorFlow makes it, for kdist as kdist does."""
-    if column.layout != "mirrored":
-        return _strategy_of_job(column, cluster)
     import tensorflow as tf
 
     import kdist
     from kdist.devices import find_devices
+    from kdist.equivalence import defaults
 
+    if column.layout == "local_sgd":
+        defaults.train_locally()
+    if column.layout == "parameter_server":
+        defaults.train_one_after_the_other()
+    if column.layout in ("multi_worker", "parameter_server"):
+        return kdist.create_strategy(column.layout, cluster=cluster)
     devices = find_devices([f"CPU:{index}" for index in range(max(1, column.replicas))])
     if column.replicas == 0:
         return None
     if column.library == "Keras":
         return tf.distribute.MirroredStrategy(devices)
     return kdist.create_strategy("one_device" if len(devices) == 1 else "mirrored", devices)
-
-
-def _strategy_of_job(column, cluster):
-    import kdist
-    from kdist.training.replicated import ReplicatedTrainer
-
-    if column.layout == "parameter_server":
-        # One step after the other, they are to train as one device.
-        own = ReplicatedTrainer.compile
-        ReplicatedTrainer.compile = functools.partialmethod(own, max_staleness=0)
-    return kdist.create_strategy(column.layout, cluster=cluster)

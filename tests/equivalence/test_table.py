@@ -78,3 +78,10 @@ def test_a_file_without_markers_is_left_alone(tmp_path):
     table.write_markdown(tmp_path / "own.md", "new")
     table.write_markdown(tmp_path / "own.md", "newer")
     assert "newer" in (tmp_path / "own.md").read_text()
+
+
+def test_what_is_not_asked_for_is_a_feature_all_the_same():
+    from kdist.equivalence.cells import _NOT_ASKED
+    from kdist.equivalence.features import FEATURES
+
+    assert {name for _, name in _NOT_ASKED} <= FEATURES.keys()

@@ -18,7 +18,9 @@ def compare(*flags):
 
 def test_two_rows(tmp_path):
     files = [f"--json={tmp_path / 'cells.json'}", f"--markdown={tmp_path / 'table.md'}"]
-    process = compare("--features=SGD,clipnorm", "--replicas=2", "--jobs=1", *files)
+    process = compare(
+        "--features=SGD,clipnorm", "--replicas=2", "--layouts=mirrored", "--jobs=1", *files
+    )
     cells = {
         (cell["feature"], cell["library"]): cell["verdict"]
         for cell in json.loads((tmp_path / "cells.json").read_text())
@@ -38,6 +40,7 @@ def test_two_rows(tmp_path):
     [
         (["--features=clipnrom"], "did you mean 'clipnorm'? --list shows all of them"),
         (["--replicas=3"], "there are 1, 2 and 4"),
+        (["--layouts=pipeline"], "there are local_sgd, mirrored, multi_worker, parameter_server"),
         (["--libraries=Keras", "--replicas=1"], "Keras on 1 device is the reference"),
         (["--libraries=keras3"], "--libraries=keras3"),
         ([f"--markdown={__file__}"], "has no place for the table"),
@@ -48,3 +51,12 @@ def test_bad_input_is_met_with_its_remedy(flags, says):
     assert process.returncode == 1
     assert says in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_layouts_of_several_processes():
+    layouts = "--layouts=multi_worker,parameter_server,local_sgd"
+    process = compare("--features=Adam, dropout", "--replicas=2", "--libraries=kdist", layouts)
+    assert process.returncode == 0, process.stdout
+    assert "kdist multi_worker × 2: 2 works" in process.stdout
+    assert "kdist parameter_server × 2: 2 works" in process.stdout
+    assert "kdist local_sgd × 2: 1 works, 1 not there" in process.stdout
