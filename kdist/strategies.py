@@ -33,9 +33,12 @@ REDUCTIONS = {
 # How `multi_worker` adds gradients across tasks.
 COMMUNICATIONS = {"auto": "AUTO", "nccl": "NCCL", "ring": "RING"}
 
-# Known names without a builder, and what to take until they have one.
-_NOT_YET = {
-    "local_sgd": "its synchronous counterpart is 'mirrored'",
+# What is no strategy here, and how it is had.
+_NO_STRATEGIES = {
+    "local_sgd": (
+        "it is a way to train under 'mirrored' or 'multi_worker': take one of these and "
+        "model.compile(…, local_steps=k) (--strategy=mirrored --local_steps=8)"
+    ),
 }
 
 
@@ -236,11 +239,8 @@ def _cross_device_ops(reduction, num_packs):
 
 
 def _unknown(name, known):
-    if name in _NOT_YET:
-        return (
-            f"strategy {name!r} is not in this version of kdist yet; {_NOT_YET[name]}. "
-            f"There are {', '.join(known)}"
-        )
+    if name in _NO_STRATEGIES:
+        return f"{name!r} is no strategy of its own; {_NO_STRATEGIES[name]}"
     close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"unknown strategy {name!r}{hint} There are {', '.join(known)}"

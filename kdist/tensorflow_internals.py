@@ -42,6 +42,11 @@ def each_worker_has(devices: Sequence[str]) -> Iterator[None]:
         CollectiveAllReduceExtended._initialize_local_devices = tensorflows_own
 
 
+def first_replica(strategy: tf.distribute.Strategy) -> int:
+    """The number in the job of the first replica that this process runs."""
+    return strategy.extended._get_replica_id_in_sync_group(0)
+
+
 @contextlib.contextmanager
 def traced_for_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Functions that are traced meanwhile are for the workers of a `ParameterServerStrategy`.

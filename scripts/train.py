@@ -13,6 +13,9 @@
   python scripts/launch.py --workers=2 --ps=1 -- scripts/train.py --strategy=parameter_server \
     --model=lenet
 
+  # local SGD: replicas train alone for 8 steps, then their weights are averaged
+  python scripts/train.py --strategy=mirrored --num_devices=2 --local_steps=8
+
   # in a minute: a small model on scikit-learn's digits
   python scripts/train.py --model=lenet --dataset=digits --epochs=5
 
@@ -91,6 +94,21 @@ flags.DEFINE_integer(
     "and its own; 0 is one step after the other. By default any number.",
     lower_bound=0,
 )
+flags.DEFINE_integer(
+    "local_steps",
+    None,
+    "Local SGD: each replica takes so many steps alone, then weights are averaged (also at an "
+    "epoch's end). By default replicas add up their gradients in every step. More steps save "
+    "messages and cost accuracy; on several hosts let --steps_per_execution be a multiple.",
+    lower_bound=1,
+)
+flags.DEFINE_enum(
+    "local_slots",
+    "keep",
+    ["keep", "average", "reset"],
+    "With --local_steps, what becomes of momenta when weights are averaged: each replica keeps its "
+    "own, they are averaged too, or begin at zero.",
+)
 flags.DEFINE_integer("epochs", 1, "Times through the data.", lower_bound=1)
 flags.DEFINE_enum("optimizer", "momentum", ["sgd", "momentum", "adam"], "momentum is SGD with 0.9.")
 flags.DEFINE_float("learning_rate", 0.05, "The highest learning rate.", lower_bound=0.0)
@@ -157,6 +175,8 @@ def main(_):
             steps_per_execution=steps_per_execution(),
             accumulate=FLAGS.accumulate,
             max_staleness=FLAGS.max_staleness,
+            local_steps=FLAGS.local_steps,
+            local_slots=FLAGS.local_slots,
         )
 
     # Training
@@ -312,6 +332,8 @@ def summary_of_layout(strategy, batch, dataset, model):
         "workers": kdist.strategies.num_workers(strategy),
         "staleness": dataclasses.asdict(model.staleness),
         "global_batch_size": batch.global_size,
+        "local_steps": FLAGS.local_steps,
+        "local_slots": FLAGS.local_slots if FLAGS.local_steps else None,
         "precision": FLAGS.precision,
         "epochs": FLAGS.epochs,
         "versions": versions(),
@@ -345,7 +367,7 @@ def git_commit():
 
 def print_summary(summary):
     """The end of the run in two lines, the way d2l says it."""
-    rate = summary["examples_per_second"]
+    rate, local = summary["examples_per_second"], summary["local_steps"]
     print(
         f"test accuracy {summary['test_accuracy']:.4f}, test loss {summary['test_loss']:.4f}, "
         f"{summary['seconds_per_epoch']:.1f} sec/epoch"
@@ -356,6 +378,7 @@ def print_summary(summary):
         f"{summary['num_replicas']} replicas × {summary['local_batch_size']}"
         + (f" × {accumulate} micro-steps" if (accumulate := summary["accumulate"]) > 1 else "")
         + (f", {workers} workers" if (workers := summary["workers"]) > 1 else "")
+        + (f", {local} local steps, slots: {summary['local_slots']}" if local else "")
         + ")"
     )
     if summary["staleness"]["steps"]:

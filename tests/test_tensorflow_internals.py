@@ -4,7 +4,8 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
 
-from kdist.tensorflow_internals import each_worker_has, has_started
+from kdist.strategies import create_strategy
+from kdist.tensorflow_internals import each_worker_has, first_replica, has_started
 from kdist.testing import python
 
 
@@ -32,3 +33,7 @@ def test_the_devices_of_a_worker():
     assert names == ("/job:w/device:CPU:0", "/job:w/device:CPU:1")
     assert kind == "CPU"
     assert CollectiveAllReduceExtended._initialize_local_devices is own
+
+
+def test_the_first_replica_of_one_process_is_the_jobs():
+    assert first_replica(create_strategy("mirrored", 2)) == 0

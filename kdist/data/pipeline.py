@@ -10,6 +10,10 @@ reading what came before, and the order depends neither on the number of replica
 threads work.
 
 In evaluation each example comes once; rows that fill up the last batch are marked as not valid.
+
+Where several workers train, each asks for its part of every batch and reads no more than that. As
+every example is known by its number, it does not matter how they lie in files: nothing has to be
+sharded by file, and the same examples make up a batch whatever the number of workers.
 """
 
 import dataclasses
@@ -82,25 +86,32 @@ class Pipeline:
         self.image_shape = _shape_after(self._operations, source.image_shape)
         self._source, self._operations = _cached(source, self._operations, cache)
 
-    def dataset(self, start_step: int = 0) -> tf.data.Dataset:
+    def dataset(self, start_step: int = 0, part: tuple[int, int] = (0, 1)) -> tf.data.Dataset:
         """The batches from number `start_step` on: (x, y), or (x, y, valid) in evaluation.
 
         x is (B, H, W, C), uint8 if the source is; y int32 (B,); valid bool (B,), False for
-        padding. B is the global batch.
+        padding. B is the global batch G, or what belongs to `part`.
+
+        Args:
+            start_step: counted over all epochs. Defaults to 0.
+            part: (i, n) for rows G·i // n up to G·(i + 1) // n of each batch, which alone are
+                read: those of worker i of n. Defaults to all rows.
 
         Raises:
-            ValueError: `start_step` is negative.
+            ValueError: `start_step` is negative, or there is no such part, or it has no rows.
         """
         if start_step < 0:
             raise ValueError(f"start_step={start_step}: batches are counted from 0")
+        rows = self._rows_of(*part)
         if self.training:
             steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
         else:
             steps = tf.data.Dataset.range(start_step, self.steps_per_epoch)
         if self._takes_batches:
-            dataset = steps.map(_as_is(self._gather), num_parallel_calls=tf.data.AUTOTUNE)
+            gather = functools.partial(self._gather, rows=rows)
+            dataset = steps.map(_as_is(gather), num_parallel_calls=tf.data.AUTOTUNE)
         else:
-            dataset = self._examples(steps)
+            dataset = self._examples(steps, rows)
         return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
 
     def arrays(self) -> tuple[np.ndarray, ...] | None:
@@ -152,9 +163,20 @@ class Pipeline:
 
     # Which examples make up a batch.
 
-    def _numbers(self, step):
-        """int64 (B,): the numbers of the examples of a batch; -1 for padding."""
-        position = tf.range(self.batch.global_size, dtype=tf.int64)
+    def _rows_of(self, index, count):
+        """The rows of a batch that make up a part."""
+        size = self.batch.global_size
+        if not 0 <= index < count <= size:
+            raise ValueError(
+                f"part=({index}, {count}): give (i, n) with i from 0 to n - 1, and n no "
+                f"larger than the global batch of {size}"
+            )
+        return range(size * index // count, size * (index + 1) // count)
+
+    def _numbers(self, step, rows=None):
+        """int64: the numbers of the examples in `rows` of a batch, by default all; -1: padding."""
+        rows = range(self.batch.global_size) if rows is None else rows
+        position = tf.range(rows.start, rows.stop, dtype=tf.int64)
         if not self.training:
             numbers = step * self.batch.global_size + position
             return tf.where(numbers < self.num_examples, numbers, -1)
@@ -169,8 +191,8 @@ class Pipeline:
 
     # A batch at once, where nothing is to be done to single images.
 
-    def _gather(self, step):
-        numbers = self._numbers(step)
+    def _gather(self, step, rows=None):
+        numbers = self._numbers(step, rows)
         if self.training:
             return self._source.batch(numbers)
         valid = numbers >= 0
@@ -179,15 +201,15 @@ class Pipeline:
 
     # Image by image.
 
-    def _examples(self, steps):
-        numbered = steps.map(_as_is(self._numbered)).unbatch()
+    def _examples(self, steps, rows):
+        numbered = steps.map(_as_is(functools.partial(self._numbered, rows=rows))).unbatch()
         examples = numbered.map(
             _as_is(self._example), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
         )
-        return examples.batch(self.batch.global_size, drop_remainder=True)
+        return examples.batch(len(rows), drop_remainder=True)
 
-    def _numbered(self, step):
-        return self._numbers(step), tf.fill([self.batch.global_size], step)
+    def _numbered(self, step, rows):
+        return self._numbers(step, rows), tf.fill([len(rows)], step)
 
     def _example(self, number, step):
         valid = number >= 0

@@ -10,7 +10,9 @@ import functools
 
 import tensorflow as tf
 
+from kdist.training.inputs import without_part
 from kdist.training.keras_internals import reduce_per_replica
+from kdist.training.local_steps import LocalStep
 from kdist.training.logs import LazyLogs
 from kdist.training.share import Division
 from kdist.training.step import ReplicaStep
@@ -30,22 +32,31 @@ class StepFunction:
         accumulators: where the gradients of micro-steps are kept; None if a step is a single one.
         micro_steps: into how many parts a replica's rows of a batch are divided.
         watch: a `FiniteWatch` that the step keeps, if any.
+        rounds: the `Rounds` of local steps; None if replicas meet in every step.
     """
 
     def __init__(
-        self, trainer, step, logs_are_metrics, accumulators=None, micro_steps=1, watch=None
+        self,
+        trainer,
+        step,
+        logs_are_metrics,
+        accumulators=None,
+        micro_steps=1,
+        watch=None,
+        rounds=None,
     ):
         self._trainer = trainer
+        self._rounds = rounds
         self._logs_are_metrics = logs_are_metrics
         self._watch = watch
         several_workers = are_several_workers(trainer.distribute_strategy)
         self._together = Together(trainer, watch) if several_workers else None
-        on_all_replicas = OnAllReplicas(trainer, step, accumulators, micro_steps)
-        self._on_all_replicas = trainer._autoconvert_optionals(self._compiled(on_all_replicas))
+        on_all_replicas = OnAllReplicas(trainer, step, accumulators, micro_steps, rounds)
+        self._on_all_replicas = self._compiled(on_all_replicas)
         compiled = (lambda f: f) if trainer.run_eagerly else _function
-        self._one = compiled(lambda iterator: self._end_of_group(self._step_on(next(iterator))))
+        self._one = compiled(lambda iterator, *place: self._only_step(next(iterator), *place))
         self._group = self._several if trainer.run_eagerly else _function(self._loop)
-        self._on_batch = compiled(lambda batch: self._end_of_group(self._step_on(batch)))
+        self._on_batch = compiled(self._only_step)
         self._read_metrics = compiled(trainer.get_metrics_result)
 
     def __call__(self, iterator, length=None, may_run_out=False):
@@ -55,17 +66,22 @@ class StepFunction:
             StopIteration: there was no batch left for the first step.
         """
         length = length or self._trainer.steps_per_execution
+        iterator, part = without_part(iterator)
         if may_run_out or not isinstance(iterator, _ITERATORS):
-            outputs = self._as_many_as_there_are(iterator, length)
+            outputs = self._as_many_as_there_are(iterator, length, part)
         elif length == 1:
-            outputs = self._one(iterator)
+            outputs = self._one(iterator, self._count(1), part)
         else:
-            outputs = self._group(iterator, tf.constant(length))
+            outputs = self._group(iterator, tf.constant(length), self._count(length), part)
         return self._logs(outputs)
 
     def under_way(self, groups):
         """A context that gives the groups: each is run when its turn has come."""
         return contextlib.nullcontext(groups)
+
+    def _count(self, steps):
+        """Local steps of this round that were done before the next `steps`; None without rounds."""
+        return self._rounds.count(steps) if self._rounds else None
 
     def _logs(self, outputs):
         """The logs of a group, from what its function gave."""
@@ -91,32 +107,43 @@ class StepFunction:
             return _function(on_all_replicas, jit_compile=True)
         return on_all_replicas
 
-    def _step_on(self, batch):
-        outputs = self._on_all_replicas(batch)
+    def _only_step(self, batch, done, part):
+        return self._end_of_group(self._step_on(batch, done, part))
+
+    def _step_on(self, batch, done, part):
+        """Runs a step.
+
+        Args:
+            batch: a whole one, or a `Part` of one.
+            done: local steps of this round that were done before; None without rounds.
+            part: the `Part` that the batch is, or None.
+        """
+        outputs = on_converted(self._trainer, self._on_all_replicas, batch, part)
+        if self._rounds:
+            self._rounds.end_of_step(done)
         if self._logs_are_metrics:
             return ()
         if self._together:
             return outputs
         return reduce_per_replica(outputs, self._trainer.distribute_strategy, reduction="auto")
 
-    def _loop(self, iterator, length):
-        if self._logs_are_metrics:
-            start = tf.constant(0), ()
-        else:
-            start = tf.constant(1), self._step_on(next(iterator))
+    def _loop(self, iterator, length, done, part):
+        def step(number):
+            return self._step_on(next(iterator), None if done is None else done + number, part)
+
+        # Metrics stay where they are; logs of another kind are carried along, from the first on.
+        start = (tf.constant(0), ()) if self._logs_are_metrics else (tf.constant(1), step(0))
         _, outputs = tf.while_loop(
-            lambda done, _: done < length,
-            lambda done, _: (done + 1, self._step_on(next(iterator))),
-            start,
+            lambda number, _: number < length, lambda number, _: (number + 1, step(number)), start
         )
         return self._end_of_group(outputs)
 
-    def _several(self, iterator, length):
-        for _ in range(int(length)):
-            outputs = self._one(iterator)
+    def _several(self, iterator, length, done, part):
+        for number in range(int(length)):
+            outputs = self._one(iterator, None if done is None else done + number, part)
         return outputs
 
-    def _as_many_as_there_are(self, iterator, length):
+    def _as_many_as_there_are(self, iterator, length, part):
         # The batch is fetched before the step begins: within one function, what needs no data
         # (the step counter, weight decay) would still be done after the last batch.
         outputs = None
@@ -127,7 +154,7 @@ class StepFunction:
                 if outputs is None:
                     raise StopIteration from None
                 break
-            outputs = self._on_batch(batch)
+            outputs = self._on_batch(batch, self._count(1), part)
         return outputs
 
 
@@ -137,8 +164,9 @@ class OnAllReplicas:
     Arguments are those of `StepFunction`.
     """
 
-    def __init__(self, trainer, step, accumulators=None, micro_steps=1):
+    def __init__(self, trainer, step, accumulators=None, micro_steps=1, rounds=None):
         self._trainer = trainer
+        self._rounds = rounds
         self._step = step
         self._accumulators = accumulators
         self._micro_steps = micro_steps
@@ -156,11 +184,16 @@ class OnAllReplicas:
         """A batch is not divided: one replica, one micro-step."""
         return self._replicas * self._micro_steps == 1
 
-    def __call__(self, data):
-        """What the step gives in the last micro-step, on each replica."""
+    def __call__(self, data, part=None):
+        """What the step gives in the last micro-step, on each replica.
+
+        Args:
+            data: a batch.
+            part: the `Part` of a batch that this worker has read; None if it is whole.
+        """
         if self.is_a_single_part:
             return self._strategy.run(self._step, args=(data,))
-        division = Division.of(data, self._strategy, self._micro_steps)
+        division = Division.of(data, self._strategy, self._micro_steps, part)
         last = self._micro_steps - 1
         run = functools.partial(self._micro_step, data, division)
         if self._trainer.run_eagerly:
@@ -182,7 +215,7 @@ class OnAllReplicas:
         def on_replica(data):
             replica = _replica()
             rows, share = division.take(data, replica, number)
-            step = ReplicaStep(
+            step = self._kind_of_step(division.sizes[replica])(
                 share,
                 replica,
                 replica % len(self._strategy.extended.worker_devices),
@@ -201,6 +234,12 @@ class OnAllReplicas:
             tf.autograph.experimental.do_not_convert(on_replica), args=(data,)
         )
 
+    def _kind_of_step(self, rows):
+        """What makes a step of a replica that has `rows` of the batch."""
+        if self._rounds is None:
+            return ReplicaStep
+        return functools.partial(LocalStep, rows, self._rounds)
+
     def _equal(self):
         """The statistics of synchronised BatchNorm, which all replicas compute alike."""
         return [
@@ -209,6 +248,12 @@ class OnAllReplicas:
             if getattr(layer, "synchronized", False)
             for statistic in layer.non_trainable_variables
         ]
+
+
+def on_converted(trainer, on_all_replicas, data, part):
+    """Runs `on_all_replicas`, with None for each of the data that is an optional, as Keras does."""
+    run = functools.partial(on_all_replicas, part=part) if part else on_all_replicas
+    return trainer._autoconvert_optionals(run)(data)
 
 
 def _check_storage_is_not_shared(replicas):

@@ -1,7 +1,45 @@
 """What fit, evaluate and predict are given, in the form that Keras's data adapters take."""
 
+import dataclasses
+from typing import Any
+
 import keras
 import tensorflow as tf
+
+from kdist.tensorflow_internals import first_replica
+from kdist.training.share import Part
+from kdist.training.together import are_several_workers
+
+
+@dataclasses.dataclass(frozen=True)
+class InParts:
+    """An iterator over parts of batches.
+
+    Attributes:
+        iterator: gives them.
+        part: the `Part` that each of them is; None if they are whole.
+    """
+
+    iterator: Any
+    part: Part | None
+
+
+def without_part(iterator):
+    """(the iterator itself, the `Part` that its batches are, or None if they are whole)."""
+    is_in_parts = isinstance(iterator, InParts)
+    return (iterator.iterator, iterator.part) if is_in_parts else (iterator, None)
+
+
+def part_of(x, strategy) -> Part | None:
+    """What this worker reads of each batch of `x`; None if it reads all: it is no pipeline.
+
+    A batch has to have a row for each worker.
+    """
+    if not is_pipeline(x) or not are_several_workers(strategy):
+        return None
+    own, rows = len(strategy.extended.worker_devices), x.batch.global_size
+    workers = strategy.num_replicas_in_sync // own
+    return Part(first_replica(strategy) // own, workers, rows) if rows >= workers else None
 
 
 def is_pipeline(x) -> bool:
@@ -9,7 +47,7 @@ def is_pipeline(x) -> bool:
     return hasattr(x, "steps_per_epoch") and callable(getattr(x, "dataset", None))
 
 
-def training_data(x, steps_per_epoch, initial_epoch):
+def training_data(x, steps_per_epoch, initial_epoch, part=None):
     """(data set from the beginning of `initial_epoch`, steps an epoch) of a training pipeline."""
     if not x.training:
         raise ValueError(
@@ -17,15 +55,19 @@ def training_data(x, steps_per_epoch, initial_epoch):
             "first pipeline that kdist.data.load returns and give this one as validation_data"
         )
     start = initial_epoch * x.steps_per_epoch
-    return x.dataset(start_step=start), steps_per_epoch or x.steps_per_epoch
+    return x.dataset(start, **_rows(part)), steps_per_epoch or x.steps_per_epoch
 
 
-def evaluation_data(x, steps):
+def evaluation_data(x, steps, part=None):
     """(data, steps) to evaluate or predict on, where `x` may be a pipeline."""
     if not is_pipeline(x):
         return x, steps
     # A training pipeline has no end of its own: one epoch of it is evaluated.
-    return x.dataset(), steps or (x.steps_per_epoch if x.training else None)
+    return x.dataset(**_rows(part)), steps or (x.steps_per_epoch if x.training else None)
+
+
+def _rows(part):
+    return {"part": (part.worker, part.workers)} if part else {}
 
 
 def unpack(data):

@@ -92,6 +92,8 @@ def _unscaled(step, kerass_own, value):
 def _reduced(step, kerass_own, values, sample_weight=None, mask=None, reduction="mean", dtype=None):
     """A loss; where it is not a mean over rows, such that the mean by rows is the batch's own."""
     loss = kerass_own(values, sample_weight, mask, reduction, dtype)
+    if loss.shape == (0,) and reduction not in (None, "none"):
+        return tf.zeros([], loss.dtype)  # all rows are padding: run eagerly, Keras leaves it as is
     if loss.shape.rank or not tf.convert_to_tensor(values).shape.rank:
         return loss  # it is not reduced, or the loss function has done that itself
     if reduction == "sum":

@@ -68,6 +68,13 @@ TRAINER_MEMBERS = (
 LAYER_MEMBERS = ("_call_has_training_arg", "_flatten_layers")
 # Of the optimizer: what the hooks replace is named in `keras_hooks`.
 OPTIMIZER_MEMBERS = ("_common_apply", "_trainable_variables", "_var_key")
+# What a built optimizer holds, by which slots are told from the rest.
+OPTIMIZER_STATE = (
+    "_iterations",
+    "_learning_rate",
+    "_model_variables_moving_average",
+    "_accumulated_gradients",
+)
 EPOCH_ITERATOR_MEMBERS = (
     "_enumerate_iterator",
     "_get_iterator",

@@ -6,7 +6,8 @@ import keras
 import tensorflow as tf
 
 from kdist.training import step as steps
-from kdist.training.functions import OnAllReplicas
+from kdist.training.functions import OnAllReplicas, on_converted
+from kdist.training.inputs import InParts, without_part
 from kdist.training.keras_internals import (
     convert_to_np_if_not_ragged,
     potentially_ragged_concat,
@@ -25,10 +26,10 @@ class PredictFunction:
 
     def __init__(self, trainer, step):
         self._strategy = trainer.distribute_strategy
-        on_all_replicas = trainer._autoconvert_optionals(OnAllReplicas(trainer, _own_rows(step)))
+        on_all_replicas = OnAllReplicas(trainer, _own_rows(step))
 
-        def on_batch(batch):
-            outputs = on_all_replicas(batch)
+        def on_batch(batch, part):
+            outputs = on_converted(trainer, on_all_replicas, batch, part)
             if are_several_workers(self._strategy):
                 return keras.tree.map_structure(self._of_all_workers, outputs)
             return reduce_per_replica(outputs, self._strategy, reduction="concat")
@@ -53,7 +54,8 @@ class PredictFunction:
         Raises:
             StopIteration: there is no batch.
         """
-        outputs = [self._on_batch(batch) for batch in batches]
+        batches, part = without_part(batches)
+        outputs = [self._on_batch(batch, part) for batch in batches]
         if not outputs:
             raise StopIteration
         return joined(outputs)
@@ -68,7 +70,8 @@ class PredictFunction:
 
     def group(self, iterator, length, may_run_out=False):
         """The outputs for the next `length` batches of an iterator, or for as many as it has."""
-        return self(_up_to(length, iterator))
+        iterator, part = without_part(iterator)
+        return self(InParts(_up_to(length, iterator), part))
 
 
 def concatenated(outputs):

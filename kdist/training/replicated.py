@@ -33,6 +33,8 @@ from kdist.training.keras_internals import (
     pythonify_logs,
     train_validation_split,
 )
+from kdist.training.local_steps import Rounds
+from kdist.training.local_steps import check as check_local
 from kdist.training.logs import CallbackList, LazyLogs, without_writers
 from kdist.training.padding import keep_valid, split_mask
 from kdist.training.predictions import PredictFunction, concatenated
@@ -64,12 +66,28 @@ class ReplicatedTrainer(TensorFlowTrainer):
     # How many updates may happen between a step's reading and its own; see `compile`.
     max_staleness: int | None = None
 
+    # Steps that a replica takes alone before weights are averaged; see `compile`.
+    local_steps: int | None = None
+
+    local_slots: str = "keep"
+
+    _rounds: Rounds | None = None
+
     _tuner: GroupTuner | None = None
 
     _dispatcher: Dispatcher | None = None
 
-    def compile(self, *args, accumulate=1, steps_per_execution=1, max_staleness=None, **kwargs):
-        """Keras's `compile`, with three things more.
+    def compile(
+        self,
+        *args,
+        accumulate=1,
+        steps_per_execution=1,
+        max_staleness=None,
+        local_steps=None,
+        local_slots="keep",
+        **kwargs,
+    ):
+        """Keras's `compile`, with some things more.
 
         Args:
             accumulate: into how many micro-batches each replica divides its rows of a batch, one
@@ -82,9 +100,23 @@ class ReplicatedTrainer(TensorFlowTrainer):
                 step's reading of the weights and its own update; workers that are ahead are held
                 back. 0 is one step after the other, the same as on one device; None, the default,
                 any number. Under all other strategies there are none in any case.
+            local_steps: local SGD: each replica takes so many steps alone, with the gradient of
+                its own rows; then weights, their moving averages and the state of layers become
+                the mean over all replicas. Rounds begin with an epoch and end with it, so that
+                validation, checkpoints and callbacks of an epoch see the mean; in between, what
+                is read of the model is the first replica's. Clipping and the loss scale are each
+                replica's own within a round. With 1 and plain SGD it is the same as None, the
+                default, where gradients are added up in every step. Several workers add up their
+                metrics at each call's end: let `steps_per_execution` be a multiple. With one
+                replica it changes nothing.
+            local_slots: what becomes of the optimizer's slots, such as momenta, at the end of a
+                round: "keep", the default, each replica its own (a file holds the first one's),
+                "average", or "reset" to what they begin with.
 
         Raises:
-            ValueError: `accumulate` is no whole number from 1 on, or `max_staleness` none from 0.
+            ValueError: `accumulate` or `local_steps` is no whole number from 1 on, or
+                `max_staleness` none from 0; an unknown `local_slots`, or `local_steps` under a
+                strategy where replicas share their variables.
         """
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate must be a whole number from 1 on, got {accumulate!r}")
@@ -92,12 +124,15 @@ class ReplicatedTrainer(TensorFlowTrainer):
             raise ValueError(
                 f"max_staleness must be None or a whole number from 0 on, got {max_staleness!r}"
             )
+        check_local(local_steps, local_slots, self.distribute_strategy)
+        self.average_replicas()
         finds_out = steps_per_execution == "auto"
         super().compile(
             *args, steps_per_execution=1 if finds_out else steps_per_execution, **kwargs
         )
         self.accumulate, self.max_staleness = accumulate, max_staleness
-        self._dispatcher = None
+        self.local_steps, self.local_slots = local_steps, local_slots
+        self._dispatcher = self._rounds = None
         self._tuner = GroupTuner() if finds_out else None
 
     # What one replica does with its share of a batch.
@@ -161,6 +196,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
                     "super().train_step()",
                     stacklevel=3,
                 )
+            self._rounds = self._new_rounds()
             self.train_function = StepFunction(
                 self,
                 self._finite_watch.watching(self.train_step),
@@ -168,8 +204,24 @@ class ReplicatedTrainer(TensorFlowTrainer):
                 self._accumulators(),
                 self.accumulate,
                 self._finite_watch,
+                self._rounds,
             )
         return self.train_function
+
+    def _new_rounds(self):
+        self.average_replicas()
+        if self.local_steps is None or self.distribute_strategy.num_replicas_in_sync == 1:
+            return None
+        return Rounds(self, self.local_steps, self.local_slots)
+
+    def average_replicas(self):
+        """Ends a round of local steps (see `compile`) that is under way; else does nothing.
+
+        `fit`, `evaluate` and `predict` do so by themselves. For loops of one's own, with
+        `train_on_batch`, before weights are read; all workers have to call it.
+        """
+        if self._rounds is not None:
+            self._rounds.end()
 
     def _accumulators(self):
         if self.accumulate == 1:
@@ -266,9 +318,9 @@ class ReplicatedTrainer(TensorFlowTrainer):
             (x, y, sample_weight), validation_data = train_validation_split(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        feed = self._feed(x, initial_epoch)
+        feed, part = self._feed(x, initial_epoch)
         if inputs.is_pipeline(x):
-            x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, initial_epoch)
+            x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, initial_epoch, part)
             shuffle = False  # the pipeline does; Keras would warn that it does not
         groups = self._step_groups(
             feed=feed,
@@ -280,7 +332,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        self.global_batch_size = groups.data_adapter.batch_size
+        self.global_batch_size = part.batch_rows if part else groups.data_adapter.batch_size
         callbacks = self._callback_list(callbacks, verbose, epochs, groups, add_history=True)
         validate = self._validation(
             validation_data,
@@ -291,6 +343,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
         self.stop_training = False
         self.make_train_function()
         self._finite_watch.reset()
+        self.average_replicas()
         callbacks.on_train_begin()
         logs = {}
         for epoch in range(self._initial_epoch or initial_epoch, epochs):
@@ -332,6 +385,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
             groups = self._evaluation_groups(x, y, sample_weight, batch_size, steps)
         groups.reset()
         callbacks = self._callback_list(callbacks, verbose, 1, groups)
+        self.average_replicas()
         self.make_test_function()
         self.stop_evaluating = False
         callbacks.on_test_begin()
@@ -351,8 +405,8 @@ class ReplicatedTrainer(TensorFlowTrainer):
     @filter_traceback
     def predict(self, x, batch_size=None, verbose="auto", steps=None, callbacks=None):
         """Gives the outputs for `x`, in its order, as Keras does; `x` may also be a pipeline."""
-        feed = self._feed(x)
-        x, steps = inputs.evaluation_data(x, steps)
+        feed, part = self._feed(x)
+        x, steps = inputs.evaluation_data(x, steps, part)
         groups = StepGroups(
             self.distribute_strategy,
             feed=feed,
@@ -362,6 +416,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
             steps_per_execution=self.steps_per_execution,
         )
         callbacks = self._callback_list(callbacks, verbose, 1, groups)
+        self.average_replicas()
         self.make_predict_function()
         self.stop_predicting = False
         callbacks.on_predict_begin()
@@ -392,6 +447,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
             callbacks.on_train_batch_end,
             lambda: self.stop_training,
         )
+        self.average_replicas()
         return self._results(logs)
 
     def _tune(self, groups, iterator, length, may_run_out):
@@ -462,8 +518,8 @@ class ReplicatedTrainer(TensorFlowTrainer):
         return validate
 
     def _evaluation_groups(self, x, y, sample_weight, batch_size, steps):
-        feed = self._feed(x)
-        x, steps = inputs.evaluation_data(x, steps)
+        feed, part = self._feed(x)
+        x, steps = inputs.evaluation_data(x, steps, part)
         return self._step_groups(
             feed=feed,
             x=x,
@@ -484,13 +540,16 @@ class ReplicatedTrainer(TensorFlowTrainer):
         return groups
 
     def _feed(self, x, initial_epoch=0):
-        """What makes a group's iterator of the data set that `x` is, or becomes."""
+        """(what makes a group's iterator of the data set that `x` is, or becomes; its `Part`)."""
+        part = inputs.part_of(x, self.distribute_strategy)
+        if part:
+            return lambda dataset: inputs.InParts(iter(dataset), part), part
         if not has_parameter_servers(self.distribute_strategy):
-            return iter
+            return iter, None
         if inputs.is_pipeline(x) and x.arrays() is not None:
             start = initial_epoch * x.steps_per_epoch
-            return lambda _: NumberedFeed(x, start)
-        return lambda dataset: SentFeed(iter(dataset))
+            return lambda _: NumberedFeed(x, start), None
+        return lambda dataset: SentFeed(iter(dataset)), None
 
     def _build_for(self, element_spec):
         """Makes all variables before data flow: replicas and micro-steps cannot make them."""

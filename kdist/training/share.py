@@ -8,12 +8,32 @@ comes of it is counted (`kdist.training.step`).
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 Number = Any  # an int where the batch's size is known before the step runs, else an int32 scalar
+
+
+class Part(NamedTuple):
+    """What a batch is that one worker has read for itself: its replicas' rows, and no others.
+
+    Attributes:
+        worker: its number, from 0.
+        workers: how many there are.
+        batch_rows: rows of the whole batch. It is divided evenly, so that a worker's part has the
+            rows of its replicas.
+    """
+
+    worker: int
+    workers: int
+    batch_rows: int
+
+    @property
+    def first_row(self):
+        """Where it begins in the whole batch."""
+        return self.batch_rows * self.worker // self.workers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +55,12 @@ class Share:
     @property
     def of_batch(self):
         """The fraction of the step's rows that it has, a float or a float32 scalar."""
-        return _fraction(self.rows, self.batch_rows)
+        return fraction(self.rows, self.batch_rows)
 
     @property
     def of_micro_step(self):
         """The fraction of the micro-step's rows that it has, a float or a float32 scalar."""
-        return _fraction(self.rows, self.micro_rows)
+        return fraction(self.rows, self.micro_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +80,13 @@ class Division:
     is_fixed: bool = False
 
     @classmethod
-    def of(cls, data, strategy: tf.distribute.Strategy, micro_steps: int = 1) -> "Division":
+    def of(
+        cls,
+        data,
+        strategy: tf.distribute.Strategy,
+        micro_steps: int = 1,
+        part: Part | None = None,
+    ) -> "Division":
         """The division of `data`: a whole batch, or one that is divided among replicas already.
 
         Args:
@@ -68,6 +94,8 @@ class Division:
                 `tf.distribute.DistributedValues` of such; scalars are handed on to everybody.
             strategy: says how many replicas there are.
             micro_steps: into how many parts each replica's rows are divided.
+            part: of which batch `data` is a part; None if they are whole. The starts of replicas
+                of other workers then mean nothing.
         """
         replicas = strategy.num_replicas_in_sync
         if any(isinstance(x, tf.distribute.DistributedValues) for x in keras.tree.flatten(data)):
@@ -76,8 +104,9 @@ class Division:
         rows = number_of_rows(data)
         if rows is None:
             return cls((micro_steps,) * replicas, (0,) * replicas, micro_steps, is_fixed=True)
-        sizes = [_size(rows, part, replicas) for part in range(replicas)]
-        starts = [rows * part // replicas for part in range(replicas)]
+        rows, first = (part.batch_rows, part.first_row) if part else (rows, 0)
+        sizes = [_size(rows, replica, replicas) for replica in range(replicas)]
+        starts = [rows * replica // replicas - first for replica in range(replicas)]
         return cls(tuple(sizes), tuple(starts), micro_steps)
 
     def take(self, data, replica: int, micro_step: Number):
@@ -148,7 +177,8 @@ def _sparse_rows(leaf, first, number):
     return tf.sparse.slice(leaf, start, tf.concat([[number], rest], 0))
 
 
-def _fraction(part, whole):
+def fraction(part: Number, whole: Number):
+    """part / whole, a float or a float32 scalar; 0 if `whole` is."""
     if isinstance(part, int) and isinstance(whole, int):
         return part / whole if whole else 0.0
     return tf.math.divide_no_nan(tf.cast(part, tf.float32), tf.cast(whole, tf.float32))

@@ -90,7 +90,12 @@ class ReplicaStep:
         self._weighed.add(id(optimizer))
         if loss.shape.rank:
             return loss
-        return loss * tf.cast(self.share.of_batch, loss.dtype)
+        return loss * tf.cast(self.weight, loss.dtype)
+
+    @property
+    def weight(self):
+        """What the mean over this replica's rows weighs in the gradient."""
+        return self.share.of_batch
 
     def of_batch(self, dtype):
         """The replica's share of the rows of the batch."""
@@ -131,16 +136,20 @@ class ReplicaStep:
             for g, variable in zip(gradients, variables, strict=True)
         ]
         if id(optimizer) not in self._weighed:
-            gradients = [g if g is None else _scaled(g, self.share.of_batch) for g in gradients]
+            gradients = [g if g is None else _scaled(g, self.weight) for g in gradients]
         if self._accumulators is not None:
             gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)
             if not self.is_last:
                 return None
+        return self.reduced(gradients)
+
+    def reduced(self, gradients):
+        """The sums of gradients over all replicas."""
         present = [g for g in gradients if g is not None]
-        if self.replicas > 1 and present:
-            reduced = iter(all_reduce_sum(present))
-            gradients = [g if g is None else next(reduced) for g in gradients]
-        return gradients
+        if self.replicas == 1 or not present:
+            return gradients
+        sums = iter(all_reduce_sum(present))
+        return [g if g is None else next(sums) for g in gradients]
 
     def counts_gradient(self, gradient):
         """The gradient, or zero (not infinity × 0) if this replica's row belongs to another."""
@@ -208,7 +217,7 @@ class ReplicaStep:
         copies = [
             self.local(variable.value)
             for key, variable in self._written.items()
-            if key not in equal and _can_be_averaged(variable)
+            if key not in equal and can_be_averaged(variable)
         ]
         parts = [_scaled(self.counts(tf.identity(c)), self.share.of_micro_step) for c in copies]
         for copy, mean in zip(copies, all_reduce_sum(parts) if parts else [], strict=True):
@@ -247,7 +256,7 @@ class ReplicaStep:
         return seed + stride * tf.cast(self.replica, seed.dtype)
 
 
-def _can_be_averaged(variable):
+def can_be_averaged(variable):
     """Float state that has a copy on each replica; counters and seeds count alike everywhere."""
     value = variable.value
     return (

@@ -19,7 +19,9 @@ from kdist.training.reduction import all_reduce_sum
 
 def are_several_workers(strategy: tf.distribute.Strategy) -> bool:
     """Whether replicas run in several processes."""
-    return len(strategy.extended.worker_devices) < strategy.num_replicas_in_sync
+    replicas = strategy.num_replicas_in_sync
+    # TensorFlow's default strategy, of a model that is in none, does not say its devices.
+    return replicas > 1 and len(strategy.extended.worker_devices) < replicas
 
 
 def outside_of_scope(function: Callable[[], Any]):

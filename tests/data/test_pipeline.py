@@ -135,6 +135,44 @@ def test_the_sharding_policy_is_set_and_the_order_kept():
     assert options.deterministic
 
 
+@pytest.mark.parametrize("operations", ["", "random_crop(3, 3)|random_flip()"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_parts_of_a_batch_make_it_up(parts, training, operations):
+    """Also augmented: what becomes of an example does not depend on who reads it."""
+    rng = np.random.default_rng(0)
+    source = from_arrays(rng.integers(0, 255, (50, 4, 4, 1), "uint8"), np.arange(50), 50)
+    pipeline = Pipeline(source, Batch(8), training=training, operations=operations, cache=False)
+
+    def batches(*part):
+        dataset = pipeline.dataset(2, *part).take(pipeline.steps_per_epoch)
+        assert dataset.element_spec[0].shape[0] is not None
+        return list(dataset.as_numpy_iterator())
+
+    read = [batches((index, parts)) for index in range(parts)]
+    for whole, *pieces in zip(batches(), *read, strict=True):
+        for tensor, *of_parts in zip(whole, *pieces, strict=True):
+            np.testing.assert_array_equal(np.concatenate(of_parts), tensor)
+            assert max(map(len, of_parts)) - min(map(len, of_parts)) <= 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_each_example_of_an_epoch_is_in_one_part_once(training):
+    pipeline = Pipeline(numbered(48), Batch(8), training=training)
+    read = []
+    for index in range(3):
+        dataset = pipeline.dataset(part=(index, 3)).take(pipeline.steps_per_epoch)
+        read.append({int(n) for x, *_ in dataset.as_numpy_iterator() for n in x[:, 0, 0, 0]})
+    assert sum(map(len, read)) == 48
+    assert set.union(*read) == set(range(48))
+
+
+@pytest.mark.parametrize("part", [(0, 9), (2, 2), (-1, 2), (0, 0)])
+def test_there_are_no_parts_without_rows(part):
+    with pytest.raises(ValueError, match=r"give \(i, n\) with i from 0 to n - 1"):
+        Pipeline(numbered(), Batch(8)).dataset(part=part)
+
+
 def test_replicas_share_each_batch_evenly(mirrored):
     pipeline = Pipeline(numbered(), Batch(4, 2))
     whole = seen(pipeline, 3)

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import pytest
 
+import kdist
 from kdist.testing import assert_same_weights, python_tasks
 
 # What each task does, and what plain Keras does on one device: the same lines.
@@ -16,20 +17,20 @@ import keras
 import numpy as np
 from sklearn.datasets import load_digits
 
-def network(model_class, has_batch_norm):
+def network(model_class, has_batch_norm, synchronized=True):
     layers = keras.layers
     keras.utils.set_random_seed(7)
     inputs = keras.Input((8, 8, 1))
     x = layers.Conv2D(8, 3, use_bias=False)(inputs)
     if has_batch_norm:
-        x = layers.BatchNormalization(synchronized=True, momentum=0.9)(x)
+        x = layers.BatchNormalization(synchronized=synchronized, momentum=0.9)(x)
     x = layers.GlobalAveragePooling2D()(layers.ReLU()(x))
     return model_class(inputs, layers.Dense(10, activation="softmax")(x))
 
 def train(model_class, **options):
     x, y = load_digits(return_X_y=True)
     x, y = (x / 16).reshape(-1, 8, 8, 1).astype("float32")[:357], y[:357]
-    model = network(model_class, has_batch_norm="accumulate" not in options)
+    model = network(model_class, "accumulate" not in options, "local_steps" not in options)
     model.compile(
         keras.optimizers.SGD(0.3, momentum=0.9, global_clipnorm=0.5),
         "sparse_categorical_crossentropy",
@@ -76,7 +77,7 @@ def reference(accumulates):
     if not accumulates:
         return names["train"](keras.Model)
     whole_network = names["network"]
-    names["network"] = lambda model_class, has_batch_norm: whole_network(model_class, False)
+    names["network"] = lambda model_class, *_: whole_network(model_class, False)
     return names["train"](keras.Model)
 
 
@@ -107,9 +108,181 @@ def test_two_processes_train_as_one_device(devices, options):
     np.testing.assert_allclose(chief["predicted"], expected["predicted"], atol=2e-5)
 
 
+@functools.cache
+def mirrored_reference():
+    """Local SGD of two replicas in this process: 4 steps apart, then the mean."""
+    names = {}
+    exec(TRAINING, names)
+    with kdist.create_strategy("mirrored", 2).scope():
+        return names["train"](kdist.Model, local_steps=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"steps_per_execution": 4}, {"steps_per_execution": "auto"}, {"run_eagerly": True}],
+    ids=str,
+)
+def test_two_processes_train_apart_as_two_devices_do(options):
+    arguments = json.dumps({"devices": 1, "options": {"local_steps": 4, **options}})
+    chief, other = python_tasks(TASK, {"worker": 2}, [arguments])
+    for result in (chief, other):
+        result.pop("files")
+    assert chief == other
+    expected = mirrored_reference()
+    assert_same_weights(chief["weights"], expected["weights"], 1e-5)
+    assert chief["iterations"] == expected["iterations"]
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(chief["history"][name], values, atol=2e-5)
+    np.testing.assert_allclose(chief["evaluated"], expected["evaluated"], atol=2e-5)
+    np.testing.assert_allclose(chief["predicted"], expected["predicted"], atol=2e-5)
+
+
+def test_training_apart_is_something_else():
+    with pytest.raises(AssertionError, match="weights differ by"):
+        assert_same_weights(mirrored_reference()["weights"], reference(False)["weights"], 1e-3)
+
+
 def test_the_comparison_is_about_training():
     losses = reference(False)["history"]["loss"]
     assert losses[-1] < losses[0] - 0.05
+
+
+PIPELINES = """
+import keras
+import numpy as np
+import kdist
+
+def train(model_class, local, replicas, **options):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 255, (100, 6, 6, 1), "uint8")
+    source = kdist.data.from_arrays(x, (x[:, 1:3, 1:3].mean((1, 2, 3)) > 128).astype("int32"), 2)
+    batch = kdist.Batch(local, replicas, options.get("accumulate", 1))
+    operations = "random_crop(5, 5)|random_flip()"
+    fit = kdist.data.Pipeline(source, batch, seed=3, operations=operations)
+    test = kdist.data.Pipeline(
+        source.subset(53, 0), batch, training=False, operations="resize(5, 5)"
+    )
+    keras.utils.set_random_seed(7)
+    inputs = keras.Input((5, 5, 1))
+    z = keras.layers.Conv2D(4, 3)(keras.layers.Rescaling(1 / 255)(inputs))
+    z = keras.layers.GlobalAveragePooling2D()(keras.layers.ReLU()(z))
+    model = model_class(inputs, keras.layers.Dense(2, activation="softmax")(z))
+    model.compile(
+        keras.optimizers.SGD(0.3, momentum=0.9),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        **options,
+    )
+    history = model.fit(fit, epochs=3, validation_data=test, verbose=0).history
+    images = np.concatenate([x for x, *_ in test.dataset().as_numpy_iterator()])
+    return {
+        "weights": [w.tolist() for w in model.get_weights()],
+        "history": {name: [float(v) for v in values] for name, values in history.items()},
+        "evaluated": [float(v) for v in model.evaluate(test, verbose=0)],
+        "trained": [float(v) for v in model.evaluate(fit, verbose=0)],
+        "predicted": model.predict(test, verbose=0).tolist(),
+        "of arrays": model.predict(images[:53], verbose=0).tolist(),
+        "batch": model.global_batch_size,
+    }
+"""
+
+PIPELINE_TASK = f"""
+import json, sys
+local, devices, options = json.loads(sys.argv.pop())
+{PIPELINES}
+read = []
+own = kdist.data.Pipeline.dataset
+def dataset(pipeline, start_step=0, part=None):
+    read.append(part)
+    return own(pipeline, start_step, *([part] if part else []))
+strategy = kdist.create_strategy("multi_worker", devices, cluster_timeout_seconds=60)
+with strategy.scope():
+    kdist.data.Pipeline.dataset = dataset
+    result = train(kdist.Model, local, strategy.num_replicas_in_sync, **options)
+print(json.dumps([result, read]))
+"""
+
+
+@functools.cache
+def pipeline_reference(local_steps=None):
+    """One device with batches of 16; local SGD, whose replicas need to be two, on two."""
+    names = {}
+    exec(PIPELINES, names)
+    replicas = 2 if local_steps else 1
+    name = "mirrored" if local_steps else "one_device"
+    with kdist.create_strategy(name, replicas).scope():
+        return names["train"](kdist.Model, 16 // replicas, replicas, local_steps=local_steps)
+
+
+@pytest.mark.parametrize(
+    ("local", "devices", "options"),
+    [
+        (8, 1, {}),
+        (4, 2, {"steps_per_execution": 4}),
+        (4, 1, {"accumulate": 2, "steps_per_execution": "auto"}),
+        (8, 1, {"run_eagerly": True}),
+        (8, 1, {"local_steps": 4, "steps_per_execution": 3}),
+    ],
+    ids=str,
+)
+def test_workers_read_their_own_part_of_a_pipeline(local, devices, options):
+    """Also of augmented images, and of a last batch with padding: 53 examples, 16 a batch."""
+    arguments = json.dumps([local, devices, options])
+    (chief, read), (other, read_by_other) = python_tasks(PIPELINE_TASK, {"worker": 2}, [arguments])
+    assert [0, 2] in read
+    assert [1, 2] in read_by_other
+    assert chief == other
+    assert chief["batch"] == 16
+    expected = pipeline_reference(options.get("local_steps"))
+    assert len(chief["predicted"]) == 53
+    assert_same_weights(chief["weights"], expected["weights"], 1e-5)
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(chief["history"][name], values, atol=2e-5)
+    for what in ("evaluated", "trained", "predicted", "of arrays"):
+        np.testing.assert_allclose(chief[what], expected[what], atol=2e-5)
+
+
+EVERY_EXAMPLE = """
+import json
+import keras, numpy as np, tensorflow as tf
+import kdist
+strategy = kdist.create_strategy("multi_worker", 1, cluster_timeout_seconds=60)
+images = np.arange(48, dtype="uint8").reshape(-1, 1, 1, 1)
+pipelines = [
+    kdist.data.Pipeline(
+        kdist.data.from_arrays(images, np.zeros(48, int), 1), kdist.Batch(4, 2), training=training
+    )
+    for training in (True, False)
+]
+seen = []
+own = kdist.data.Pipeline.dataset
+def dataset(pipeline, *args, **kwargs):
+    numbers = []
+    seen.append([pipeline.training, numbers])
+    def note(x, *others):
+        def keep(x):
+            numbers.extend(x.ravel().tolist())
+            return x
+        return (tf.ensure_shape(tf.numpy_function(keep, [x], x.dtype), x.shape), *others)
+    return own(pipeline, *args, **kwargs).take(6).map(note, num_parallel_calls=1)
+kdist.data.Pipeline.dataset = dataset
+with strategy.scope():
+    inputs = keras.Input((1, 1, 1))
+    model = kdist.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(inputs)))
+    model.compile(keras.optimizers.SGD(0.0), "mse")
+model.fit(pipelines[0], verbose=0)
+model.evaluate(pipelines[1], verbose=0)
+model.predict(pipelines[1], verbose=0)
+print(json.dumps([numbers for _, numbers in seen]))
+"""
+
+
+def test_each_example_is_read_by_one_worker_once():
+    one, other = python_tasks(EVERY_EXAMPLE, {"worker": 2})
+    assert len(one) == len(other) == 3  # fit, evaluate and predict
+    for read, read_by_other in zip(one, other, strict=True):
+        assert len(read) == len(read_by_other) == 24
+        assert sorted(read + read_by_other) == list(range(48))
 
 
 UNLIKE = """

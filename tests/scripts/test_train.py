@@ -84,9 +84,22 @@ def test_the_rest_of_the_flags(tmp_path):
     assert json.loads(last)["examples"] == 64 * 8 * (1437 // 64)
 
 
+def test_local_sgd(tmp_path):
+    summary, printed = train(
+        tmp_path / "run",
+        "--model=mlp",
+        *("--strategy=mirrored", "--num_devices=2"),
+        *("--local_steps=4", "--local_slots=average", "--steps_per_execution=4"),
+    )
+    assert (summary["local_steps"], summary["local_slots"]) == (4, "average")
+    assert "2 replicas × 64, 4 local steps, slots: average)" in printed
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (["--strategy=local_sgd"], "--strategy=mirrored --local_steps=8"),
+        (["--strategy=central_storage", "--num_devices=2", "--local_steps=2"], "they share them"),
         (["--dataset=fashion_mnits"], "did you mean fashion_mnist"),
         (["--model=lenett"], "did you mean 'lenet'"),
         (["--strategy=mirored"], "did you mean 'mirrored'"),

@@ -30,6 +30,15 @@ def test_optimizer_members(name):
     assert hasattr(optimizer, name)
 
 
+@pytest.mark.parametrize("name", keras_internals.OPTIMIZER_STATE)
+def test_optimizer_state(name):
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, gradient_accumulation_steps=2)
+    optimizer.build([keras.Variable(np.ones(1))])
+    state = getattr(optimizer, name)
+    known = {id(variable) for variable in optimizer.variables}
+    assert all(id(variable) in known for variable in keras.tree.flatten(state))
+
+
 PARAMETERS_OF_HOOKED = {
     "scale_loss_for_distribution": ["value"],
     "unscale_loss_for_distribution": ["value"],

@@ -81,6 +81,13 @@ def test_groups_change_neither_weights_nor_history(strategy, k):
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
 
 
+def test_a_model_in_no_strategy_trains_as_on_one_device():
+    model, reference = linear(), linear(keras.Model)
+    for each in (model, reference):
+        each.fit(endless(), steps_per_epoch=25, verbose=0)
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-6)
+
+
 def test_callbacks_that_read_see_the_state_after_their_step(mirrored):
     class Losses(keras.callbacks.Callback):
         def __init__(self):
@@ -143,11 +150,13 @@ def padded(number, batch):
     return tf.data.Dataset.from_tensor_slices((x, y, np.arange(rows) < number)).batch(batch)
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("number", [1, 5, 8, 9, 11, 16])
-def test_padding_counts_nowhere(strategy, number):
+def test_padding_counts_nowhere(strategy, number, run_eagerly):
     with strategy.scope():
         model = linear()
         model.compile(
+            run_eagerly=run_eagerly,
             loss="sparse_categorical_crossentropy",
             metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")],
             weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],

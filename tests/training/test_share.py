@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist.training.share import Division, number_of_rows
+from kdist.training.share import Division, Part, number_of_rows
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
@@ -65,6 +65,27 @@ def test_may_be_empty_if_there_are_fewer_rows_than_shares(rows, may_be_empty):
     strategy = kdist.create_strategy("mirrored", 4)
     division = Division.of(tf.zeros([rows, 1]), strategy, 2)
     assert division.take(tf.zeros([rows, 1]), 0, 0)[1].may_be_empty == may_be_empty
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("rows", [2, 3, 5, 8, 13])
+def test_replicas_have_the_same_rows_of_a_part_as_of_the_whole(rows, micro_steps):
+    """Two workers with two replicas each."""
+    strategy = kdist.create_strategy("mirrored", 4)
+    batch = tf.reshape(tf.range(rows), [rows, 1])
+    whole = Division.of(batch, strategy, micro_steps)
+    for worker in range(2):
+        part = Part(worker, 2, rows)
+        own = batch[part.first_row : rows * (worker + 1) // 2]
+        division = Division.of(own, strategy, micro_steps, part)
+        for replica in (2 * worker, 2 * worker + 1):
+            for micro_step in range(micro_steps):
+                expected, share = whole.take(batch, replica, micro_step)
+                taken, own_share = division.take(own, replica, micro_step)
+                assert own_share == share
+                assert len(taken) == len(expected)
+                if share.rows:
+                    np.testing.assert_array_equal(taken, expected)
 
 
 def test_sparse_and_ragged_rows():
