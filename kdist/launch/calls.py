@@ -22,6 +22,7 @@ import cloudpickle
 
 from kdist.launch import here
 from kdist.launch.job import Job, Limits, how_it_failed, stopped_by_signals
+from kdist.launch.output import Screen
 
 
 class TaskFailed(RuntimeError):
@@ -49,6 +50,7 @@ def local(
     timeout_seconds: float | None = None,
     wait_seconds: float = 30.0,
     log_dir: str | os.PathLike | None = None,
+    quiet: bool = False,
 ) -> Any:
     """Runs `function(*arguments)` in each task of a job on this machine, and shows what they print.
 
@@ -68,6 +70,7 @@ def local(
         timeout_seconds: for the whole job; None is without end.
         wait_seconds: for the others, when the deciding task has ended.
         log_dir: gets a file of each task's output; by default they are not kept.
+        quiet: what the tasks print is not shown; what the launcher has to say is.
 
     Returns:
         What the function returned in the deciding task: the chief, or worker 0 without one.
@@ -91,6 +94,7 @@ def local(
             program,
             pathlib.Path(log_dir) if log_dir else scratch / "logs",
             limits=Limits(wait_seconds=wait_seconds, timeout_seconds=timeout_seconds),
+            screen=Screen(shows_tasks=not quiet),
             several_on_one_gpu=share_gpus,
             environment=_environment(),
         )

@@ -83,15 +83,20 @@ class Screen:
         out: takes the tasks' lines; by default standard output as it is when a line is shown.
             Prefixes are coloured if it is a terminal and NO_COLOR is not set.
         errors: takes what the launcher itself says; by default standard error.
+        shows_tasks: whether the tasks' lines are shown at all.
     """
 
-    def __init__(self, out: TextIO | None = None, errors: TextIO | None = None):
-        self._out, self._errors = out, errors
+    def __init__(
+        self, out: TextIO | None = None, errors: TextIO | None = None, shows_tasks: bool = True
+    ):
+        self._out, self._errors, self._shows_tasks = out, errors, shows_tasks
         self._is_gone = False
         self._colours: dict[str, int] = {}
 
     def show(self, name: str, line: str):
         """A line of the task of this name."""
+        if not self._shows_tasks:
+            return
         out = self._out or sys.stdout
         self._write(out, f"{self._prefix(out, name)} {line}\n")
 

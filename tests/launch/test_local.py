@@ -30,6 +30,21 @@ def test_the_deciding_tasks_result_comes_back(capsys):
     assert (name, counts) == ("chief", "1 chief, 1 worker, 1 ps")
 
 
+def test_what_tasks_print_need_not_be_shown(capsys, tmp_path):
+    def function(fails):
+        print("a line of a task")
+        return 1 / (0 if fails else 1)
+
+    assert kdist.launch.local(function, 2, arguments=(False,), quiet=True, log_dir=tmp_path) == 1
+    assert capsys.readouterr() == ("", "")
+    assert "a line of a task" in (tmp_path / "worker-1.log").read_text()
+    with pytest.raises(TaskFailed, match="division by zero\n    a line of a task"):
+        kdist.launch.local(function, workers=1, arguments=(True,), quiet=True)
+    shown, said = capsys.readouterr()
+    assert shown == ""
+    assert "launch: worker 0 failed" in said
+
+
 def test_others_may_return_what_cannot_be_sent():
     def function():
         import threading
