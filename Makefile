@@ -15,7 +15,7 @@ BENCH_FLAGS ?=
 
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
-.PHONY: help env data train test keras-suite lint format notebooks bench bench-clusters \
+.PHONY: help env data train test test-slow keras-suite lint format notebooks bench bench-clusters \
 	constraints clean
 
 help: ## this list
@@ -38,8 +38,14 @@ train: env data ## ResNet-18 on Fashion-MNIST, two replicas, by model.fit
 	$(RUN) scripts/train.py --model=resnet18 --dataset=fashion_mnist --fallback_dataset=digits \
 	  --examples=$(EXAMPLES) $(FLAGS)
 
-test: env ## all tests, the notebooks too
-	$(RUN) -m pytest --nbmake --nbmake-timeout=600 tests notebooks
+PYTEST := $(RUN) -m pytest --nbmake --nbmake-timeout=600
+
+test: env ## all tests but the slow ones, and the first notebook
+	$(PYTEST) -m "not slow" tests notebooks/01_*.ipynb
+
+test-slow: env ## the slow tests: jobs of several processes in all ways, and their notebooks
+	$(PYTEST) -m slow tests
+	$(PYTEST) notebooks/0[23]_*.ipynb
 
 keras-suite: env ## Keras's own tests of training, with kdist's trainer in the place of Keras's
 	$(RUN) -m pip install --quiet --editable '.[keras_suite]' --constraint constraints.txt

@@ -93,6 +93,7 @@ def test_all_at_once_they_learn_and_no_update_is_lost(tmp_path):
     assert [json.loads(line)["epoch"] for line in lines] == [n + 1 for n in evaluated["epochs"]]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_and_started_again_is_one_again(tmp_path):
     with reserved(4) as ports, contextlib.ExitStack() as running:
         addresses = [f"127.0.0.1:{port}" for port in ports]

@@ -1,16 +1,12 @@
 """Parameter servers: one step after the other they train as one device; all at once, they learn."""
 
 import json
-import pathlib
-import runpy
 
 import numpy as np
 import pytest
 
 from kdist.testing import assert_same_weights, python_tasks
-
-_W = runpy.run_path(str(pathlib.Path(__file__).with_name("test_workers.py")))
-TRAINING, reference = _W["TRAINING"], _W["reference"]
+from tests.equivalence.test_workers import TRAINING, reference
 
 TASK = f"""
 import json, sys
@@ -27,10 +23,10 @@ print(json.dumps(result))
 @pytest.mark.parametrize(
     ("servers", "options"),
     [
-        (1, {}),
         (2, {"steps_per_execution": 4}),
-        (1, {"accumulate": 2, "steps_per_execution": 7}),
-        (1, {"steps_per_execution": "auto"}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(1, {"accumulate": 2, "steps_per_execution": 7}, marks=pytest.mark.slow),
+        pytest.param(1, {"steps_per_execution": "auto"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -86,9 +86,9 @@ def reference(accumulates):
     [
         (1, {}),
         (2, {"steps_per_execution": 4}),
-        (1, {"accumulate": 2, "steps_per_execution": 7}),
-        (1, {"run_eagerly": True}),
-        (1, {"steps_per_execution": "auto"}),
+        pytest.param(1, {"accumulate": 2, "steps_per_execution": 7}, marks=pytest.mark.slow),
+        pytest.param(1, {"run_eagerly": True}, marks=pytest.mark.slow),
+        pytest.param(1, {"steps_per_execution": "auto"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -119,7 +119,12 @@ def mirrored_reference():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"steps_per_execution": 4}, {"steps_per_execution": "auto"}, {"run_eagerly": True}],
+    [
+        {"steps_per_execution": 4},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"steps_per_execution": "auto"}, marks=pytest.mark.slow),
+        pytest.param({"run_eagerly": True}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_two_processes_train_apart_as_two_devices_do(options):
@@ -217,11 +222,13 @@ def pipeline_reference(local_steps=None):
 @pytest.mark.parametrize(
     ("local", "devices", "options"),
     [
-        (8, 1, {}),
         (4, 2, {"steps_per_execution": 4}),
-        (4, 1, {"accumulate": 2, "steps_per_execution": "auto"}),
-        (8, 1, {"run_eagerly": True}),
-        (8, 1, {"local_steps": 4, "steps_per_execution": 3}),
+        pytest.param(8, 1, {}, marks=pytest.mark.slow),
+        pytest.param(
+            4, 1, {"accumulate": 2, "steps_per_execution": "auto"}, marks=pytest.mark.slow
+        ),
+        pytest.param(8, 1, {"run_eagerly": True}, marks=pytest.mark.slow),
+        pytest.param(8, 1, {"local_steps": 4, "steps_per_execution": 3}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
