@@ -59,7 +59,6 @@ def test_strategies_of_two_sizes_live_in_one_process():
         ({"name": "mirored"}, "unknown strategy 'mirored'; did you mean 'mirrored'"),
         ({"name": "zzz"}, "There are auto, one_device, mirrored, central_storage, tpu, multi_w"),
         ({"name": "local_sgd"}, r"mirrored' or 'multi_worker': take.*compile\(…, local_steps=k\)"),
-        ({"name": "parameter_server"}, "not in this version of kdist yet.*'mirrored'"),
         ({"name": "multi_worker"}, "needs tasks of the role worker.* has none.*TF_CONFIG"),
         ({"name": "multi_worker", "reduction": "hierarchical_copy"}, "auto, nccl, ring and no"),
         ({"name": "one_device", "devices": 2}, "one_device takes one device, 2 were asked for"),
