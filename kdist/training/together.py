@@ -71,7 +71,13 @@ class Together:
         bad = tf.constant(NONE_YET, tf.int64) if self._watch is None else self._watch.on_replica()
         # Each replica's number in a place of its own, counted from where "none yet" is zero.
         places = (bad - NONE_YET) * tf.one_hot(replica, replicas, dtype=tf.int64)
-        return all_reduce_sum([*parts, places])
+        return _sums_in_one_message([*parts, places])
+
+
+def _sums_in_one_message(tensors):
+    """Sums of tensors of several types: float64 holds them all, counts up to 2^53 exactly."""
+    sums = all_reduce_sum([tf.cast(tensor, tf.float64) for tensor in tensors])
+    return [tf.cast(total, tensor.dtype) for total, tensor in zip(sums, tensors, strict=True)]
 
 
 def _part(variable, replica, replicas):

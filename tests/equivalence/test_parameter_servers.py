@@ -103,3 +103,44 @@ def test_an_embedding_lies_on_two_servers_and_trains_as_on_one_device():
         assert result["class"] == "Embedding"
         assert result["difference"] < 1e-5
         assert result["again"] == 0
+
+
+OPTIMIZERS = """
+import json
+import kdist
+strategy = kdist.create_strategy("parameter_server")
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+
+def train(model_class, optimizer, **options):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((64,))
+    x = keras.layers.Dense(16, activation="tanh")(inputs)
+    model = model_class(inputs, keras.layers.Dense(10, activation="softmax")(x))
+    model.compile(optimizer(0.01), "sparse_categorical_crossentropy", **options)
+    # Keras by itself builds it in the step's function; ScheduleFreeAdamW then begins at zero.
+    model.optimizer.build(model.trainable_variables)
+    x, y = load_digits(return_X_y=True)
+    model.fit((x / 16)[:320], y[:320], batch_size=32, epochs=1, verbose=0, shuffle=False)
+    return model.get_weights()
+
+found = {}
+for name in sorted(vars(keras.optimizers)):
+    optimizer = getattr(keras.optimizers, name)
+    is_one = isinstance(optimizer, type) and issubclass(optimizer, keras.optimizers.Optimizer)
+    if is_one and name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer"):
+        expected = train(keras.Model, optimizer)
+        with strategy.scope():
+            weights = train(kdist.Model, optimizer, max_staleness=0)
+        pairs = zip(weights, expected, strict=True)
+        found[name] = max(float(np.abs(a - b).max()) for a, b in pairs)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_every_optimizer_of_keras_is_that_of_one_device():
+    found, *_ = python_tasks(OPTIMIZERS, {"chief": 1, "worker": 2, "ps": 1})
+    assert len(found) >= 14
+    assert {name: by for name, by in found.items() if not by < 1e-5} == {}
