@@ -103,7 +103,7 @@ def test_local_sgd(tmp_path):
         (["--dataset=fashion_mnits"], "did you mean fashion_mnist"),
         (["--model=lenett"], "did you mean 'lenet'"),
         (["--strategy=mirored"], "did you mean 'mirrored'"),
-        (["--strategy=multi_worker"], "not in this version of kdist yet"),
+        (["--strategy=multi_worker"], "needs tasks of the role worker"),
         (["--local_batch_size=2000"], "--local_batch_size) to 1437 or less"),
         (["--local_batch_size=0"], "local_batch_size"),
         (["--num_devices=-1"], "num_devices"),

@@ -47,6 +47,8 @@ PARAMETERS_OF_HOOKED = {
     "call": ["self", "inputs", "training", "mask"],
     "_compute_moments_sync": ["x", "axes", "keepdims"],
     "draw_seed": ["seed"],
+    "assign_add": ["self", "value"],
+    "assign_sub": ["self", "value"],
     "_direct_assign": ["self", "value"],
     "scale_loss": ["self", "loss"],
     "apply": ["self", "grads", "trainable_variables"],

@@ -53,4 +53,4 @@ def test_small_tensors_of_a_type_are_sent_as_one(mirrored, monkeypatch):
         return result
 
     tf.function(lambda: mirrored.run(on_replica))()
-    assert sent[0] == 2
+    assert set(sent) == {1}  # a vector for each type, and a message for each vector
