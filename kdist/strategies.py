@@ -21,7 +21,7 @@ from kdist.cluster import Cluster
 from kdist.devices import find_devices
 from kdist.join import join
 from kdist.parameter_servers import coordinate, serve
-from kdist.tensorflow_internals import each_worker_has
+from kdist.tensorflow_internals import each_worker_has, number_of_workers
 from kdist.training.served_embedding import Partitioner, serve_embeddings
 from kdist.training.sidecar import is_evaluator, make_evaluator, note_evaluator
 from kdist.training.step_limit import limit_steps
@@ -129,7 +129,7 @@ def is_chief(strategy: tf.distribute.Strategy) -> bool:
 def num_workers(strategy: tf.distribute.Strategy) -> int:
     """Processes that compute: 1, unless the strategy is one of several tasks."""
     if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
-        return strategy.extended._num_workers
+        return number_of_workers(strategy)
     return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
 
 

@@ -61,6 +61,11 @@ def traced_for_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
         extended._being_scheduled = before
 
 
+def number_of_workers(strategy: tf.distribute.Strategy) -> int:
+    """Those of a `ParameterServerStrategy`."""
+    return strategy.extended._num_workers
+
+
 def schedule(coordinator, function: Callable[[], None]):
     """Has a worker's thread of the coordinator call `function`, its operations on that worker.
 

@@ -1,11 +1,21 @@
 import inspect
 
+import tensorflow as tf
+from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.eager import context
 
 from kdist.strategies import create_strategy
-from kdist.tensorflow_internals import each_worker_has, first_replica, has_started
+from kdist.tensorflow_internals import (
+    current_device,
+    each_worker_has,
+    first_replica,
+    has_started,
+    watch_on_tapes,
+)
 from kdist.testing import python
 
 
@@ -18,8 +28,6 @@ tf.constant(0)
 print(json.dumps([before, has_started()]))
 """
     assert python(code) == [False, True]
-    import tensorflow as tf
-
     tf.constant(0)
     assert has_started()
 
@@ -37,3 +45,35 @@ def test_the_devices_of_a_worker():
 
 def test_the_first_replica_of_one_process_is_the_jobs():
     assert first_replica(create_strategy("mirrored", 2)) == 0
+
+
+def test_the_device_of_eager_operations():
+    with tf.device("CPU:1"):
+        assert current_device().endswith("device:CPU:1")
+
+
+def test_tapes_watch_a_tensor_as_a_variable():
+    tensor = tf.constant(3.0)
+    with tf.GradientTape() as tape:
+        watch_on_tapes(tensor)
+        result = tensor * tensor
+    assert float(tape.gradient(result, tensor)) == 6.0
+
+
+def test_what_the_coordinator_is_asked_for_is_there():
+    coordinator = tf.distribute.coordinator.ClusterCoordinator
+    assert list(inspect.signature(cluster_coordinator.Cluster.schedule).parameters) == [
+        "self",
+        "function",
+        "args",
+        "kwargs",
+    ]
+    assert "self._cluster = " in inspect.getsource(coordinator.__init__)
+    extended = inspect.getsource(parameter_server_strategy_v2.ParameterServerStrategyV2Extended)
+    assert "self._num_workers = " in extended
+    assert "self._being_scheduled = " in extended
+
+
+def test_collectives_can_be_aborted():
+    parameters = inspect.signature(context.Context.abort_collective_ops).parameters
+    assert list(parameters) == ["self", "code", "message"]

@@ -11,7 +11,7 @@ import time
 
 import tensorflow as tf
 
-from kdist.tensorflow_internals import current_device, schedule
+from kdist.tensorflow_internals import current_device, number_of_workers, schedule
 
 # Groups a worker has before it: one that it computes, and one to go on with.
 _GROUPS_PER_WORKER = 2
@@ -30,7 +30,7 @@ class Dispatcher:
     def __init__(self, strategy: tf.distribute.Strategy, max_staleness: int | None = None):
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._max_staleness = max_staleness
-        self._most = _GROUPS_PER_WORKER * max(1, strategy.extended._num_workers)
+        self._most = _GROUPS_PER_WORKER * max(1, number_of_workers(strategy))
         self._ended: queue.SimpleQueue = queue.SimpleQueue()
         self._under_way: dict[int, int] = {}  # group -> its steps
         self._passed: dict[int, int] = {}  # group -> steps that ended since it was handed out
