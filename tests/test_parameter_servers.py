@@ -27,12 +27,21 @@ batch = kdist.Batch(local=32, replicas=strategy.num_replicas_in_sync)
 source = kdist.data.from_arrays(x, y)
 train = kdist.data.Pipeline(source, batch, seed=1)
 test = kdist.data.Pipeline(source, batch, training=False)
+class Counting(keras.layers.Layer):
+    # Counts the steps that it takes part in, in a variable of its own.
+    def build(self, input_shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+    def call(self, x, training=False):
+        if training:
+            self.count.assign_add(1.0)
+        return x
+
 with strategy.scope():
     layers = keras.layers
     model = kdist.Model.of(keras.Sequential([
         layers.Input((8, 8, 1)), layers.Rescaling(1 / 255), layers.Flatten(),
         layers.Dense(64, activation="relu"), layers.Dropout(0.1), layers.BatchNormalization(),
-        layers.Dense(10, activation="softmax")]))
+        Counting(), layers.Dense(10, activation="softmax")]))
 
 def compile(**options):
     with strategy.scope():
@@ -65,6 +74,7 @@ result = {
     "steps": len(history.epoch) * train.steps_per_epoch,
     "batches": progress.batches,
     "iterations": int(model.optimizer.iterations.numpy()),
+    "counted": float(model.layers[-2].count.numpy()),
     "staleness": [model.staleness.mean, model.staleness.largest],
 }
 compile(max_staleness=1)
@@ -79,7 +89,7 @@ def test_all_at_once_they_learn_and_no_update_is_lost(tmp_path):
     (tmp_path / "enough").touch()
     outcome, *_, evaluated = python_tasks(TRAINING, tasks, [str(tmp_path)])
     assert outcome["accuracy"] >= 0.95
-    assert outcome["iterations"] == outcome["batches"] == outcome["steps"]
+    assert outcome["iterations"] == outcome["batches"] == outcome["steps"] == outcome["counted"]
     mean, largest = outcome["staleness"]
     assert 0 < mean <= largest
     steps, largest = outcome["bounded"]

@@ -106,6 +106,11 @@ class OwnCopies(keras.StatelessScope):
             self._copies[id(variable)] = tf.cast(value, variable.dtype)
             self._written.add(id(variable))
 
+    def note_added(self, variable, value):
+        """The variable itself has become larger by `value`; so does its copy, if there is one."""
+        if id(variable) in self._copies:
+            self._copies[id(variable)] += value
+
     def is_metric(self, variable):
         """Whether a variable is one of the metrics'."""
         return id(variable) in self._is_metric
@@ -219,10 +224,12 @@ class AsynchronousStep(ReplicaStep):
 
     def assign_add(self, variable, value, kerass_own):
         """`variable` + `value`, in one operation."""
-        if self._copies.copy_of(variable) is not None:
+        if self._copies.is_metric(variable):
             return kerass_own(variable, value)
         native = variable._value
-        native.assign_add(tf.cast(value, native.dtype))
+        value = tf.cast(value, native.dtype)
+        native.assign_add(value)
+        self._copies.note_added(variable, value)
         return native
 
     @property
