@@ -25,7 +25,7 @@ def verdict(name, model_class, strategy):
     return feature.judge(trial.run(feature, model_class, strategy), reference(name))
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FEATURES)
 def test_feature_is_that_of_one_device(name, replicas):
     says = verdict(name, kdist.Model, kdist.create_strategy("mirrored", replicas))

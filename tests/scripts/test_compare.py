@@ -53,6 +53,7 @@ def test_bad_input_is_met_with_its_remedy(flags, says):
     assert "Traceback" not in process.stderr
 
 
+@pytest.mark.slow
 def test_layouts_of_several_processes():
     layouts = "--layouts=multi_worker,parameter_server,local_sgd"
     process = compare("--features=Adam, dropout", "--replicas=2", "--libraries=kdist", layouts)
