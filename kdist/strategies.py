@@ -25,6 +25,7 @@ from kdist.tensorflow_internals import each_worker_has, number_of_workers
 from kdist.training.served_embedding import Partitioner, serve_embeddings
 from kdist.training.sidecar import is_evaluator, make_evaluator, note_evaluator
 from kdist.training.step_limit import limit_steps
+from kdist.training.together import replicas_here
 
 REDUCTIONS = {
     "auto": None,
@@ -130,7 +131,7 @@ def num_workers(strategy: tf.distribute.Strategy) -> int:
     """Processes that compute: 1, unless the strategy is one of several tasks."""
     if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
         return number_of_workers(strategy)
-    return strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
+    return strategy.num_replicas_in_sync // replicas_here(strategy)
 
 
 def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:

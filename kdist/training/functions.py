@@ -17,7 +17,7 @@ from kdist.training.logs import LazyLogs
 from kdist.training.share import Division
 from kdist.training.step import ReplicaStep
 from kdist.training.step_limit import within_limit
-from kdist.training.together import Together, are_several_workers
+from kdist.training.together import Together, are_several_workers, replicas_here
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
@@ -220,7 +220,7 @@ class OnAllReplicas:
             step = self._kind_of_step(division.sizes[replica])(
                 share,
                 replica,
-                replica % len(self._strategy.extended.worker_devices),
+                replica % replicas_here(self._strategy),
                 self._replicas,
                 self._has_copies,
                 self._accumulators,

@@ -19,9 +19,14 @@ from kdist.training.reduction import all_reduce_sum
 
 def are_several_workers(strategy: tf.distribute.Strategy) -> bool:
     """Whether replicas run in several processes."""
-    replicas = strategy.num_replicas_in_sync
+    return replicas_here(strategy) < strategy.num_replicas_in_sync
+
+
+def replicas_here(strategy: tf.distribute.Strategy) -> int:
+    """How many replicas this process runs."""
     # TensorFlow's default strategy, of a model that is in none, does not say its devices.
-    return replicas > 1 and len(strategy.extended.worker_devices) < replicas
+    several = strategy.num_replicas_in_sync > 1
+    return len(strategy.extended.worker_devices) if several else 1
 
 
 def outside_of_scope(function: Callable[[], Any]):
