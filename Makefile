@@ -38,7 +38,9 @@ train: env data ## ResNet-18 on Fashion-MNIST, two replicas, by model.fit
 	$(RUN) scripts/train.py --model=resnet18 --dataset=fashion_mnist --fallback_dataset=digits \
 	  --examples=$(EXAMPLES) $(FLAGS)
 
-PYTEST := $(RUN) -m pytest --nbmake --nbmake-timeout=600
+# Most of a test is one thread that traces graphs: on two cores two processes end sooner.
+PYTEST := $(RUN) -m pytest --nbmake --nbmake-timeout=600 \
+  --numprocesses=logical --maxprocesses=4 --dist=worksteal
 
 test: env ## all tests but the slow ones, and the first notebook
 	$(PYTEST) -m "not slow" tests notebooks/01_*.ipynb

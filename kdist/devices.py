@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from kdist.launch.shares import CORES
+from kdist.launch.shares import CORES, cores
 
 
 def find_devices(request: int | Sequence[str] | None = None) -> tuple[str, ...]:
@@ -112,12 +112,7 @@ def _share_cores(devices):
 
 
 def _cores():
-    """CPU cores that this process may run on; under the launcher, its part of them."""
-    if CORES in os.environ:
-        return int(os.environ[CORES])
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return cores(os.environ)
 
 
 def _let_gpu_memory_grow():

@@ -10,6 +10,7 @@ runs/first/
   summary.json      what came out; written once, at the end
 """
 
+import datetime
 import json
 import math
 import os
@@ -20,6 +21,12 @@ from typing import Any
 
 # An environment variable: the run directory that a launcher has chosen for all tasks of a job.
 RUN_DIR = "KDIST_RUN_DIR"
+
+
+def new_path(name: str) -> pathlib.Path:
+    """A path under runs/ that says when, and `name`."""
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
+    return pathlib.Path("runs") / f"{now}-{name}"
 
 
 class RunDirectory:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from kdist.cluster import Cluster
-from kdist.launch.ports import reserved
+from kdist.launch.ports import addresses, reserved
 
 # After one task of a job has failed, the others have so long to say something.
 _GRACE_SECONDS = 5.0
@@ -99,8 +99,7 @@ def python_tasks(
     processes = []
     deadline = time.monotonic() + timeout_seconds
     with reserved(sum(tasks.values())) as ports, tempfile.TemporaryDirectory() as directory:
-        addresses = (f"127.0.0.1:{port}" for port in ports)
-        job = {role: [next(addresses) for _ in range(number)] for role, number in tasks.items()}
+        job = addresses(tasks, ports)
         everyone = [Cluster(job, role, n) for role in job for n in range(len(job[role]))]
         try:
             for cluster in everyone:

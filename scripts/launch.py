@@ -18,7 +18,6 @@ fails. Then it exits with that task's code (128 + n if signal n ended it); Ctrl-
 one kills at once; --timeout_seconds is 124. No process of the job outlives it.
 """
 
-import datetime
 import os
 import pathlib
 
@@ -28,7 +27,7 @@ from kdist import program
 from kdist.launch import here
 from kdist.launch.job import Limits, last_words, stopped_by_signals
 from kdist.launch.output import Screen
-from kdist.run_directory import RUN_DIR
+from kdist.run_directory import RUN_DIR, new_path
 
 FLAGS = flags.FLAGS
 
@@ -92,8 +91,7 @@ def run_directory(arguments):
             return pathlib.Path(value if equals else following)
     if FLAGS.run_dir:
         return pathlib.Path(FLAGS.run_dir)
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-    return pathlib.Path("runs") / f"{now}-{pathlib.Path(arguments[0]).stem}"
+    return new_path(pathlib.Path(arguments[0]).stem)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ config.json, metrics.jsonl, summary.json, checkpoints and a report page in --run
 """
 
 import dataclasses
-import datetime
 import importlib.metadata
 import os
 import pathlib
@@ -36,7 +35,7 @@ from absl import flags
 
 import kdist
 from kdist import program
-from kdist.run_directory import RUN_DIR, RunDirectory
+from kdist.run_directory import RUN_DIR, RunDirectory, new_path
 
 FLAGS = flags.FLAGS
 
@@ -320,8 +319,7 @@ def default_run_dir():
     """What the launcher chose, else a directory under runs/ that says when and what."""
     if RUN_DIR in os.environ:
         return pathlib.Path(os.environ[RUN_DIR])
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-    return pathlib.Path("runs") / f"{now}-{FLAGS.model}"
+    return new_path(FLAGS.model)
 
 
 def summary_of_layout(strategy, batch, dataset, model):

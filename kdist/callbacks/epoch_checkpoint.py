@@ -1,13 +1,12 @@
 """Saves the model at the end of each epoch, whole or not at all."""
 
-import json
 import math
 import os
 import pathlib
 
 import keras
 
-from kdist.run_directory import finite
+from kdist.telemetry import JsonlWriter
 
 
 class EpochCheckpoint(keras.callbacks.Callback):
@@ -45,8 +44,9 @@ class EpochCheckpoint(keras.callbacks.Callback):
     def note_evaluation(self, epoch: int, results: dict[str, float]):
         """Adds a line to `evaluations.jsonl`, beside the files, and says it."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        with open(self._directory / "evaluations.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(finite({"epoch": epoch, **results})) + "\n")
+        writer = JsonlWriter(self._directory / "evaluations.jsonl")
+        writer.write({"epoch": epoch, **results})
+        writer.close()
         numbers = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
         print(f"epoch {epoch}: {numbers}", flush=True)
 

@@ -130,7 +130,7 @@ class Pipeline:
         with self._source.held_in(tensors):
             if self._takes_batches:
                 return self._gather(step)
-            example, signature = _as_is(self._example), self.dataset().element_spec
+            example, signature = _as_is(self._example), self.element_spec
             return tf.map_fn(
                 lambda number: example(number, step),
                 self._numbers(step),

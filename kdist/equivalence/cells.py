@@ -23,7 +23,7 @@ import tempfile
 
 from kdist.cluster import Cluster
 from kdist.equivalence.verdict import Verdict, error
-from kdist.launch.ports import reserved
+from kdist.launch.ports import addresses, reserved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +197,7 @@ class Cells:
 
 def _tasks(column, ports):
     """The job of a column, as each of its tasks sees it; the one that is judged comes first."""
-    addresses = (f"127.0.0.1:{port}" for port in ports)
-    tasks = {role: [next(addresses) for _ in range(n)] for role, n in column.tasks.items()}
+    tasks = addresses(column.tasks, ports)
     return Cluster(tasks, next(iter(tasks)), 0).all_tasks()
 
 

@@ -17,7 +17,7 @@ from kdist.cluster import ROLES, Cluster
 from kdist.launch.job import Job, Limits
 from kdist.launch.orphans import MARKS
 from kdist.launch.output import Screen
-from kdist.launch.ports import reserved
+from kdist.launch.ports import addresses, reserved
 from kdist.launch.shares import VISIBLE, find_gpus, share_gpus, share_threads
 from kdist.launch.task import Task
 
@@ -74,8 +74,7 @@ def job(
 
 def _places(counts, ports):
     """The addresses by role, and a place among them."""
-    addresses = iter([f"127.0.0.1:{port}" for port in ports])
-    tasks = {role: [next(addresses) for _ in range(counts.get(role, 0))] for role in ROLES}
+    tasks = addresses({role: counts.get(role, 0) for role in ROLES}, ports)
     return tasks, next(role for role in ROLES if tasks[role]), 0
 
 

@@ -14,7 +14,7 @@ import pathlib
 import random
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 _FIRST, _LAST = 12000, 19999
 
@@ -38,6 +38,12 @@ def reserved(number: int) -> Iterator[list[int]]:
         if len(ports) < number:
             raise OSError(f"{number} free ports between {_FIRST} and {_LAST}: only {len(ports)}")
         yield ports
+
+
+def addresses(counts: Mapping[str, int], ports: Sequence[int]) -> dict[str, list[str]]:
+    """Role -> addresses on loopback, of as many tasks as `counts` says; the ports are dealt out."""
+    left = iter(ports)
+    return {role: [f"127.0.0.1:{next(left)}" for _ in range(n)] for role, n in counts.items()}
 
 
 def _is_free(port):

@@ -72,12 +72,12 @@ def share_threads(tasks: Sequence[Cluster], environment: Mapping[str, str]) -> d
     What the user has set is not among them.
     """
     takers = [task for task in tasks if computes(task) or task.role == "evaluator"]
-    cores = str(max(1, _cores(environment) // len(takers)))
+    each = str(max(1, cores(environment) // len(takers)))
     # Those that a launcher has set, for a task that launches a job itself, are shared on.
     of_launcher = CORES in environment
-    shared = {name: cores for name in _THREADS if of_launcher or name not in environment}
+    shared = {name: each for name in _THREADS if of_launcher or name not in environment}
     # It says as well that the number of threads is nobody's wish.
-    return {**shared, CORES: cores} if _INTRA in shared else shared
+    return {**shared, CORES: each} if _INTRA in shared else shared
 
 
 def computes(task: Cluster) -> bool:
@@ -99,7 +99,8 @@ def _count_by_nvml():
         pynvml.nvmlShutdown()
 
 
-def _cores(environment):
+def cores(environment: Mapping[str, str]) -> int:
+    """CPU cores that this process may run on; under the launcher, its part of them."""
     if CORES in environment:
         return int(environment[CORES])
     if hasattr(os, "sched_getaffinity"):

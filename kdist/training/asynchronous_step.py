@@ -11,17 +11,22 @@ update what it was computed from. So a step here
 - notes how stale its gradient is: the updates between its reading and its writing.
 """
 
-import concurrent.futures
 import contextlib
-from collections import defaultdict
 
 import keras
 import tensorflow as tf
 
 from kdist.tensorflow_internals import watch_on_tapes
 from kdist.training.finite import NONE_YET
-from kdist.training.shared_variables import brought_to, on_server, pull, push
+from kdist.training.shared_variables import (
+    brought_to,
+    on_server,
+    on_their_servers,
+    pull,
+    push,
+)
 from kdist.training.step import ReplicaStep
+from kdist.training.together import in_another_thread
 
 
 class MicroSteps:
@@ -176,8 +181,7 @@ class AsynchronousStep(ReplicaStep):
             with self._strategy.scope():
                 optimizer.build(variables)
 
-        with concurrent.futures.ThreadPoolExecutor(1) as other_thread:
-            other_thread.submit(build).result()
+        in_another_thread(build)
 
     def apply(self, update, optimizer, gradients, variables):
         """The optimizer updates the variables, once a worker, where its counter is."""
@@ -189,10 +193,7 @@ class AsynchronousStep(ReplicaStep):
         if self.replica > 0:
             return
         natives = [variable._value for variable in variables]
-        beside = [None] * len(variables)
-        for mine, brought in brought_to(natives, gradients).values():
-            for number, gradient in zip(mine, brought, strict=True):
-                beside[number] = gradient
+        beside = brought_to(natives, gradients)
         counter = _counter_of(optimizer)
 
         def on_its_server(*parts):
@@ -260,16 +261,10 @@ class AsynchronousStep(ReplicaStep):
 
 
 def _update_each(optimizer, gradients, variables, learning_rate):
-    by_device = defaultdict(list)
-    for gradient, variable in zip(gradients, variables, strict=True):
-        by_device[variable._value.device].append((gradient, variable))
-    for device, some in by_device.items():
+    def update(number, gradient):
+        optimizer.update_step(gradient, variables[number], learning_rate)
 
-        def update_some(some=some):
-            for gradient, variable in some:
-                optimizer.update_step(gradient, variable, learning_rate)
-
-        on_server(device, update_some)
+    on_their_servers([variable._value for variable in variables], gradients, update)
 
 
 def _decay_each(optimizer, variables):

@@ -25,6 +25,7 @@ from kdist.training.logs import LazyLogs
 from kdist.training.predictions import joined
 from kdist.training.share import Division
 from kdist.training.shared_variables import push
+from kdist.training.step import this_replica
 
 # What takes a worker less is handed out with more of its kind, for the sake of messages; batches of
 # callbacks and of the progress bar stay what they are.
@@ -320,8 +321,7 @@ class OnWorker:
         is_last = micro_step == self._micro_steps - 1
 
         def on_replica(data):
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            replica = int(tf.get_static_value(replica))
+            replica = this_replica()
             rows, share = division.take(data, replica, micro_step)
             accumulators = micro_steps[replica] if self._micro_steps > 1 else None
             step = AsynchronousStep(

@@ -100,3 +100,12 @@ class StepGroups(TFEpochIterator):
         if not self._num_batches:
             return self.steps_per_execution
         return self._num_batches - self._steps_seen
+
+
+def up_to(length, iterator):
+    """The next `length` batches of an iterator, or as many as it has."""
+    for _ in range(length):
+        try:
+            yield next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return

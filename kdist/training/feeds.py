@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist.training.epochs import up_to
+
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
@@ -81,7 +83,7 @@ class SentFeed:
 
     def take(self, length: int, apart: bool = False) -> Batches | None:
         """The next `length` batches, or as many as there are; None if there is none."""
-        batches = list(_up_to(length, self._iterator))
+        batches = list(up_to(length, self._iterator))
         if not batches:
             return None
         first, self._next = tf.constant(self._next, tf.int64), self._next + len(batches)
@@ -132,14 +134,6 @@ def _components(element_spec):
 
 def _spec(tensor):
     return tf.TensorSpec(tensor.shape, tensor.dtype)
-
-
-def _up_to(length, iterator):
-    for _ in range(length):
-        try:
-            yield next(iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            return
 
 
 def _can_be_stacked(flat):

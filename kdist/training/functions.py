@@ -10,12 +10,13 @@ import functools
 
 import tensorflow as tf
 
+from kdist.training.epochs import up_to
 from kdist.training.inputs import without_part
 from kdist.training.keras_internals import reduce_per_replica
 from kdist.training.local_steps import LocalStep
 from kdist.training.logs import LazyLogs
 from kdist.training.share import Division
-from kdist.training.step import ReplicaStep
+from kdist.training.step import ReplicaStep, this_replica
 from kdist.training.step_limit import within_limit
 from kdist.training.together import Together, are_several_workers, replicas_here
 
@@ -149,14 +150,10 @@ class StepFunction:
         # The batch is fetched before the step begins: within one function, what needs no data
         # (the step counter, weight decay) would still be done after the last batch.
         outputs = None
-        for _ in range(length):
-            try:
-                batch = next(iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if outputs is None:
-                    raise StopIteration from None
-                break
+        for batch in up_to(length, iterator):
             outputs = self._on_batch(batch, self._count(1), part)
+        if outputs is None:
+            raise StopIteration
         return outputs
 
 
@@ -215,7 +212,7 @@ class OnAllReplicas:
 
     def _micro_step(self, data, division, number, is_last=False):
         def on_replica(data):
-            replica = _replica()
+            replica = this_replica()
             rows, share = division.take(data, replica, number)
             step = self._kind_of_step(division.sizes[replica])(
                 share,
@@ -266,11 +263,6 @@ def _check_storage_is_not_shared(replicas):
             "metrics and layers read a variable and then assign it, each replica over the other; "
             "take --strategy=mirrored, or central_storage on one device"
         )
-
-
-def _replica():
-    """This replica's number, from 0."""
-    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
 def _function(python_function, **options):

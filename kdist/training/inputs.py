@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from kdist.tensorflow_internals import first_replica
 from kdist.training.share import Part
-from kdist.training.together import are_several_workers
+from kdist.training.together import are_several_workers, replicas_here
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ def part_of(x, strategy) -> Part | None:
     """
     if not is_pipeline(x) or not are_several_workers(strategy):
         return None
-    own, rows = len(strategy.extended.worker_devices), x.batch.global_size
+    own, rows = replicas_here(strategy), x.batch.global_size
     workers = strategy.num_replicas_in_sync // own
     return Part(first_replica(strategy) // own, workers, rows) if rows >= workers else None
 

@@ -16,7 +16,6 @@ on with the smallest scale and the largest count of updates.
 Stich, "Local SGD Converges Fast and Communicates Little", 2019.
 """
 
-import concurrent.futures
 import contextlib
 import functools
 
@@ -25,7 +24,8 @@ import tensorflow as tf
 
 from kdist.training.reduction import all_reduce_sum
 from kdist.training.share import fraction
-from kdist.training.step import ReplicaStep, can_be_averaged
+from kdist.training.step import ReplicaStep, can_be_averaged, this_replica
+from kdist.training.together import in_another_thread, replicas_here
 
 # What becomes of an optimizer's slots, such as momenta, when weights are averaged.
 SLOTS = ("keep", "average", "reset")
@@ -219,7 +219,7 @@ class Rounds:
             (_inner(optimizer)._iterations, tf.reduce_max),
         ):
             copy = _own_copy(variable)
-            place = tf.one_hot(_replica(), self._replicas, dtype=copy.dtype)
+            place = tf.one_hot(this_replica(), self._replicas, dtype=copy.dtype)
             (values,) = all_reduce_sum([copy * place])
             copy.assign(choose(values))
 
@@ -227,10 +227,10 @@ class Rounds:
         """(slot, the number that fills it at the beginning) of all optimizers."""
         # Variables can be made in neither a function's graph nor, here, in the strategy's scope:
         # both belong to threads.
-        with concurrent.futures.ThreadPoolExecutor(1) as other_thread:
-            optimizers = [_inner(optimizer) for optimizer in self._optimizers.values()]
-            values = other_thread.map(_initial_values, optimizers)
-            return [pair for pairs in values for pair in pairs]
+        optimizers = [_inner(optimizer) for optimizer in self._optimizers.values()]
+        return in_another_thread(
+            lambda: [pair for optimizer in optimizers for pair in _initial_values(optimizer)]
+        )
 
 
 def _check_no_layer_meets(trainer):
@@ -295,12 +295,8 @@ def _moving_averages(optimizer):
 def _own_copy(variable):
     """This replica's copy of a Keras variable, in replica context."""
     strategy = tf.distribute.get_strategy()
-    on_this_worker = _replica() % len(strategy.extended.worker_devices)
+    on_this_worker = this_replica() % replicas_here(strategy)
     return strategy.experimental_local_results(variable.value)[on_this_worker]
-
-
-def _replica():
-    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
 def _wide(copy):

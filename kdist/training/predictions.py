@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from kdist.training import step as steps
+from kdist.training.epochs import up_to
 from kdist.training.functions import OnAllReplicas, on_converted
 from kdist.training.inputs import InParts, without_part
 from kdist.training.keras_internals import (
@@ -73,7 +74,7 @@ class PredictFunction:
     def group(self, iterator, length, may_run_out=False):
         """The outputs for the next `length` batches of an iterator, or for as many as it has."""
         iterator, part = without_part(iterator)
-        return self(InParts(_up_to(length, iterator), part))
+        return self(InParts(up_to(length, iterator), part))
 
 
 def concatenated(outputs):
@@ -88,14 +89,6 @@ def joined(outputs):
         return potentially_ragged_concat(list(parts))
 
     return outputs[0] if len(outputs) == 1 else keras.tree.map_structure(join, *outputs)
-
-
-def _up_to(length, iterator):
-    for _ in range(length):
-        try:
-            yield next(iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            return
 
 
 def _own_rows(step):

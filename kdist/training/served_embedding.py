@@ -39,17 +39,10 @@ def _install():
         extended = tf.distribute.get_strategy().extended
         if type(layer) is keras.layers.Embedding and hasattr(extended, "_kdist_partitioner"):
             layer.__class__ = ServedEmbedding
-        return (
-            type(layer).build(layer, input_shape)
-            if _is_served(layer)
-            else kerass_own(layer, input_shape)
-        )
+            return ServedEmbedding.build(layer, input_shape)
+        return kerass_own(layer, input_shape)
 
     keras.layers.Embedding.build = build
-
-
-def _is_served(layer):
-    return isinstance(layer, ServedEmbedding)
 
 
 @save_as(keras.layers.Embedding, "keras.layers.Embedding")

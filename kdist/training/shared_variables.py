@@ -63,23 +63,33 @@ def push(variables, tensors, write):
         tensors: one for each: a tensor of its shape, `tf.IndexedSlices`, or None.
         write: is given a variable and its tensor, beside it.
     """
-    for device, (mine, brought) in brought_to(variables, tensors).items():
+    beside = brought_to(variables, tensors)
+    on_their_servers(variables, beside, lambda number, tensor: write(variables[number], tensor))
 
-        def write_all(mine=mine, brought=brought):
-            for number, tensor in zip(mine, brought, strict=True):
-                write(variables[number], tensor)
 
-        on_server(device, write_all)
+def on_their_servers(variables, tensors, act):
+    """Calls `act(number, tensor)` for each variable that has one, in one function a server."""
+    by_device = defaultdict(list)
+    for number, (variable, tensor) in enumerate(zip(variables, tensors, strict=True)):
+        if tensor is not None:
+            by_device[variable.device].append((number, tensor))
+    for device, some in by_device.items():
+
+        def act_on_each(some=some):
+            for number, tensor in some:
+                act(number, tensor)
+
+        on_server(device, act_on_each)
 
 
 def brought_to(variables, tensors):
-    """The tensors beside their variables: device -> (numbers, tensors), without those of None.
+    """The tensors, small ones beside the variables that they belong to.
 
     Args:
         variables: TensorFlow's.
         tensors: one for each: a tensor of its shape, `tf.IndexedSlices`, or None.
     """
-    beside = {}
+    beside = list(tensors)
     dense = [
         v if isinstance(t, tf.Tensor) else None for v, t in zip(variables, tensors, strict=True)
     ]
@@ -88,14 +98,9 @@ def brought_to(variables, tensors):
             flat = tf.concat([tf.reshape(tensors[n], [-1]) for n in numbers], 0)
             with tf.device(device):
                 parts = _unpacked(flat, [variables[n] for n in numbers])
-            beside.update(zip(numbers, parts, strict=True))
-    by_device = defaultdict(lambda: ([], []))
-    for number, (variable, tensor) in enumerate(zip(variables, tensors, strict=True)):
-        if tensor is not None:
-            mine, brought = by_device[variable.device]
-            mine.append(number)
-            brought.append(beside.get(number, tensor))
-    return by_device
+            for number, part in zip(numbers, parts, strict=True):
+                beside[number] = part
+    return beside
 
 
 def _packs(variables):

@@ -36,6 +36,11 @@ def current() -> "ReplicaStep | None":
     return getattr(_this_thread, "step", None)
 
 
+def this_replica() -> int:
+    """The number of this replica in the job, from 0; in replica context."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
 class ReplicaStep:
     """What one replica does in one micro-step.
 

@@ -37,7 +37,11 @@ def outside_of_scope(function: Callable[[], Any]):
     """
     if not (tf.distribute.has_strategy() and are_several_workers(tf.distribute.get_strategy())):
         return function()
-    # Scopes belong to threads.
+    return in_another_thread(function)
+
+
+def in_another_thread(function: Callable[[], Any]):
+    """What `function` gives in a thread that is in no scope, no function and on no replica."""
     with concurrent.futures.ThreadPoolExecutor(1) as other_thread:
         return other_thread.submit(function).result()
 

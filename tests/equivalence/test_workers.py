@@ -69,6 +69,17 @@ print(json.dumps(result))
 """
 
 
+def assert_trained_alike(result, expected):
+    """Weights, logs, evaluations and predictions of a training are those that are expected."""
+    assert_same_weights(result["weights"], expected["weights"], 1e-5)
+    assert result["iterations"] == expected["iterations"]
+    assert result["history"].keys() == expected["history"].keys()
+    for name, values in expected["history"].items():
+        np.testing.assert_allclose(result["history"][name], values, atol=2e-5)
+    np.testing.assert_allclose(result["evaluated"], expected["evaluated"], atol=2e-5)
+    np.testing.assert_allclose(result["predicted"], expected["predicted"], atol=2e-5)
+
+
 @functools.cache
 def reference(accumulates):
     """Plain Keras on one device. Micro-batches have no counterpart there; the network differs."""
@@ -99,13 +110,7 @@ def test_two_processes_train_as_one_device(devices, options):
     assert other.pop("files") == []
     assert chief == other
     expected = reference("accumulate" in options)
-    assert_same_weights(chief["weights"], expected["weights"], 1e-5)
-    assert chief["iterations"] == expected["iterations"]
-    assert chief["history"].keys() == expected["history"].keys()
-    for name, values in expected["history"].items():
-        np.testing.assert_allclose(chief["history"][name], values, atol=2e-5)
-    np.testing.assert_allclose(chief["evaluated"], expected["evaluated"], atol=2e-5)
-    np.testing.assert_allclose(chief["predicted"], expected["predicted"], atol=2e-5)
+    assert_trained_alike(chief, expected)
 
 
 @functools.cache
