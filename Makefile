@@ -42,12 +42,12 @@ train: env data ## ResNet-18 on Fashion-MNIST, two replicas, by model.fit
 PYTEST := $(RUN) -m pytest --nbmake --nbmake-timeout=600 \
   --numprocesses=logical --maxprocesses=4 --dist=worksteal
 
-test: env ## all tests but the slow ones, and the first notebook
-	$(PYTEST) -m "not slow" tests notebooks/01_*.ipynb
+test: env ## all tests but the slow ones
+	$(PYTEST) -m "not slow" tests
 
-test-slow: env ## the slow tests: jobs of several processes in all ways, and their notebooks
+test-slow: env ## the slow tests: jobs of several processes in all ways, and the notebooks
 	$(PYTEST) -m slow tests
-	$(PYTEST) notebooks/0[23]_*.ipynb
+	$(PYTEST) --numprocesses=0 notebooks
 
 keras-suite: env ## Keras's own tests of training, with kdist's trainer in the place of Keras's
 	$(RUN) -m pip install --quiet --editable '.[keras_suite]' --constraint constraints.txt

@@ -1,42 +1,71 @@
-"""Writes what happens in training to the run directory, and measures how fast it goes."""
+"""Measures a training, inside of it: how fast it goes, where the time goes, what devices do."""
 
 import os
 import time
+from typing import Any
 
 import keras
 
 from kdist.run_directory import RunDirectory
 from kdist.strategies import is_chief
-from kdist.telemetry import JsonlWriter, NullWriter
+from kdist.telemetry import Writer, create_writer
+from kdist.telemetry.collector import collector_of
+from kdist.telemetry.means import DeviceMeans
+from kdist.telemetry.verdict import verdict
+from kdist.telemetry.windows import Windows
 
 
 class Telemetry(keras.callbacks.Callback):
-    """Writes `metrics.jsonl`: a `train` line every so often, an `epoch` line after each epoch.
+    """Writes `metrics.jsonl` and `devices.jsonl` of a run, and says what slows the training down.
+
+    In `metrics.jsonl` there is a `train` line every so often, an `epoch` line after each epoch, and
+    a `timing` line for each window: examples a second, the share of a step that goes to waiting
+    for input, to callbacks and to the rest, percentiles of the seconds a step. Once in a while
+    a profile of some steps tells the rest apart: computing, and adding gradients up.
+    `devices.jsonl` holds what the GPUs, cores, disks, network and processes of all hosts do.
 
     Times are of training alone: from the beginning of an epoch to the end of its last step, without
     validation. The first call of the first epoch, in which TensorFlow traces and compiles the
-    step, counts in `seconds_per_epoch` but not in `examples_per_second`.
+    step, counts in `seconds_per_epoch`, and in nothing else.
 
     Args:
         run_directory: where to write; made if it is not there.
         every_seconds: time between two `train` lines. Logs are read from the devices only then.
             Defaults to 1.
+        window_seconds: time that a `timing` line is about. Defaults to 10.
+        device_seconds: time between two samples of the devices; None samples none. Defaults to 5.
+        profiles: whether some steps are profiled once in a while, at a cost of 0.4 % at most.
+        writer: gets the records in the place of the files of `run_directory`, and is closed by
+            whoever made it. By default the run directory alone is written to.
 
     Attributes:
         epoch_seconds: the training time of each epoch.
         first_call_seconds: the time of the first call.
     """
 
-    def __init__(self, run_directory: str | os.PathLike | RunDirectory, every_seconds: float = 1.0):
+    def __init__(
+        self,
+        run_directory: str | os.PathLike | RunDirectory,
+        every_seconds: float = 1.0,
+        *,
+        window_seconds: float = 10.0,
+        device_seconds: float | None = 5.0,
+        profiles: bool = True,
+        writer: Writer | None = None,
+    ):
         super().__init__()
         if not isinstance(run_directory, RunDirectory):
             run_directory = RunDirectory(run_directory)
         self._run = run_directory
-        self._every_seconds = every_seconds
+        self._every_seconds, self._window_seconds = every_seconds, window_seconds
+        self._device_seconds = device_seconds
+        self._given_writer = writer
+        self._profiles = profiles
         self.epoch_seconds: list[float] = []
         self.first_call_seconds: float | None = None
-        self._steps_done = 0
-        self._steps_in_first_call = 0
+        self._windows: Windows | None = None
+        self._devices = DeviceMeans()
+        self._seconds = 0.0
 
     @property
     def seconds_per_epoch(self) -> float | None:
@@ -46,32 +75,59 @@ class Telemetry(keras.callbacks.Callback):
     @property
     def examples_per_second(self) -> float | None:
         """Examples trained on per second, after the first call; None where it can't be known."""
-        steps = self._steps_done - self._steps_in_first_call
-        batch = getattr(self.model, "global_batch_size", None)
-        if not (self.epoch_seconds and steps and batch) or self.first_call_seconds is None:
-            return None
-        return steps * batch / (sum(self.epoch_seconds) - self.first_call_seconds)
+        return self._timing().get("examples_per_second")
+
+    def summary(self) -> dict[str, Any]:
+        """What was measured, for `summary.json`.
+
+        `goodput` is the share of the time since training began in which steps were made: not
+        compiling, validating, or saving.
+        """
+        timing = self._timing()
+        useful = timing.get("window_seconds")
+        return {
+            "seconds_per_epoch": self.seconds_per_epoch,
+            "first_call_seconds": self.first_call_seconds,
+            "examples_per_second": self.examples_per_second,
+            "verdict": verdict(timing, self._devices.gpus()),
+            "breakdown": _breakdown(timing),
+            "goodput": useful / self._seconds if useful and self._seconds else None,
+            "model_flops_utilization": timing.get("model_flops_utilization"),
+            **{name: timing[name] for name in timing if name.startswith("step_seconds_")},
+        }
 
     def on_train_begin(self, logs=None):
-        self._writer = self._new_writer()
-        self._step_at_epoch = int(self.model.optimizer.iterations.numpy())
+        strategy = self.model.distribute_strategy
+        self._writer = self._given_writer or create_writer(self._run, is_chief=is_chief(strategy))
+        self._step = self._step_at_epoch = int(self.model.optimizer.iterations.numpy())
         self._began = self._last_line = time.perf_counter()
+        self._windows = Windows(self.model, self._window_seconds, self._profiles)
+        self._collector = collector_of(strategy)
+        if self._device_seconds is not None and is_chief(strategy):
+            self._collector.start(self._write_device, self._device_seconds)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1
         self._epoch_ended = None
         self._epoch_began = time.perf_counter()
 
+    def on_train_batch_begin(self, batch, logs=None):
+        self._windows.before_call()
+
     def on_train_batch_end(self, batch, logs=None):
         now = time.perf_counter()
-        steps = getattr(self.model, "steps_in_epoch", batch + 1)
-        self._step = self._step_at_epoch + steps
+        before, self._step = self._step, self._step_at_epoch + self._steps_in_epoch(batch)
+        figures = None
         if self.first_call_seconds is None:
             self.first_call_seconds = now - self._epoch_began
-            self._steps_in_first_call = steps
+            self._windows.forget()
+        else:
+            figures = self._windows.after_call(self._step - before)
         if now - self._last_line >= self._every_seconds:
             self._last_line = now
             self._write("train", dict(logs))
+        if figures:
+            self._write("timing", figures)
 
     def on_test_begin(self, logs=None):
         self._end_training_part()
@@ -81,7 +137,6 @@ class Telemetry(keras.callbacks.Callback):
         seconds = self._epoch_ended - self._epoch_began
         self.epoch_seconds.append(seconds)
         steps = self._step - self._step_at_epoch
-        self._steps_done += steps
         self._step_at_epoch = self._step
         examples = self._examples(steps)
         rate = examples / seconds if examples else None
@@ -90,18 +145,24 @@ class Telemetry(keras.callbacks.Callback):
         )
 
     def on_train_end(self, logs=None):
-        self._writer.close()
-
-    def _new_writer(self):
-        """Of several workers only the chief writes."""
-        if not is_chief(self.model.distribute_strategy):
-            return NullWriter()
-        self._run.path.mkdir(parents=True, exist_ok=True)
-        return JsonlWriter(self._run.metrics)
+        self._seconds += time.perf_counter() - self._began
+        self._windows.end()
+        self._collector.stop()
+        if self._given_writer is None:
+            self._writer.close()
 
     def _end_training_part(self):
         if self._epoch_ended is None:
             self._epoch_ended = time.perf_counter()
+            if figures := self._windows.figures():
+                self._write("timing", figures)
+
+    def _timing(self):
+        """The figures of the whole training; empty before there are any."""
+        return self._windows.together() if self._windows else {}
+
+    def _steps_in_epoch(self, batch):
+        return getattr(self.model, "steps_in_epoch", batch + 1)
 
     def _examples(self, steps):
         batch = getattr(self.model, "global_batch_size", None)
@@ -114,6 +175,10 @@ class Telemetry(keras.callbacks.Callback):
             return {}
         return {"staleness_mean": staleness.mean, "staleness_largest": staleness.largest}
 
+    def _write_device(self, record):
+        self._devices.note(record)
+        self._writer.write_device(record)
+
     def _write(self, kind, values):
         learning_rate = keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)
         self._writer.write(
@@ -125,10 +190,19 @@ class Telemetry(keras.callbacks.Callback):
                 "seconds": time.perf_counter() - self._began,
                 "learning_rate": float(learning_rate),
                 **self._staleness(),
-                **{name: _number(value) for name, value in values.items()},
+                **{name: _plain(value) for name, value in values.items()},
             }
         )
 
 
-def _number(value):
-    return value if value is None else float(value)
+def _breakdown(timing):
+    """Which share of a step goes where; they add up to 1."""
+    names = {"input": "input_share", "callbacks": "callback_share"}
+    known = timing.get("compute_share") is not None
+    parts = {"compute": "compute_share", "reduce": "reduce_share"} if known else {}
+    names |= parts or {"step": "step_share"}
+    return {part: timing[name] for part, name in names.items() if timing.get(name) is not None}
+
+
+def _plain(value):
+    return value if value is None or isinstance(value, list) else float(value)

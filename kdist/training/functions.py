@@ -7,9 +7,11 @@ known number of steps does not.
 
 import contextlib
 import functools
+import time
 
 import tensorflow as tf
 
+from kdist.training import clock as clocks
 from kdist.training.epochs import up_to
 from kdist.training.inputs import without_part
 from kdist.training.keras_internals import reduce_per_replica
@@ -35,6 +37,7 @@ class StepFunction:
         micro_steps: into how many parts a replica's rows of a batch are divided.
         watch: a `FiniteWatch` that the step keeps, if any.
         rounds: the `Rounds` of local steps; None if replicas meet in every step.
+        clock: a `StepClock` that is told of waiting for input, if any.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class StepFunction:
         micro_steps=1,
         watch=None,
         rounds=None,
+        clock=None,
     ):
         self._trainer = trainer
+        self._clock = clock or clocks.StepClock()
         self._rounds = rounds
         self._logs_are_metrics = logs_are_metrics
         self._watch = watch
@@ -56,7 +61,7 @@ class StepFunction:
         on_all_replicas = OnAllReplicas(trainer, step, accumulators, micro_steps, rounds)
         self._on_all_replicas = self._compiled(on_all_replicas)
         compiled = (lambda f: f) if trainer.run_eagerly else _function
-        self._one = compiled(lambda iterator, *place: self._only_step(next(iterator), *place))
+        self._one = compiled(self._next_step)
         self._group = self._several if trainer.run_eagerly else _function(self._loop)
         self._on_batch = compiled(self._only_step)
         self._read_metrics = compiled(trainer.get_metrics_result)
@@ -71,11 +76,14 @@ class StepFunction:
         iterator, part = without_part(iterator)
         with within_limit(self._trainer.distribute_strategy):
             if may_run_out or not isinstance(iterator, _ITERATORS):
-                outputs = self._as_many_as_there_are(iterator, length, part)
+                outputs, waited = self._as_many_as_there_are(iterator, length, part)
             elif length == 1:
-                outputs = self._one(iterator, self._count(1), part)
+                outputs, waited = self._one(iterator, self._count(1), part)
             else:
-                outputs = self._group(iterator, tf.constant(length), self._count(length), part)
+                outputs, waited = self._group(
+                    iterator, tf.constant(length), self._count(length), part
+                )
+        self._clock.note_input(waited)
         return self._logs(outputs)
 
     def under_way(self, groups):
@@ -130,31 +138,46 @@ class StepFunction:
             return outputs
         return reduce_per_replica(outputs, self._trainer.distribute_strategy, reduction="auto")
 
-    def _loop(self, iterator, length, done, part):
-        def step(number):
-            return self._step_on(next(iterator), None if done is None else done + number, part)
+    # Each of these gives (what `_end_of_group` gives, seconds that steps waited for input).
 
+    def _next_step(self, iterator, done, part):
+        batch, waited = clocks.at_once(iterator)
+        return self._only_step(batch, done, part), waited
+
+    def _loop(self, iterator, length, done, part):
+        def step(number, waited, since, _=None):
+            batch, wait = clocks.fetch(iterator, since)
+            outputs = self._step_on(batch, None if done is None else done + number, part)
+            ended = clocks.end_of_step(self._trainer.trainable_variables, since + wait)
+            return number + 1, waited + wait, ended, outputs
+
+        start = tf.constant(0), tf.constant(0.0, tf.float64), tf.timestamp()
         # Metrics stay where they are; logs of another kind are carried along, from the first on.
-        start = (tf.constant(0), ()) if self._logs_are_metrics else (tf.constant(1), step(0))
-        _, outputs = tf.while_loop(
-            lambda number, _: number < length, lambda number, _: (number + 1, step(number)), start
+        _, waited, _, outputs = tf.while_loop(
+            lambda number, *_: number < length,
+            step,
+            (*start, ()) if self._logs_are_metrics else step(*start),
         )
-        return self._end_of_group(outputs)
+        return self._end_of_group(outputs), waited
 
     def _several(self, iterator, length, done, part):
+        waited = 0.0
         for number in range(int(length)):
-            outputs = self._one(iterator, None if done is None else done + number, part)
-        return outputs
+            outputs, wait = self._one(iterator, None if done is None else done + number, part)
+            waited += wait
+        return outputs, waited
 
     def _as_many_as_there_are(self, iterator, length, part):
         # The batch is fetched before the step begins: within one function, what needs no data
         # (the step counter, weight decay) would still be done after the last batch.
-        outputs = None
+        outputs, waited, since = None, 0.0, time.perf_counter()
         for batch in up_to(length, iterator):
+            waited += time.perf_counter() - since
             outputs = self._on_batch(batch, self._count(1), part)
+            since = time.perf_counter()
         if outputs is None:
             raise StopIteration
-        return outputs
+        return outputs, waited
 
 
 class OnAllReplicas:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from kdist.training import compiled_parts, inputs, keras_hooks
 from kdist.training import step as steps
 from kdist.training.accumulation import Accumulators, optimizers_of
+from kdist.training.clock import StepClock
 from kdist.training.coordinated import (
     CoordinatedFunction,
     Staleness,
@@ -58,6 +59,9 @@ class ReplicatedTrainer(TensorFlowTrainer):
 
     # Steps of this epoch that are done; what callbacks are told counts groups as whole.
     steps_in_epoch: int = 0
+
+    # Where the time of `fit` goes.
+    clock: StepClock | None = None
 
     _finite_watch: FiniteWatch | Watch | None = None
 
@@ -179,6 +183,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
             return self.train_function
+        self.clock = StepClock()
         if has_parameter_servers(self.distribute_strategy):
             self._finite_watch = Watch()
             self.train_function = self._coordinated(
@@ -206,6 +211,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
                 self.accumulate,
                 self._finite_watch,
                 self._rounds,
+                self.clock,
             )
         return self.train_function
 
@@ -353,6 +359,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
         )
         self.stop_training = False
         self.make_train_function()
+        self.clock.take()
         self._finite_watch.reset()
         self.average_replicas()
         callbacks.on_train_begin()
@@ -408,6 +415,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
             callbacks.on_test_batch_begin,
             callbacks.on_test_batch_end,
             lambda: self.stop_evaluating,
+            StepClock(),
         )
         logs = self._results(logs)
         callbacks.on_test_end(logs)
@@ -444,6 +452,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
             callbacks.on_predict_batch_begin,
             callbacks.on_predict_batch_end,
             lambda: self.stop_predicting,
+            StepClock(),
         )
         callbacks.on_predict_end()
         return concatenated(self.predict_function.in_order(outputs))
@@ -457,6 +466,7 @@ class ReplicatedTrainer(TensorFlowTrainer):
             callbacks.on_train_batch_begin,
             callbacks.on_train_batch_end,
             lambda: self.stop_training,
+            self.clock,
         )
         self.average_replicas()
         return self._results(logs)
@@ -481,17 +491,27 @@ class ReplicatedTrainer(TensorFlowTrainer):
             return number
         return float(strategy.reduce(tf.distribute.ReduceOp.MEAN, tf.constant(number), None))
 
-    def _run_groups(self, groups, function, call, at_begin, at_end, stopped):
+    def _run_groups(self, groups, function, call, at_begin, at_end, stopped, clock):
         """Has `function` run each group of one epoch, by `call`; gives the last one's logs."""
         logs = {}
-        with groups.catch_stop_iteration(), function.under_way(groups) as under_way:
+        now = time.perf_counter
+        with (
+            clock.running(),
+            groups.catch_stop_iteration(),
+            function.under_way(groups) as under_way,
+        ):
             for group in under_way:
+                began = now()
                 at_begin(group.first)
+                called = now()
                 # As Keras counts them, also for a group that is cut short at the epoch's end.
                 last = group.first + groups.steps_per_execution - 1
                 logs = call(group.iterator, group.length, group.may_run_out)
+                returned = now()
+                clock.note_call(group.length, returned - called)
                 self.steps_in_epoch = group.first + group.length
                 at_end(last, logs)
+                clock.note_callbacks(called - began + now() - returned)
                 if stopped():
                     break
         return logs

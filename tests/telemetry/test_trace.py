@@ -1,0 +1,138 @@
+"""What profiles say: made up ones, and one of a training."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+import kdist
+from kdist.telemetry.flops import training_flops
+from kdist.telemetry.profile import SampledProfiles
+from kdist.telemetry.trace import read_trace, work_of
+
+MILLISECOND = 10**9  # in picoseconds
+
+
+def plane(space, name, line, events):
+    """A plane with one line of (name, begin, end) in milliseconds."""
+    plane = space.planes.add(name=name)
+    line = plane.lines.add(name=line)
+    for number, (event, begin, end) in enumerate(events):
+        plane.event_metadata[number].name = event
+        line.events.add(
+            metadata_id=number,
+            offset_ps=begin * MILLISECOND,
+            duration_ps=(end - begin) * MILLISECOND,
+        )
+
+
+def test_operations_on_the_host_belong_to_replicas():
+    space = xplane_pb2.XSpace()
+    events = [
+        ("model/conv/Conv2D:Conv2D", 0, 10),
+        ("replica_1/model/conv/Conv2D:Conv2D", 0, 20),
+        ("all_reduce_sum/AddN:AddN", 15, 30),
+        ("ExecutorState::Process", 0, 100),
+        ("while/body:While", 0, 100),
+        ("IteratorGetNext:IteratorGetNext", 30, 90),
+    ]
+    plane(space, "/host:CPU", "thread", events)
+    work = work_of(space, steps=10)
+    assert list(work.busy_seconds) == pytest.approx([0.001, 0.002])
+    assert work.compute_seconds == pytest.approx(0.002)
+    assert work.reduce_seconds == pytest.approx(0.001)  # while nobody computed
+    assert [(op.type, op.device) for op in work.operations] == [
+        ("Conv2D", "replica 1"),
+        ("AddN", "replica 0"),
+        ("Conv2D", "replica 0"),
+    ]
+    assert sum(op.share for op in work.operations) == pytest.approx(1)
+
+
+def test_gpus_are_told_by_their_kernels():
+    space = xplane_pb2.XSpace()
+    plane(space, "/host:CPU", "thread", [("model/conv/Conv2D:Conv2D", 0, 1)])
+    kernels = [("volta_sgemm", 0, 40), ("ncclDevKernel_AllReduce", 30, 60)]
+    plane(space, "/device:GPU:0", "Stream #13(Compute)", kernels)
+    plane(space, "/device:GPU:1", "Stream #13(Compute)", [("volta_sgemm", 0, 50)])
+    plane(space, "/device:GPU:1", "XLA Modules", [("not a kernel", 0, 90)])
+    work = work_of(space, steps=1)
+    assert list(work.busy_seconds) == pytest.approx([0.04, 0.05])
+    assert work.reduce_seconds == pytest.approx(0.01)
+    assert {op.device for op in work.operations} == {"GPU:0", "GPU:1"}
+
+
+def test_nothing_to_read(tmp_path):
+    assert read_trace(tmp_path, 1) is None
+    assert work_of(xplane_pb2.XSpace(), 1) is None
+
+
+def small(strategy):
+    with strategy.scope():
+        inputs = keras.Input((28, 28, 1))
+        x = keras.layers.Conv2D(8, 3, padding="same")(inputs)
+        x = keras.layers.GlobalAveragePooling2D()(x)
+        model = kdist.Model(inputs, keras.layers.Dense(3)(x))
+        model.compile("sgd", "mse", steps_per_execution=4)
+    return model
+
+
+X, Y = np.ones((64, 28, 28, 1), "float32"), np.ones((64, 3), "float32")
+
+
+def test_a_training_of_two_replicas(mirrored, tmp_path):
+    model = small(mirrored)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    with tf.profiler.experimental.Profile(str(tmp_path)):
+        model.fit(X, Y, batch_size=8, verbose=0)
+    work = read_trace(tmp_path, steps=8)
+    assert len(work.busy_seconds) == 2
+    assert all(seconds > 0 for seconds in work.busy_seconds)
+    assert work.compute_seconds <= sum(work.busy_seconds)
+    assert any("all_reduce_sum" in op.name for op in work.operations)
+    conv = [op for op in work.operations if "Conv2DBackpropFilter" in op.type]
+    assert {op.device for op in conv} == {"replica 0", "replica 1"}
+    assert {op.calls for op in conv} == {8}
+
+
+def test_profiles_are_seldom(mirrored, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    profiles = SampledProfiles(first_after_seconds=0.0)
+    model = small(mirrored)
+    seen = []
+
+    class Profiling(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            profiles.begin()
+
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(profiles.end(4))
+
+    model.fit(X, Y, batch_size=8, epochs=300, verbose=0, callbacks=[Profiling()])
+    works = [work for work in seen if work is not None]
+    assert 1 <= len(works) <= 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_somebody_elses_profile_stays_whole(mirrored, tmp_path):
+    profiles = SampledProfiles(first_after_seconds=0.0)
+    with tf.profiler.experimental.Profile(str(tmp_path)):
+        profiles.begin()
+        assert profiles.end(1) is None
+        small(mirrored).fit(X, Y, batch_size=8, verbose=0)
+    assert read_trace(tmp_path, steps=8) is not None
+
+
+def test_flops_of_forward_and_backward_pass(mirrored):
+    forward = 2 * 28 * 28 * 9 * 8 + 2 * 8 * 3
+    # Biases and means are counted as well; they are few.
+    assert 3 * forward <= training_flops(small(mirrored)) <= 1.2 * 3 * forward
+
+
+def test_a_model_of_unknown_inputs_is_not_counted():
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    assert training_flops(Own()) is None
