@@ -1,7 +1,8 @@
 """What NVIDIA's driver knows of the GPUs that this process may use.
 
     gpus = NvmlSampler()
-    gpus.sample()    # [{"device": "gpu/0", "name": "NVIDIA H100", "utilization": 0.93, …}, …]
+    for record in gpus.sample():
+        record    # {"device": "gpu/0", "name": "NVIDIA H100", "utilization": 0.93, …}
     gpus.close()
 
 A GPU is named by the driver's index, which CUDA_VISIBLE_DEVICES does not change: TensorFlow's GPU:0
@@ -13,6 +14,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pynvml
@@ -43,12 +45,12 @@ class NvmlSampler:
         except _ERRORS:
             self.close()
 
-    def sample(self) -> list[dict[str, Any]]:
-        """One record for each GPU; what a GPU does not tell is no key of it.
+    def sample(self) -> Iterator[dict[str, Any]]:
+        """A record of each GPU; what a GPU does not tell is no key of it.
 
-        It blocks for some 40 ms for each GPU, over which the driver measures PCIe.
+        Each takes some 40 ms, over which the driver measures PCIe.
 
-        Returns:
+        Yields:
             Records with `device`, `name`, `uuid`, and of these what there is: `utilization` and
             `memory_utilization` (0 to 1: the share of the driver's last period, a second at most,
             in which a kernel ran, or memory was read or written), `memory_used_bytes` (of all
@@ -56,17 +58,17 @@ class NvmlSampler:
             `sm_clock_mhz`, `pcie_…` and `nvlink_sent_bytes_per_second` and `…_received_…`.
             NVLink's are means since the last sample, so that the first has none.
         """
-        records = []
         for gpu in list(self._gpus):
             try:
-                records.append(gpu.sample())
+                record = gpu.sample()
             except _Lost as error:
                 self._gpus.remove(gpu)
                 print(
                     f"kdist: {gpu.device} ({gpu.name}) is not sampled any more: {error}",
                     file=sys.stderr,
                 )
-        return records
+            else:
+                yield record
 
     def close(self):
         """Lets the driver's library go; there are no GPUs from then on."""

@@ -1,10 +1,10 @@
 """A thread that looks at this task's devices every few seconds.
 
-    sampler = DeviceSampler(writer.write_device, every_seconds=5, task="worker-0")
-    sampler.start()
-    ...
-    sampler.stop()
-    sampler.overhead_share    # 0.0004: CPU seconds that it took, for each second
+sampler = DeviceSampler(writer.write_device, every_seconds=5, task="worker-0")
+sampler.start()
+...
+sampler.stop()
+sampler.overhead_share    # 0.0004: CPU seconds that it took, for each second
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Sampler(Protocol):
     """One kind of devices; made, called and closed in the sampling thread."""
 
     def sample(self) -> Iterable[dict[str, Any]]:
-        """Records with `device` and what was measured; it may block."""
+        """Records with `device` and what was measured; each may take its time."""
 
     def close(self):
         """Called at the end."""
@@ -130,14 +130,15 @@ class DeviceSampler:
         return self._guarded(make, "a sampler")
 
     def _sample(self, sampler, began, stopped):
-        name = type(sampler).__name__
-        records = self._guarded(lambda: list(sampler.sample()), name) or ()
-        now = time.time() - self._ahead_seconds
-        for record in records:
-            if stopped.is_set():
-                return
-            whole = {"time": now, "seconds": now - began, "host": self._host, **record}
-            self._guarded(lambda whole=whole: self._write(whole), "writing")
+        def sample():
+            for record in sampler.sample():
+                if stopped.is_set():
+                    return
+                now = time.time() - self._ahead_seconds
+                whole = {"time": now, "seconds": now - began, "host": self._host, **record}
+                self._guarded(lambda: self._write(whole), "writing")  # noqa: B023 (called at once)
+
+        self._guarded(sample, type(sampler).__name__)
 
     def _guarded(self, function, name):
         """What `function` returns; None if it raises, which is said once for each name."""
