@@ -1,6 +1,7 @@
 """Devices of all tasks at the first one: within a process, and in jobs of several."""
 
 import contextlib
+import itertools
 import json
 import socket
 import threading
@@ -103,7 +104,7 @@ def test_alone_there_is_nobody_to_hear():
 
 
 def test_it_listens_on_its_own_address_alone(collector):
-    with pytest.raises(OSError):
+    with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", collector.port), 1)
 
 
@@ -254,8 +255,7 @@ def sampling_threads():
     return [thread for thread in threading.enumerate() if thread.name == "kdist-devices"]
 
 
-def test_a_task_samples_while_it_is_told_to(collector, job, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "b")
+def test_a_task_samples_while_it_is_told_to(collector, job):
     attend(job[1], collector.port, TOKEN)
     time.sleep(0.2)
     assert not sampling_threads()
@@ -267,10 +267,6 @@ def test_a_task_samples_while_it_is_told_to(collector, job, monkeypatch):
         collector.stop()
         wait_until(lambda: not sampling_threads())
     assert all(0 <= record["seconds"] < 10 for record in records)
-    # Both tasks say that their host is "b"; its cores come from the first alone.
-    assert len({record["time"] for record in records if record["device"] == "cpu/0"}) == len(
-        [record for record in records if record["device"] == "cpu/0"]
-    )
 
 
 def test_a_task_stops_when_the_first_one_has_gone(collector, job):
@@ -356,4 +352,4 @@ def _check(records, wanted):
     assert all(-1 < record["seconds"] < 60 for record in records)
     # All tasks share the host, whose cores come from one of them: not twice in an interval.
     times = sorted(record["time"] for record in records if record["device"] == "cpu/0")
-    assert all(b - a > 0.15 for a, b in zip(times, times[1:], strict=False))
+    assert all(b - a > 0.15 for a, b in itertools.pairwise(times))
