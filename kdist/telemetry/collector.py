@@ -204,8 +204,8 @@ class _Others:
         self._listener, self._token = listener, token
         self.port = listener.getsockname()[1]
         listener.setblocking(False)
-        self._callers: list[_Caller] = []
-        self._thread: threading.Thread | None = None
+        self._callers = []
+        self._thread = None
         self._stopping = False
         self._starts = 0
         self.overhead_share = 0.0
@@ -335,8 +335,8 @@ class _Caller:
     def __init__(self, connection):
         self.connection = connection
         self.called = time.monotonic()
-        self.host: str | None = None
-        self.write: _Write | None = None
+        self.host = None
+        self.write = None
         self._heard = b""
 
     def hear(self):

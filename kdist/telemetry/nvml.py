@@ -36,7 +36,7 @@ class NvmlSampler:
     """
 
     def __init__(self):
-        self._gpus: list[_Gpu] = []
+        self._gpus = []
         self._is_open = False
         try:
             pynvml.nvmlInit()
