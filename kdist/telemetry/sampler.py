@@ -84,7 +84,10 @@ class DeviceSampler:
 
     @property
     def overhead_share(self) -> float | None:
-        """CPU seconds of the sampling thread for each second that it ran; None before a sample."""
+        """CPU seconds of the sampling thread for each second that it ran; None before a sample.
+
+        What it takes to start is in it: it is smaller the longer the thread runs.
+        """
         return self._cpu_seconds / self._seconds if self._seconds else None
 
     def start(self):
@@ -110,7 +113,6 @@ class DeviceSampler:
 
     def _run(self, stopped, began):
         began_here, cpu_before = time.monotonic(), time.thread_time()
-        seconds_before, cpu_seconds_before = self._seconds, self._cpu_seconds
         with contextlib.ExitStack() as stack:
             samplers = [made for make in self._samplers if (made := self._made(make)) is not None]
             for sampler in samplers:
@@ -123,8 +125,13 @@ class DeviceSampler:
                 cost = time.thread_time() - sample_cpu
                 interval = max(self._every_seconds, cost / _LARGEST_OVERHEAD_SHARE)
                 wait = max(sample_began + interval - time.monotonic(), 0.0)
-                self._cpu_seconds = cpu_seconds_before + time.thread_time() - cpu_before
-                self._seconds = seconds_before + time.monotonic() - began_here
+                self._account(began_here, cpu_before)
+                began_here, cpu_before = time.monotonic(), time.thread_time()
+        self._account(began_here, cpu_before)
+
+    def _account(self, began, cpu_before):
+        self._seconds += time.monotonic() - began
+        self._cpu_seconds += time.thread_time() - cpu_before
 
     def _made(self, make):
         return self._guarded(make, "a sampler")
