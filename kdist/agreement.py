@@ -72,9 +72,15 @@ def first_task(cluster: Cluster) -> Cluster:
     return cluster.all_tasks()[0]
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of "host:port", or of "[host]:port", as sockets take them."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
 @contextlib.contextmanager
 def _listening(cluster):
-    host, port = _host_and_port(cluster.address)
+    host, port = host_and_port(cluster.address)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=1024)
@@ -86,11 +92,6 @@ def _listening(cluster):
         ) from error
     with listener:
         yield listener
-
-
-def _host_and_port(address):
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
 
 
 # The first task.
@@ -162,7 +163,7 @@ class _Meeting:
         for task in self._cluster.others():
             try:
                 left = max(self._deadline - time.monotonic(), 1.0)
-                socket.create_connection(_host_and_port(task.address), timeout=left).close()
+                socket.create_connection(host_and_port(task.address), timeout=left).close()
             except OSError as error:
                 self._complaints.append(
                     f"{task.name} runs, but its address {task.address} does not answer from "
@@ -206,7 +207,7 @@ def _connection(first, deadline, timeout_seconds):
         if left <= 0:
             raise TimeoutError(_did_not_come([first], timeout_seconds))
         try:
-            return socket.create_connection(_host_and_port(first.address), timeout=left)
+            return socket.create_connection(host_and_port(first.address), timeout=left)
         except OSError:
             time.sleep(min(_PAUSE_SECONDS, max(left, 0)))
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 from kdist import __version__
 from kdist.agreement import AlreadyRunning, agree, first_task
 from kdist.cluster import Cluster
+from kdist.telemetry.collector import Collector, attend, task_name
 from kdist.tensorflow_internals import has_started
 
 
@@ -24,7 +25,7 @@ def join(
     strategy: str,
     timeout_seconds: float,
     facts: Mapping[str, str] | None = None,
-):
+) -> Collector:
     """Waits for the other tasks, agrees with them, and tells TensorFlow of the job.
 
     Afterwards random numbers are drawn alike on all tasks, as each of them shuffles the same data
@@ -35,6 +36,9 @@ def join(
         strategy: the name of the strategy, which needs tasks of certain roles.
         timeout_seconds: how long it waits for the others.
         facts: what has to be the same on all tasks besides versions and the command line.
+
+    Returns:
+        What samples this task's devices; on the first task, those of all tasks.
 
     Raises:
         ValueError: tasks that the strategy needs are missing, or tasks were told different things.
@@ -56,15 +60,31 @@ def join(
         **(facts or {}),
     }
     state = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
-    own = {"state": state, "seed": secrets.randbits(31)}
+    token = secrets.token_hex(16)
+    collector = _collector(cluster, token)
+    own = {"state": state, "seed": secrets.randbits(31), "port": collector.port, "token": token}
     try:
         told = agree(cluster, facts, timeout_seconds, own)
     except AlreadyRunning as error:
         _check_can_join_late(cluster, strategy, error)
         told = {cluster.name: own}
+    except BaseException:
+        collector.close()
+        raise
+    first = first_task(cluster)
     if len({own["state"] for own in told.values()}) > 1:
-        keras.utils.set_random_seed(told[first_task(cluster).name]["seed"])
+        keras.utils.set_random_seed(told[first.name]["seed"])
+    if cluster != first and first.name in told:  # who comes late has not heard of it
+        attend(cluster, told[first.name]["port"], told[first.name]["token"])
     _trained_by(cluster).publish()
+    return collector
+
+
+def _collector(cluster, token):
+    """Only the first task of several has others to hear from."""
+    if cluster.is_alone or cluster != first_task(cluster):
+        return Collector(task_name(cluster))
+    return Collector.listening(cluster, token)
 
 
 def _trained_by(cluster):

@@ -21,6 +21,7 @@ from kdist.cluster import Cluster
 from kdist.devices import find_devices
 from kdist.join import join
 from kdist.parameter_servers import coordinate, serve
+from kdist.telemetry.collector import note_collector
 from kdist.tensorflow_internals import each_worker_has, number_of_workers
 from kdist.training.served_embedding import Partitioner, serve_embeddings
 from kdist.training.sidecar import is_evaluator, make_evaluator, note_evaluator
@@ -188,22 +189,25 @@ def _mirrored(devices, cross_device_ops):
 
 def _multi_worker(devices, communication, cluster, cluster_timeout_seconds, step_timeout_seconds):
     names = find_devices(devices)
-    join(cluster, "multi_worker", cluster_timeout_seconds, _facts_of("multi_worker", names))
+    facts = _facts_of("multi_worker", names)
+    collector = join(cluster, "multi_worker", cluster_timeout_seconds, facts)
     implementation = tf.distribute.experimental.CommunicationImplementation[communication]
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     with each_worker_has(names):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     limit_steps(strategy, step_timeout_seconds)
+    note_collector(strategy, collector)
     if "evaluator" in cluster.tasks:
         note_evaluator(strategy)
     return strategy
 
 
 def _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner):
-    join(cluster, "parameter_server", cluster_timeout_seconds)
+    collector = join(cluster, "parameter_server", cluster_timeout_seconds)
     if not cluster.is_chief:
         serve(cluster, devices)
     strategy = coordinate(cluster)
+    note_collector(strategy, collector)
     serve_embeddings(strategy, partitioner)
     if "evaluator" in cluster.tasks:
         note_evaluator(strategy)
@@ -213,8 +217,9 @@ def _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner):
 def _evaluator(name, devices, cluster, cluster_timeout_seconds):
     """One device of a task that waits for checkpoints."""
     names = find_devices(devices)
-    join(cluster, name, cluster_timeout_seconds, _facts_of(name, names))
+    collector = join(cluster, name, cluster_timeout_seconds, _facts_of(name, names))
     strategy = tf.distribute.OneDeviceStrategy(names[0])
+    note_collector(strategy, collector)
     make_evaluator(strategy, first_task(cluster).address)
     return strategy
 
