@@ -7,7 +7,7 @@ import keras
 
 from kdist.run_directory import RunDirectory
 from kdist.strategies import is_chief
-from kdist.telemetry import JsonlWriter, NullWriter
+from kdist.telemetry import JsonlWriter, NullWriter, Writer
 
 
 class Telemetry(keras.callbacks.Callback):
@@ -21,18 +21,27 @@ class Telemetry(keras.callbacks.Callback):
         run_directory: where to write; made if it is not there.
         every_seconds: time between two `train` lines. Logs are read from the devices only then.
             Defaults to 1.
+        writer: takes the lines, on the chief, in the place of `metrics.jsonl`; whoever made it
+            closes it. By default they go to the run directory alone.
 
     Attributes:
         epoch_seconds: the training time of each epoch.
         first_call_seconds: the time of the first call.
     """
 
-    def __init__(self, run_directory: str | os.PathLike | RunDirectory, every_seconds: float = 1.0):
+    def __init__(
+        self,
+        run_directory: str | os.PathLike | RunDirectory,
+        every_seconds: float = 1.0,
+        *,
+        writer: Writer | None = None,
+    ):
         super().__init__()
         if not isinstance(run_directory, RunDirectory):
             run_directory = RunDirectory(run_directory)
         self._run = run_directory
         self._every_seconds = every_seconds
+        self._given_writer = writer
         self.epoch_seconds: list[float] = []
         self.first_call_seconds: float | None = None
         self._steps_done = 0
@@ -90,12 +99,15 @@ class Telemetry(keras.callbacks.Callback):
         )
 
     def on_train_end(self, logs=None):
-        self._writer.close()
+        if self._writer is not self._given_writer:
+            self._writer.close()
 
     def _new_writer(self):
         """Of several workers only the chief writes."""
         if not is_chief(self.model.distribute_strategy):
             return NullWriter()
+        if self._given_writer is not None:
+            return self._given_writer
         self._run.path.mkdir(parents=True, exist_ok=True)
         return JsonlWriter(self._run.metrics)
 
