@@ -8,6 +8,7 @@ All that talks to wandb is in a process of its own (`kdist.telemetry.wandb_proce
 does, wherever it hangs, it takes no time from training, and can be ended.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -245,8 +246,6 @@ class WandbWriter:
         except psutil.NoSuchProcess:
             return
         for process in everyone:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         psutil.wait_procs(everyone, timeout=2)

@@ -5,6 +5,7 @@ answers on its standard output: where the run is, what went wrong, and that it h
 """
 
 import base64
+import contextlib
 import json
 import netrc
 import os
@@ -250,10 +251,8 @@ def _api_key(settings):
 def _end_all():
     """Ends this process and wandb's."""
     for child in psutil.Process().children(recursive=True):
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-        except psutil.NoSuchProcess:
-            pass
     os._exit(1)
 
 

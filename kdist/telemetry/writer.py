@@ -1,8 +1,8 @@
 """What a writer is: the one interface behind which the run directory, W&B and TensorBoard stand.
 
 writer: Writer = create_writer(run, is_chief=True, wandb_mode="auto")
-writer.write({"kind": "epoch", "epoch": 1, "step": 100, "examples": 12800, "seconds": 9.5, "loss": 1})
-writer.write_device({"time": 1.8e9, "seconds": 9.6, "host": "node7", "device": "gpu/0", "power_watts": 70})
+writer.write({"kind": "epoch", "epoch": 1, "examples": 12800, "seconds": 9.5, "loss": 0.4})
+writer.write_device({"time": 1.8e9, "host": "node7", "device": "gpu/0", "power_watts": 70})
 writer.close()
 """
 
