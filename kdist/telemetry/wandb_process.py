@@ -12,7 +12,6 @@ import os
 import pathlib
 import signal
 import ssl
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -134,7 +133,7 @@ class _Run:
         # wandb says nothing of a server that takes nothing any more.
         if self._online and (reason := self._why_not_online()):
             self._tell(problem=reason)
-        self._run.finish(exit_code=exit_code, quiet=True)
+        self._run.finish(exit_code=exit_code)
 
     def _write_row(self):
         row, self._row = self._row, {}
@@ -160,7 +159,6 @@ class _Run:
         return self._init(wandb, mode), reason
 
     def _init(self, wandb, mode):
-        sys.argv = [self._start["program"]]
         return wandb.init(
             mode=mode,
             dir=self._start["directory"],
@@ -169,6 +167,7 @@ class _Run:
             settings=wandb.Settings(
                 silent=True,
                 console="off",
+                program=self._start["program"],
                 init_timeout=_INIT_SECONDS,
                 # kdist samples devices itself.
                 x_disable_stats=True,
