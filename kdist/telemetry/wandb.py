@@ -13,6 +13,7 @@ import json
 import os
 import pathlib
 import queue
+import shlex
 import subprocess
 import sys
 import threading
@@ -82,7 +83,7 @@ class WandbWriter:
         self._said = False
         self._process: subprocess.Popen | None = None
         self._location: str | None = None
-        self._files: str | None = None
+        self._sync: str | None = None
         # Unbounded, so that the end of it always fits; `_put` keeps it small.
         self._waiting: queue.SimpleQueue = queue.SimpleQueue()
         if self._closed:
@@ -199,32 +200,41 @@ class WandbWriter:
     def _listen(self):
         """Runs in a thread: says what the process has to say, until it ends."""
         finished = False
-        with self._process.stdout as answers:
-            for line in answers:
-                answer = json.loads(line)
-                if "location" in answer:
-                    self._location, self._files = answer["location"], answer["files"]
-                    self._print(self._where(answer))
-                elif "problem" in answer:
-                    self._say(f"{answer['problem']}; {self._remedy}")
-                finished = finished or "finished" in answer
+        try:
+            with self._process.stdout as answers:
+                for line in answers:
+                    finished = self._hear(json.loads(line)) or finished
+        except (OSError, ValueError):
+            pass  # It was ended in the middle of a line.
         code = self._process.wait()
         if not finished and not self._abandoned:
             log = self._directory / "wandb" / "process.log"
             self._say(f"its process ended with code {code} (see {log}); {self._remedy}")
         self._ended.set()
 
+    def _hear(self, answer):
+        """Whether it says that it has finished."""
+        if "location" in answer:
+            self._location = answer["location"]
+            # W&B leaves out what has been online, unless told.
+            online = ["--include-online"] if answer["online"] else []
+            self._sync = shlex.join(["wandb", "sync", *online, answer["files"]])
+            self._print(self._where(answer))
+        elif "problem" in answer:
+            self._say(f"{answer['problem']}; {self._remedy}")
+        return "finished" in answer
+
     def _where(self, answer):
         if answer["online"]:
             return answer["location"]
         reason = f"{answer['reason']}; " if answer["reason"] else ""
-        return f"{reason}offline; to send it: wandb sync {answer['location']}"
+        return f"{reason}offline; to send it: {self._sync}"
 
     @property
     def _remedy(self):
-        if self._files is None:
+        if self._sync is None:
             return f"the run goes on without; all is in {self._directory}"
-        return f"training is not concerned; afterwards: wandb sync {self._files}"
+        return f"training is not concerned; afterwards: {self._sync}"
 
     def _say(self, problem):
         """Once: what follows from a problem is no news."""
