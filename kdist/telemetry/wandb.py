@@ -258,4 +258,3 @@ class WandbWriter:
         for process in everyone:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(everyone, timeout=2)

@@ -122,6 +122,10 @@ class _Run:
         """Adds the page as an artifact; it is not copied, so that it is sent from where it is."""
         import wandb
 
+        if self._online and self._why_not_online():
+            # An artifact would wait for the server; a file is noted, for `wandb sync`.
+            self._run.save(path, base_path=os.path.dirname(path), policy="now")
+            return
         artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
         artifact.add_file(path, policy="immutable", skip_cache=True)
         self._run.log_artifact(artifact)

@@ -290,7 +290,8 @@ def test_a_server_lost_in_mid_run_holds_up_nothing(run, stub, capfd, mode, says)
     (sent,) = stub.runs.values()
     assert_holds_all(run, sent.history)
     assert sent.summary["test_accuracy"] == 0.75
-    assert stub.artifacts == ["report"]
+    assert sent.exit_code == 0
+    assert b"<html>the report</html>" in stub.uploads.values()
 
 
 @pytest.mark.parametrize(
