@@ -143,9 +143,8 @@ class WandbWriter:
         if self._closed or self._ended.is_set():
             return
         if not always and self._waiting.qsize() >= _MOST_WAITING:
-            self._say(
-                f"it takes records too slowly, some are left out; all are in {self._directory}"
-            )
+            all_of_it = f"all are in {self._directory}"
+            self._say(f"it is too slow, some records are left out ({all_of_it}); {self._remedy}")
             return
         self._waiting.put(item)
 

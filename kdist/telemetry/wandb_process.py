@@ -56,7 +56,9 @@ def main():
             tell(problem=f"{do} failed ({type(error).__name__}: {_first_line(error)})")
     if not in_order:
         # Training is gone, and nobody is there to end this process when it hangs.
-        threading.Timer(start["close_seconds"], _end_all).start()
+        limit = threading.Timer(start["close_seconds"], _end_all)
+        limit.daemon = True
+        limit.start()
     run.finish(exit_code=0 if in_order else 1)
     tell(finished=True)
 

@@ -350,7 +350,7 @@ def test_a_process_that_stands_still_is_ended(run, capfd):
     wait_for(lambda: wandb.location)
     wandb._process.send_signal(signal.SIGSTOP)
     # More than a pipe holds.
-    assert use(writer, range(1, 3000)) < AT_ONCE_SECONDS
+    assert use(writer, range(1, 1000)) < AT_ONCE_SECONDS
     end(run, writer)
     said = capfd.readouterr().err
     assert said.count("not everything was taken within 1 s") == 1
@@ -365,7 +365,7 @@ def test_too_much_at_once_is_left_out_and_said_once(run, monkeypatch, capfd):
     for record in metrics(range(1, 2000)):
         wandb.write(record)
     wandb.close()
-    assert capfd.readouterr().err.count("it takes records too slowly") == 1
+    assert capfd.readouterr().err.count("it is too slow, some records are left out") == 1
     history = of_kind(inspect(run_files(run)), "history")
     assert 0 < len(history) < 2000
 
