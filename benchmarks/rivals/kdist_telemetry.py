@@ -69,7 +69,8 @@ def main():
     from kdist.telemetry import RunWriter, SeveralWriters, WandbWriter
 
     with contextlib.ExitStack() as ends:
-        run = RunDirectory(ends.enter_context(tempfile.TemporaryDirectory()))
+        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        run = RunDirectory(ends.enter_context(directory))
         callbacks, between = [], lambda: None
         if given.telemetry != "off":
             writers = [RunWriter(run)]

@@ -1,5 +1,6 @@
 """The writer beside a stand-in for W&B's server; the wandb package is the real one."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -41,12 +42,13 @@ def _no_account(monkeypatch, tmp_path):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_outlives_a_test():
+def _nothing_outlives_a_test(tmp_path):
     yield
-    left = [process for process in psutil.Process().children(recursive=True) if is_wandb(process)]
-    for process in left:
-        process.kill()
-    assert not psutil.wait_procs(left)[0]
+    try:
+        wait_for(lambda: not wandb_processes(tmp_path), 10.0)
+    finally:
+        for process in wandb_processes(tmp_path):
+            process.kill()
 
 
 @pytest.fixture
@@ -62,11 +64,15 @@ def run(tmp_path):
     return RunDirectory.create(tmp_path / "first", {"model": "mlp"})
 
 
-def is_wandb(process):
-    try:
-        return any("wandb" in part for part in process.cmdline())
-    except psutil.NoSuchProcess:
-        return False
+def wandb_processes(directory):
+    """Those of runs below the directory, also where their parent has gone."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            cache = process.environ().get("WANDB_CACHE_DIR", "")
+            if cache.startswith(str(directory)) and process.pid != os.getpid():
+                found.append(process)
+    return found
 
 
 def new_writer(run, mode="auto", close_seconds=60.0, **options):
@@ -436,20 +442,7 @@ def test_a_disk_that_fills_stops_nothing(tmp_path):
 def test_what_a_training_leaves_behind_ends_by_itself(tmp_path, how):
     assert train(tmp_path, how).returncode != 0
     run = RunDirectory(tmp_path / "run")
-    where = str(run.path)
-
-    def is_left():
-        for process in psutil.process_iter():
-            try:
-                if is_wandb(process) and process.environ().get("WANDB_CACHE_DIR", "").startswith(
-                    where
-                ):
-                    return True
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                pass
-        return False
-
-    wait_for(lambda: not is_left())
+    wait_for(lambda: not wandb_processes(run.path))
     records = inspect(run_files(run))
     assert of_kind(records, "exit")[0]["exit_code"] == 1
     # A thread hands records on; the last few may be lost with the process.
