@@ -41,6 +41,7 @@ _PUBLIC = {
     "report": "report",
     "schedules": "schedules",
     "strategies": "strategies",
+    "telemetry": "telemetry",
     "testing": "testing",
 }
 

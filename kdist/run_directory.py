@@ -6,6 +6,7 @@ run.write_summary({"test_accuracy": 0.87})
 runs/first/
   config.json       what the run was asked to do; its presence marks a run
   metrics.jsonl     one JSON object a line, as training goes on
+  devices.jsonl     the same of the devices: how busy, how hot, how full
   checkpoints/      saved models
   summary.json      what came out; written once, at the end
 """
@@ -78,6 +79,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def devices(self) -> pathlib.Path:
+        """One JSON object a line: what one device did at one moment."""
+        return self.path / "devices.jsonl"
+
+    @property
     def summary(self) -> pathlib.Path:
         """What came out."""
         return self.path / "summary.json"
@@ -94,13 +100,21 @@ class RunDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]):
         """Writes `summary.json` whole or not at all."""
-        with tempfile.NamedTemporaryFile(
-            "w", dir=self.path, prefix=".summary-", delete=False, encoding="utf-8"
-        ) as file:
-            json.dump(finite(summary), file, indent=2)
-        # Readable by whom the user's umask says, not by the owner alone as temporary files are.
-        os.chmod(file.name, self.config.stat().st_mode)
-        os.replace(file.name, self.summary)
+        unfinished = None
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path, prefix=".summary-", delete=False, encoding="utf-8"
+            ) as file:
+                unfinished = file.name
+                json.dump(finite(summary), file, indent=2)
+            # Readable by whom the user's umask says, not by the owner alone as temporary files are.
+            if self.config.exists():
+                os.chmod(unfinished, self.config.stat().st_mode)
+            os.replace(unfinished, self.summary)
+        except BaseException:
+            if unfinished is not None:
+                pathlib.Path(unfinished).unlink(missing_ok=True)
+            raise
 
     def _taken(self):
         return FileExistsError(

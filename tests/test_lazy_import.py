@@ -11,6 +11,11 @@ def test_importing_kdist_imports_neither_tensorflow_nor_keras():
     assert not {"tensorflow", "keras", "tensorflow_datasets", "wandb"} & set(loaded)
 
 
+def test_importing_telemetry_imports_neither_tensorflow_nor_wandb():
+    loaded = python("import json, sys, kdist.telemetry; print(json.dumps(sorted(sys.modules)))")
+    assert not {"tensorflow", "keras", "wandb"} & set(loaded)
+
+
 def test_every_public_name_is_there():
     for name in kdist.__all__:
         assert getattr(kdist, name) is not None

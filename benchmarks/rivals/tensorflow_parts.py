@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable, Sequence
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # all rivals compute on the same CPU cores
 
@@ -47,8 +48,20 @@ def dataset(arrays) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(arrays).repeat().prefetch(tf.data.AUTOTUNE)
 
 
-def time_fit(workload: Workload, model: keras.Model):
-    """Compiles the model, trains it twice, and reports the second time."""
+def time_fit(
+    workload: Workload,
+    model: keras.Model,
+    more_callbacks: Sequence[keras.callbacks.Callback] = (),
+    between: Callable[[], None] = lambda: None,
+):
+    """Compiles the model, trains it twice, and reports the second time.
+
+    Args:
+        workload: what to train.
+        model: the model, not compiled.
+        more_callbacks: those of both trainings.
+        between: what is done after the first.
+    """
     model.compile(
         keras.optimizers.SGD(LEARNING_RATE),
         "sparse_categorical_crossentropy",
@@ -59,10 +72,14 @@ def time_fit(workload: Workload, model: keras.Model):
 
     def fit(*callbacks):
         return model.fit(
-            batches, steps_per_epoch=workload.steps, verbose=0, callbacks=list(callbacks)
+            batches,
+            steps_per_epoch=workload.steps,
+            verbose=0,
+            callbacks=[*callbacks, *more_callbacks],
         )
 
     fit()
+    between()
     if workload.profile:
         report_profile(workload, fit)
         return

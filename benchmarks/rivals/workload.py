@@ -32,6 +32,7 @@ class Workload:
         channels_last: whether PyTorch keeps the channels of images last.
         compiled: whether PyTorch compiles the model.
         profile: whether to answer with the operations and their times as well.
+        telemetry: where measurements go; see `kdist_telemetry`.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Workload:
     channels_last: bool = False
     compiled: bool = False
     profile: bool = False
+    telemetry: str = "off"
 
     def arrays(self, replica: int | None = None):
         """Batches of images, uint8 (N, B, 28, 28, 1), and labels, int32 (N, B).

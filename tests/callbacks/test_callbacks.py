@@ -12,6 +12,7 @@ from kdist.callbacks import (
     StopOnNonFiniteLoss,
     Telemetry,
 )
+from kdist.telemetry import NullWriter
 
 
 def linear(rate=0.1, model_class=kdist.Model, **arguments):
@@ -47,6 +48,24 @@ def test_telemetry_writes_steps_examples_and_epochs(tmp_path, strategy):
     assert sum(telemetry.epoch_seconds) == pytest.approx(sum(r["epoch_seconds"] for r in epochs))
     after_first = sum(telemetry.epoch_seconds) - telemetry.first_call_seconds
     assert telemetry.examples_per_second == pytest.approx(9 * 8 / after_first)
+
+
+def test_telemetry_hands_its_lines_to_the_given_writer(tmp_path):
+    class Listener(NullWriter):
+        records, closed = [], False
+
+        def write(self, record):
+            self.records.append(record)
+
+        def close(self):
+            self.closed = True
+
+    writer = Listener()
+    telemetry = Telemetry(tmp_path / "run", every_seconds=0.0, writer=writer)
+    linear().fit(X, Y, batch_size=8, verbose=0, callbacks=[telemetry])
+    assert [record["kind"] for record in writer.records] == ["train"] * 5 + ["epoch"]
+    assert not writer.closed  # there is a summary to come
+    assert not (tmp_path / "run").exists()
 
 
 def test_telemetry_writes_the_schedules_rate(tmp_path, mirrored):

@@ -1,0 +1,111 @@
+"""kdist's `fit` with its measurements going somewhere, or nowhere.
+
+Where to, as `telemetry` of the workload says:
+  off        nowhere
+  run        to the run directory
+  offline    and to W&B, offline
+  healthy    and to W&B, online, at a stand-in for its server in a process of its own
+  frozen, refusing, dead   the same, with a server that has come to this before the clock starts
+"""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+from benchmarks.measuring import ROOT
+from benchmarks.rivals import workload
+
+STUB = ROOT / "tests" / "telemetry" / "wandb_stub.py"
+
+# W&B's process starts beside the first training; the clock runs when it is there.
+START_SECONDS = 60.0
+
+
+class Server:
+    """A stand-in for W&B's server."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, STUB], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.url = self._process.stdout.readline().strip()
+
+    def become(self, mode: str):
+        """Answers in another way from now on."""
+        self._process.stdin.write(f"{mode}\n")
+        self._process.stdin.flush()
+        self._process.stdout.readline()
+
+    def end(self):
+        """Ends its process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def wait_for(writer):
+    """Until W&B has a run.
+
+    Raises:
+        RuntimeError: it has none after START_SECONDS.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    while writer.location is None:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"wandb has made no run in {START_SECONDS:.0f} s")
+        time.sleep(0.1)
+
+
+def main():
+    """Times what the workload asks for."""
+    given = workload.read()
+
+    import kdist
+    from benchmarks.rivals import tensorflow_parts as parts
+    from kdist.run_directory import RunDirectory
+    from kdist.telemetry import RunWriter, SeveralWriters, WandbWriter
+
+    with contextlib.ExitStack() as ends:
+        directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        run = RunDirectory(ends.enter_context(directory))
+        callbacks, between = [], lambda: None
+        if given.telemetry != "off":
+            writers = [RunWriter(run)]
+            if given.telemetry != "run":
+                online = given.telemetry != "offline"
+                if online:
+                    server = Server()
+                    ends.callback(server.end)
+                    os.environ |= {
+                        "WANDB_BASE_URL": server.url,
+                        "WANDB_API_KEY": "0" * 40,
+                        "NO_PROXY": "127.0.0.1",
+                        "no_proxy": "127.0.0.1",
+                    }
+                # How long it takes to end is not what is timed.
+                mode = "online" if online else "offline"
+                wandb = WandbWriter(run.path, mode, close_seconds=3.0)
+                writers.append(wandb)
+
+                def between():
+                    wait_for(wandb)
+                    if online != wandb.location.startswith("http"):
+                        raise RuntimeError(f"the run is at {wandb.location}, not {mode}")
+                    if online:
+                        server.become(given.telemetry)
+
+            writer = SeveralWriters(writers)
+            ends.callback(writer.close)
+            callbacks = [kdist.callbacks.Telemetry(run, writer=writer)]
+        with kdist.create_strategy("mirrored", given.replicas).scope():
+            model = parts.new_model(given)
+        parts.time_fit(given, model, callbacks, between)
+        if callbacks and not pathlib.Path(run.metrics).read_text().count('"epoch"'):
+            raise RuntimeError("nothing was written")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The program as a user runs it, with so few steps that its figures mean nothing."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def compare(*flags):
+    cores = min(2, len(os.sched_getaffinity(0)))
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.compare_telemetry", f"--cores={cores}", *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_row_for_each_variant_beside_none(tmp_path):
+    process = compare(
+        *("--models=lenet", "--variants=run,refusing", "--steps=4", "--repetitions=1"),
+        *("--save", f"--results_dir={tmp_path}"),
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in process.stdout.splitlines()
+        if line.startswith("|")
+    ][2:]
+    assert [row[0] for row in rows] == ["no telemetry", "run directory", "W&B, server refusing"]
+    assert all(float(row[1]) > 0 and float(row[3]) > 0 for row in rows)
+    assert rows[0][3] == "1.000"
+    (saved,) = tmp_path.iterdir()
+    assert saved.read_text().startswith("# Telemetry compared")
+
+
+def test_what_is_unknown_is_refused():
+    process = compare("--variants=run,slow")
+    assert process.returncode == 1
+    assert "--variants: no 'slow'; take some of off, run, offline" in process.stderr
