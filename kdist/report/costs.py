@@ -56,7 +56,7 @@ def check_names(prices: Prices, runs: Sequence[Run]):
 
 
 def cost_usd(run: Run, prices: Prices) -> float | None:
-    """US dollars: the price times the run's hours, or else what the summary says; None if unknown."""
+    """US dollars: price times hours, or else what the summary says; None if unknown."""
     price = prices.get(run.name) if isinstance(prices, Mapping) else prices
     if price is None:
         return run.figure("cost_usd")

@@ -154,9 +154,10 @@ class _Page:
         if not self._thinned:
             return ""
         return (
-            f"<p>{self._thinned:,} of {self._lines:,} lines are thinned to {self._points:,} points: of "
-            "every stretch of a line, its lowest and its highest point are shown. The figures below "
-            "a plot are of all points.</p>"
+            f"<p>{self._thinned:,} of {self._lines:,} lines were thinned to {self._points:,} "
+            "points: "
+            "of every stretch of a line, its lowest and its highest point are shown. The figures "
+            "below a plot are of all points.</p>"
         )
 
     def time(self, runs):
@@ -182,7 +183,7 @@ class _Page:
                 parts.append(
                     f'<details class=run id="{prefix}devices"{is_open}>'
                     f"<summary>{html.escape(about)}</summary>"
-                    f"<div class=tiles>{self.plots(plots, prefix, 'h3 class=small')}</div></details>"
+                    f"<div class=tiles>{self.plots(plots, prefix, 'h4')}</div></details>"
                 )
         return "\n".join(parts)
 

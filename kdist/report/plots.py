@@ -19,7 +19,7 @@ from kdist.report.thinning import MAX_POINTS, thin
 # Okabe and Ito's colours, which colour-blind readers tell apart, but black, which is lost on a
 # dark page, and yellow, which is lost on a white one.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-# (of a line, of its companion such as validation); where the colours begin anew, so do other dashes.
+# (of a line, of its companion such as validation); where the colours begin anew, others follow.
 DASHES = (
     ("solid", "dash"),
     ("dot", "dashdot"),
@@ -72,8 +72,9 @@ class Plot:
         x_title: what lies along the x-axis, with its unit.
         y_title: the unit of the y-axis. Defaults to none.
         num_names: how many names the legend has; it makes the plot taller.
+        max_points: more points of a line are thinned. Defaults to 2,000.
         has_legend: False where the page itself lists the names. Defaults to True.
-        max_points: more points of a line are thinned.
+        from_zero: whether the y-axis begins at 0, as that of quantities does. Defaults to False.
 
     Attributes:
         title: what is plotted.
@@ -93,11 +94,14 @@ class Plot:
         max_points: int = MAX_POINTS,
         *,
         has_legend: bool = True,
+        from_zero: bool = False,
     ):
         self.title = title
         self.x_title = x_title
         self.data: list[dict[str, Any]] = []
         self.layout = _layout(x_title, y_title, num_names if has_legend else 0)
+        if from_zero:
+            self.layout["yaxis"]["rangemode"] = "tozero"
         self.extents: list[Extent] = []
         self.thinned = 0
         self._max_points = max_points

@@ -50,7 +50,13 @@ def _plot(runs, metric, x, max_points):
     title = metric.replace("_", " ").replace(" per ", " a ").capitalize()
     seen = "examples seen" if x == "examples" else "steps"
     plot = Plot(
-        title, seen, _UNITS.get(metric, ""), len(runs), max_points, has_legend=has_legend(runs)
+        title,
+        seen,
+        _UNITS.get(metric, ""),
+        len(runs),
+        max_points,
+        has_legend=has_legend(runs),
+        from_zero=metric in _UNITS,
     )
     hover = f"%{{y:.4g}} after %{{x:,}} {x if x == 'examples' else 'steps'}"
     for order, run in enumerate(runs):

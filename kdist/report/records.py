@@ -20,8 +20,8 @@ class Records:
     """Records in their order, as columns of numbers.
 
     Attributes:
-        columns: field -> float64 of shape (R,), NaN where the record has no finite number. A list of
-            numbers becomes a column for each place: `replica_busy_seconds/0`.
+        columns: field -> float64 of shape (R,), NaN where the record has no finite number. A list
+            of numbers becomes a column for each place: `replica_busy_seconds/0`.
         length: R, the number of records.
     """
 

@@ -40,6 +40,11 @@ def _milliseconds(value):
     return shown(None if number(value) is None else 1e3 * value, 2)
 
 
+def _devices(value):
+    is_long = isinstance(value, list) and len(value) > 4
+    return f"{len(value)}: {value[0]} … {value[-1]}" if is_long else shown(value)
+
+
 # More runs are rows of the tables that compare them, as there are fewer settings than runs.
 _MAX_RUNS_SIDE_BY_SIDE = 8
 
@@ -51,7 +56,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Model": ("model", shown),
     "Dataset": ("dataset", shown),
     "Strategy": ("strategy", shown),
-    "Devices": ("devices", shown),
+    "Devices": ("devices", _devices),
     "Local batch": ("local_batch_size", shown),
     "Global batch": ("global_batch_size", shown),
     "Precision": ("precision", shown),
@@ -62,6 +67,8 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Examples a second": ("examples_per_second", _one),
 }
 
+_SAID_ONCE = ("Model", "Dataset", "Epochs")
+
 # The same, for what not every run has; a column that all lack is left out.
 OPTIONAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Median step (ms)": ("step_seconds_p50", _milliseconds),
@@ -71,8 +78,14 @@ OPTIONAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def run_table(runs: Sequence[Run], prices: Prices = None) -> str:
-    """A row a run; with several runs, how much faster each is than the first, and how efficiently."""
+    """A row a run; with several, how much faster each is than the first, and how efficiently."""
     columns = {heading: [show(r.get(k)) for r in runs] for heading, (k, show) in COLUMNS.items()}
+    caption = "What was run, and what came out"
+    if len(runs) > 1:
+        # Said once, so that the figures fit the window.
+        same = [h for h in _SAID_ONCE if len(set(columns[h])) == 1 and columns[h][0] != NOTHING]
+        said = [f"{heading.lower()} {columns.pop(heading)[0]}" for heading in same]
+        caption += f"; all with {', '.join(said)}" if said else ""
     optional = {}
     if len(runs) > 1:
         columns["Speed-up"] = [shown(speed_up(run, runs[0]), 2) for run in runs]
@@ -83,7 +96,7 @@ def run_table(runs: Sequence[Run], prices: Prices = None) -> str:
     optional["Cost (USD)"] = [shown(cost_usd(run, prices), 2) for run in runs]
     columns.update({h: cells for h, cells in optional.items() if set(cells) != {NOTHING}})
     rows = [[_row_name(run), *cells] for run, *cells in zip(runs, *columns.values(), strict=True)]
-    return table("What was run, and what came out", ["Run", *columns], rows)
+    return table(caption, ["Run", *columns], rows)
 
 
 def _row_name(run):

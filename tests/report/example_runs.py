@@ -122,10 +122,10 @@ def metrics(windows, slower=1.0, replicas=GPUS):
                 "kind": "epoch",
                 **when,
                 "seconds": 10.0 * window,
-                "loss": 0.35,
-                "accuracy": 0.9,
-                "val_loss": 0.4 + math.exp(-done / 1e5),
-                "val_accuracy": 0.91 - 0.5 * math.exp(-done / 1e5),
+                "loss": 0.32 + 2 * math.exp(-done / 1e5),
+                "accuracy": 0.94 - 0.9 * math.exp(-done / 1e5),
+                "val_loss": 0.4 + 2 * math.exp(-done / 1e5),
+                "val_accuracy": 0.91 - 0.9 * math.exp(-done / 1e5),
             }
 
 
