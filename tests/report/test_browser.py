@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from example_runs import write_run
@@ -78,6 +79,13 @@ def visible(tab, plot):
     return {run: {state for name, state in pairs if name == run} for run, _ in pairs}
 
 
+def last_examples(tab, plot):
+    """Where each line of a plot ends; nothing while it is drawn anew."""
+    return tab.evaluate(
+        f"(document.getElementById('{plot}')?._fullData ?? []).map(t => t.x?.[t.x.length - 1])"
+    )
+
+
 def row(tab, run):
     headings = tab.locator("#runs thead th").all_inner_texts()
     cells = tab.locator("#runs tbody tr", has_text=run).locator("th, td").all_inner_texts()
@@ -86,7 +94,6 @@ def row(tab, run):
 
 def test_it_opens_offline_and_every_plot_is_one_that_plotly_accepts(tab, runs, tmp_path):
     tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
-    draw(tab, "loss")
     complaints = tab.evaluate(
         """[...document.querySelectorAll(".plot")].flatMap(plot => {
           const {data, layout} = JSON.parse(plot.nextElementSibling.textContent);
@@ -119,7 +126,7 @@ def test_a_name_in_the_legend_hides_its_run_in_all_plots(tab, runs, tmp_path):
     draw(tab, "loss")
     assert visible(tab, "loss") == {"one_gpu": {True}, "four_gpus": {True}}
     tab.locator("#loss .legendtoggle").nth(0).click()
-    tab.wait_for_function("!document.querySelector('#picker input').checked")
+    tab.wait_for_selector("#picker input:not(:checked)")
     hidden = {"one_gpu": {"legendonly"}, "four_gpus": {True}}
     assert visible(tab, "loss") == hidden
     draw(tab, "time-of-a-step")  # not drawn until now
@@ -217,15 +224,16 @@ def _follow(browser, address, runs):
     tab.goto(address)
     draw(tab, "loss")
     tab.locator("#loss .legendtoggle").nth(0).click()
-    tab.wait_for_function("!document.querySelector('#picker input').checked")
+    tab.wait_for_selector("#picker input:not(:checked)")
     place = tab.evaluate("scrollY")
     assert place > 0
     tab.wait_for_selector("text=Live. Renewed at")
     with open(runs[1] / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "train", "examples": 10**6, "loss": 7.5}) + "\n")
-    tab.wait_for_function(
-        "document.getElementById('loss')._fullData?.some(t => t.x?.[t.x.length - 1] === 1000000)"
-    )
+    until = time.monotonic() + 30
+    while 10**6 not in last_examples(tab, "loss"):
+        assert time.monotonic() < until
+        time.sleep(0.1)
     assert tab.evaluate("scrollY") == place
     assert visible(tab, "loss") == {"one_gpu": {"legendonly"}, "four_gpus": {True}}
     # What cannot be read is said, and the page stays.

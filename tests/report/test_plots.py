@@ -164,7 +164,7 @@ def test_percentiles_of_many_runs_have_a_plot_each(tmp_path):
 
 def test_replicas_and_shares_over_time(tmp_path):
     shares, busy = share_plots(report.read_run(write_run(tmp_path / "run")))
-    assert [e.name for e in shares.extents][0] == "waiting for input"
+    assert shares.extents[0].name == "waiting for input"
     assert shares.extents[0].first == pytest.approx(22)
     assert [e.first for e in busy.extents] == pytest.approx([60, 65, 70, 75])
 
@@ -234,7 +234,7 @@ def test_torn_and_foreign_files(tmp_path):
         "the last line of devices.jsonl is cut short and was left out",
     ]
     assert not run.finished
-    assert len(run.devices) == 10 and "network" in {device for _, device in run.devices}
+    assert ("node7", "network") in run.devices  # of the sample before
     (path / "summary.json").write_text("")
     assert report.read_run(path).notes[0].startswith("summary.json is empty")
     (path / "devices.jsonl").write_text("{\n" + whole)
@@ -267,7 +267,7 @@ def test_what_was_not_measured_is_said(tmp_path):
     text = page_without_plotly([path], tmp_path / "page.html")
     assert "metrics.jsonl has no line of kind “timing”: run." in text
     assert "Nothing was measured of the devices" in text
-    assert "class=note" not in text  # an older run is no damaged one
+    assert "class=note" not in text.split("<noscript>")[0]  # an older run is no damaged one
 
 
 def test_200_runs_are_named_in_short(tmp_path):

@@ -80,7 +80,7 @@ def test_another_site_cannot_read_it(served):
 def test_a_port_in_use_and_what_is_no_run(run, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(OSError, match=f"port {port}: it is in use; give another as --port, or"):
+        with pytest.raises(OSError, match=f"port {port} is in use; give another as --port, or"):
             report.watch([run], tmp_path / "page.html", port=port)
     with pytest.raises(FileNotFoundError, match="is no run directory"):
         report.watch([tmp_path / "nowhere"], tmp_path / "page.html", port=0)
