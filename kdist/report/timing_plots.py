@@ -41,16 +41,16 @@ def breakdown(run: Run) -> dict[str, float]:
     The summary's, or, while the run goes on, the mean of its windows by their length.
     """
     said = run.summary.get("breakdown")
-    if isinstance(said, dict):
-        return {part: share for part in PARTS if (share := number(said.get(part))) is not None}
+    said = said if isinstance(said, dict) else {}
+    known = {part: share for part in PARTS if (share := number(said.get(part))) is not None}
+    if known:
+        return known
     timing = run.metrics("timing")
     shares = {part: _mean(timing, field) for part, field in _SHARE_FIELDS.items()}
     if shares["compute"] is not None and shares["reduce"] is not None and shares["step"]:
         # Measured in a few windows only; all windows say how much they are together.
         whole = shares.pop("step") / (shares["compute"] + shares["reduce"] or 1)
-        shares = {
-            p: s and s * whole if p in ("compute", "reduce") else s for p, s in shares.items()
-        }
+        shares |= {part: shares[part] * whole for part in ("compute", "reduce")}
     else:
         shares["compute"] = shares["reduce"] = None
     return {part: share for part, share in shares.items() if share is not None}
