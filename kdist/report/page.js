@@ -6,6 +6,16 @@ const OPTIONS = {
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
 };
 
+// Of all plots; each adds its own.
+const LAYOUT = JSON.parse(document.getElementById("layout").textContent);
+
+function specification(plot) {
+  const { data, layout } = JSON.parse(plot.nextElementSibling.textContent);
+  const whole = { ...structuredClone(LAYOUT), ...layout };
+  for (const part of ["legend", "xaxis", "yaxis"]) whole[part] = { ...LAYOUT[part], ...layout[part] };
+  return { data, layout: whole };
+}
+
 // What the reader chose outlives a reload. A page in a notebook's frame may not be allowed to keep it.
 const KEY = "kdist report " + location.pathname;
 let chosen = { hidden: [], open: {} };
@@ -28,7 +38,7 @@ function visibility(trace) {
 function draw(plot) {
   if (plot.dataset.drawn) return;
   const isNew = !plot.classList.contains("js-plotly-plot");
-  const { data, layout } = JSON.parse(plot.nextElementSibling.textContent);
+  const { data, layout } = specification(plot);
   for (const trace of data) if (trace.meta) trace.visible = visibility(trace);
   plot.dataset.drawn = "yes";
   Plotly.react(plot, data, layout, OPTIONS);

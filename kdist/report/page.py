@@ -5,6 +5,7 @@ path = write(["runs/first", "runs/second"], "report.html", price_usd_per_hour={"
 
 import hashlib
 import html
+import json
 import os
 import pathlib
 import re
@@ -18,7 +19,7 @@ from kdist.report import tables
 from kdist.report.costs import Prices, check_names
 from kdist.report.device_plots import device_plots, devices_in_words
 from kdist.report.figures import figure_html
-from kdist.report.plots import Style
+from kdist.report.plots import COMMON_LAYOUT, Style
 from kdist.report.progress_plots import progress_plots
 from kdist.report.runs import read_runs
 from kdist.report.sentence import sentence
@@ -119,6 +120,7 @@ def fill(parts: Mapping[str, str], live: bool = False) -> str:
     return string.Template(_resource("page.html")).substitute(
         parts,
         plotly=get_plotlyjs(),
+        layout=json.dumps(COMMON_LAYOUT),
         script=_resource("page.js"),
         live=f"<script>{_resource('live.js')}</script>" if live else "",
         connect=_MAY_CONNECT[live],

@@ -80,7 +80,7 @@ class Plot:
         title: what is plotted.
         x_title: what lies along the x-axis.
         data: plotly's traces.
-        layout: plotly's layout.
+        layout: plotly's layout, as far as it differs from `COMMON_LAYOUT`.
         extents: each line in figures.
         thinned: how many lines have fewer points than were measured.
     """
@@ -109,7 +109,8 @@ class Plot:
     @property
     def figure(self) -> go.Figure:
         """The plot as plotly's own object, which checks it."""
-        return go.Figure(data=self.data, layout=self.layout)
+        figure = go.Figure(data=self.data, layout=COMMON_LAYOUT)
+        return figure.update_layout(self.layout)
 
     def add_line(
         self,
@@ -148,7 +149,7 @@ class Plot:
         trace: dict[str, Any] = {
             "type": "scatter",
             "x": _packed(x),
-            "y": _packed(y, exact=False),
+            "y": _packed(y),
             "name": _plain(name),
             "legendgroup": _plain(name),
             "showlegend": in_legend and bool(self.layout["showlegend"]),
@@ -187,43 +188,50 @@ def _plain(name):
     return html.escape(name, quote=False)  # plotly reads tags in a name
 
 
-def _packed(values, exact=True):
+def _packed(values):
     """An array as plotly.js reads it from base64, in a third of the room that digits take.
 
-    Single precision has seven digits, more than a plot shows; x tells points apart and is exact.
+    Whole numbers are exact; others have seven digits, more than a plot shows.
     """
     values = np.asarray(values)
-    if not exact:
-        kind = "f4" if np.abs(values).max() < 1e38 else "f8"
-    elif np.all(values == np.trunc(values)) and np.abs(values).max() < 2**31:
-        kind = "i4"
+    largest = np.abs(values).max()
+    if np.all(values == np.trunc(values)):
+        kind = "i4" if largest < 2**31 else "f8"
     else:
-        kind = "f8"
+        kind = "f4" if largest < 1e38 else "f8"
     data = base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()
     return {"dtype": kind, "bdata": data}
 
 
 def _layout(x_title, y_title, num_names):
-    axis = {"gridcolor": "rgba(128,128,128,0.3)", "zeroline": False, "automargin": True}
+    """What this plot's layout has beside `COMMON_LAYOUT`, of which a page needs one copy."""
     return {
         "height": 340 + min(20 * num_names, _LEGEND_PIXELS),  # on a phone a name has a line
-        "margin": {"l": 50, "r": 10, "t": 30, "b": 45},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": _GREY, "size": 13},
-        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": "#0072B2"},
         "showlegend": num_names > 0,
-        "legend": {
-            "orientation": "h",
-            "x": 0,
-            "y": 0,
-            "yref": "container",
-            "yanchor": "bottom",
-            "maxheight": _LEGEND_PIXELS,  # what is more scrolls
-        },
-        "hovermode": "closest",
-        "hoverlabel": {"namelength": -1},
-        "uirevision": "kept",  # zooming outlives a refresh
-        "xaxis": {"title": {"text": x_title}, **axis},
-        "yaxis": {"title": {"text": y_title}, **axis},
+        "legend": {},
+        "xaxis": {"title": {"text": x_title}},
+        "yaxis": {"title": {"text": y_title}},
     }
+
+
+_AXIS = {"gridcolor": "rgba(128,128,128,0.3)", "zeroline": False, "automargin": True}
+COMMON_LAYOUT: dict[str, Any] = {
+    "margin": {"l": 50, "r": 10, "t": 30, "b": 45},
+    "paper_bgcolor": "rgba(0,0,0,0)",
+    "plot_bgcolor": "rgba(0,0,0,0)",
+    "font": {"color": _GREY, "size": 13},
+    "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": "#0072B2"},
+    "legend": {
+        "orientation": "h",
+        "x": 0,
+        "y": 0,
+        "yref": "container",
+        "yanchor": "bottom",
+        "maxheight": _LEGEND_PIXELS,  # what is more scrolls
+    },
+    "hovermode": "closest",
+    "hoverlabel": {"namelength": -1},
+    "uirevision": "kept",  # zooming outlives a refresh
+    "xaxis": _AXIS,
+    "yaxis": _AXIS,
+}

@@ -75,10 +75,14 @@ def read_records(
         return {}
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for record in _objects(path, notes):
-        key = tuple(record.get(field) for field in group)
-        if all(isinstance(part, str) for part in key):
-            groups.setdefault(key, []).append(record)
-    return {key: _in_columns(records, group) for key, records in groups.items()}
+        key = tuple([record.get(field) for field in group])
+        # A list in the place of a name could not be looked up.
+        groups.setdefault(key if _are_texts(key) else (), []).append(record)
+    return {key: _in_columns(records, group) for key, records in groups.items() if key}
+
+
+def _are_texts(values):
+    return {*map(type, values)} == {str}
 
 
 def _objects(path, notes):
@@ -102,7 +106,7 @@ def _all_at_once(lines):
 
 
 def _in_columns(records, left_out):
-    names = dict.fromkeys(name for record in records for name in record)
+    names = sorted(set().union(*records))
     columns = {}
     for name in names:
         if name not in left_out:

@@ -124,12 +124,13 @@ def read_run(directory: str | os.PathLike) -> Run:
     summary = _summary(files.summary, notes)
     metrics = read_records(files.metrics, ("kind",), notes)
     devices = read_records(files.path / DEVICES_FILE, ("host", "device"), notes)
+    in_order = sorted(devices, key=_natural)
     return Run(
         name=files.path.resolve().name,
         config=config,
         summary=summary,
         records={kind: records for (kind,), records in metrics.items()},
-        devices=dict(sorted(devices.items(), key=lambda item: _natural(item[0]))),
+        devices={(host, device): devices[host, device] for host, device in in_order},
         notes=[note for note in notes if note != f"{DEVICES_FILE} is missing"],
     )
 
