@@ -1,19 +1,29 @@
 """Reads run directories, also those of runs that go on, were killed, or are damaged.
 
 run = read_run("runs/first")
-run.summary.get("test_accuracy"), run.series("epoch", "val_loss"), run.notes
+run.summary.get("test_accuracy"), run.metrics("epoch").column("val_loss"), run.notes
 """
 
 import dataclasses
 import itertools
-import json
-import math
 import os
 import pathlib
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kdist.report.records import (
+    NO_RECORDS,
+    Records,
+    number,
+    parse_object,
+    read_records,
+    read_text,
+)
 from kdist.run_directory import RunDirectory
+
+# Samples of the devices; beside the files of `RunDirectory`.
+DEVICES_FILE = "devices.jsonl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +34,16 @@ class Run:
         name: the directory's name, with as many parents as tell it from other runs.
         config: what was asked for.
         summary: what came out; empty while the run goes on.
-        records: the lines of `metrics.jsonl`.
+        records: kind -> the lines of `metrics.jsonl` of this kind.
+        devices: (host, device) -> its lines of `devices.jsonl`; a device's name is as "gpu/0".
         notes: what is missing or damaged, in words.
     """
 
     name: str
     config: dict[str, Any]
     summary: dict[str, Any]
-    records: list[dict[str, Any]]
+    records: Mapping[str, Records]
+    devices: Mapping[tuple[str, str], Records]
     notes: list[str]
 
     @property
@@ -44,21 +56,30 @@ class Run:
         value = self.summary.get(key)
         return self.config.get(key) if value is None else value
 
-    def series(self, kind: str, value: str) -> tuple[list, list]:
-        """Examples seen, and `value` at them, from the records of `kind` that have both."""
-        points = [
-            (number(record.get("examples")), number(record.get(value)))
-            for record in self.records
-            if record.get("kind") == kind
-        ]
-        points = [point for point in points if None not in point]
-        return [examples for examples, _ in points], [measured for _, measured in points]
+    def metrics(self, kind: str) -> Records:
+        """The lines of `metrics.jsonl` of this kind ("train", "epoch", "timing"); maybe none."""
+        return self.records.get(kind, NO_RECORDS)
 
+    def figure(self, key: str) -> int | float | None:
+        """A finite number of the summary, else None."""
+        return number(self.summary.get(key))
 
-def number(value: Any) -> int | float | None:
-    """`value` if it is a finite number, else None."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None
+    @property
+    def num_devices(self) -> int | None:
+        """How many devices the run trained on, on all hosts; None if it does not say."""
+        devices = self.summary.get("devices")
+        listed = len(devices) if isinstance(devices, list) else 0
+        # A task of several may name its own devices only; it knows of all replicas.
+        return max(listed, int(self.figure("num_replicas") or 0)) or None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the run took, or, while it goes on, how long it has trained; None if unknown."""
+        total = self.figure("total_seconds")
+        if total is not None:
+            return total
+        last = [r.points("seconds", "seconds")[0].max(initial=0) for r in self.records.values()]
+        return float(max(last, default=0)) or None
 
 
 def read_runs(directories: Sequence[str | os.PathLike]) -> list[Run]:
@@ -99,9 +120,24 @@ def read_run(directory: str | os.PathLike) -> Run:
     if not any(path.is_file() for path in (files.config, files.metrics, files.summary)):
         raise FileNotFoundError(_what_is_no_run(files.path))
     notes: list[str] = []
-    config = _object(files.config, "config.json is missing", notes)
-    summary = _object(files.summary, "not finished: there is no summary.json yet", notes)
-    return Run(files.path.resolve().name, config, summary, _records(files.metrics, notes), notes)
+    config = _config(files.config, notes)
+    summary = _summary(files.summary, notes)
+    metrics = read_records(files.metrics, ("kind",), notes)
+    devices = read_records(files.path / DEVICES_FILE, ("host", "device"), notes)
+    in_order = sorted(devices, key=_natural)
+    return Run(
+        name=files.path.resolve().name,
+        config=config,
+        summary=summary,
+        records={kind: records for (kind,), records in metrics.items()},
+        devices={(host, device): devices[host, device] for host, device in in_order},
+        notes=[note for note in notes if note != f"{DEVICES_FILE} is missing"],
+    )
+
+
+def _natural(texts):
+    """Sorts gpu/10 after gpu/9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", "/".join(texts))]
 
 
 def _what_is_no_run(path):
@@ -114,47 +150,20 @@ def _what_is_no_run(path):
     return f"{path} is no run directory: {found}. Give the --run_dir of a run of scripts/train.py"
 
 
-def _object(path: pathlib.Path, missing: str, notes: list[str]):
+def _config(path, notes):
     if not path.is_file():
-        notes.append(missing)
+        notes.append("config.json is missing")
         return {}
-    return _parse(_read(path), path)
+    return parse_object(read_text(path), str(path))
 
 
-def _records(path, notes):
+def _summary(path, notes):
     if not path.is_file():
-        notes.append("metrics.jsonl is missing")
-        return []
-    # Only "\n" ends a record: str.splitlines would also split at characters that JSON allows.
-    lines = _read(path).rstrip("\n").split("\n")
-    if not _is_json(lines[-1]) and lines.pop():
-        notes.append("the last line of metrics.jsonl is cut short and was left out")
-    return [_parse(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if line]
-
-
-def _read(path):
-    try:
-        # A line cut within a character is as torn as any other; it must not stop the reading.
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise OSError(
-            f"cannot read {path} ({error.strerror}); make it readable, or leave this run out"
-        ) from error
-
-
-def _is_json(text):
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _parse(text, place):
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{place} is no JSON ({error}); leave this run out, or mend it") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{place} holds no JSON object; leave this run out, or mend it")
-    return value
+        notes.append("not finished: there is no summary.json yet")
+        return {}
+    text = read_text(path)
+    # Written at once by the run itself; but a copy of the directory may have been cut short.
+    if not text.rstrip().endswith(("}", "]")):
+        notes.append("summary.json is empty or cut short and was left out; copy it again")
+        return {}
+    return parse_object(text, str(path))

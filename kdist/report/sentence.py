@@ -6,7 +6,8 @@ sentence([run, other])  # "2 runs. Most accurate: first (test accuracy 0.8712). 
 
 from collections.abc import Sequence
 
-from kdist.report.runs import Run, number
+from kdist.report.records import number
+from kdist.report.runs import Run
 from kdist.report.tables import shown, speed_up
 
 
@@ -43,8 +44,9 @@ def _results(run):
 
 
 def _so_far(run):
-    examples = [e for kind in ("train", "epoch") for e in run.series(kind, "examples")[0]]
-    return [f"not finished, {shown(max(examples, default=0), 0)} examples seen"]
+    seen = [run.metrics(kind).points("examples", "examples")[0] for kind in ("train", "epoch")]
+    most = max(examples.max(initial=0) for examples in seen)
+    return [f"not finished, {shown(float(most), 0)} examples seen"]
 
 
 def _about_several(runs):

@@ -1,0 +1,98 @@
+"""Plots of how training went: runs overlaid, against the examples seen.
+
+for plot in progress_plots(runs, max_points=2000):
+    plot.figure.show()
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kdist.report.plots import Plot, Style, has_legend
+from kdist.report.runs import Run
+from kdist.report.thinning import MAX_POINTS
+
+# What comes first; whatever else was measured follows by its name.
+_FIRST = ("loss", "accuracy", "learning_rate", "examples_per_second")
+# Fields that say when, not how well.
+_NO_METRICS = {"kind", "epoch", "step", "examples", "seconds", "epoch_seconds"}
+_UNITS = {"examples_per_second": "examples/s"}
+
+
+def progress_plots(runs: Sequence[Run], max_points: int = MAX_POINTS) -> list[Plot]:
+    """The loss, the accuracy, the learning rate, the speed, and other metrics, where there are any.
+
+    Training is a line, validation diamonds on a dashed line in the run's colour; the run's name in
+    the legend hides and shows both. Where a run does not know the examples that it has seen, all
+    are plotted against steps.
+
+    Args:
+        runs: at least one.
+        max_points: longer lines are thinned. Defaults to 2,000.
+    """
+    x = "examples" if all(_knows_examples(run) for run in runs) else "step"
+    plots = [_plot(runs, metric, x, max_points) for metric in _metrics(runs)]
+    return [plot for plot in plots if plot.data]
+
+
+def _knows_examples(run):
+    records = [run.metrics(kind) for kind in ("train", "epoch")]
+    return any(r.has("examples") for r in records) or not any(r.has("step") for r in records)
+
+
+def _metrics(runs):
+    names = {n for run in runs for kind in ("train", "epoch") for n in run.metrics(kind).columns}
+    others = {name.removeprefix("val_") for name in names} - _NO_METRICS - {*_FIRST}
+    return [*_FIRST, *sorted(others)]
+
+
+def _plot(runs, metric, x, max_points):
+    title = metric.replace("_", " ").replace(" per ", " a ").capitalize()
+    seen = "examples seen" if x == "examples" else "steps"
+    plot = Plot(
+        title,
+        seen,
+        _UNITS.get(metric, ""),
+        len(runs),
+        max_points,
+        has_legend=has_legend(runs),
+        from_zero=metric in _UNITS,
+    )
+    hover = f"%{{y:.4g}} after %{{x:,}} {x if x == 'examples' else 'steps'}"
+    for order, run in enumerate(runs):
+        style = Style.of_order(order)
+        for what, line, look, symbol in [
+            ("training", _training(run, metric, x), style, None),
+            (
+                "validation",
+                run.metrics("epoch").points(x, f"val_{metric}"),
+                style.companion,
+                "diamond",
+            ),
+        ]:
+            named = any(trace.get("meta") == {"run": run.name} for trace in plot.data[-1:])
+            plot.add_line(
+                run.name,
+                *line,
+                look,
+                what=what,
+                hover=hover,
+                run=run.name,
+                in_legend=not named,
+                symbol=symbol,
+            )
+    return plot
+
+
+def _training(run, metric, x):
+    # The speed is measured window by window; an epoch's mean would be another quantity.
+    kinds = ("train", "epoch")
+    if metric == "examples_per_second" and run.metrics("timing").has(metric):
+        kinds = ("timing",)
+    lines = [run.metrics(kind).points(x, metric) for kind in kinds]
+    examples, measured = (np.concatenate(parts) for parts in zip(*lines, strict=True))
+    order = np.argsort(examples, kind="stable")
+    examples, measured = examples[order], measured[order]
+    # An epoch's line often repeats the last one within the epoch.
+    is_new = np.append(True, (np.diff(examples) != 0) | (np.diff(measured) != 0))[: len(examples)]
+    return examples[is_new], measured[is_new]

@@ -1,0 +1,244 @@
+"""The page in headless Chromium, opened from disk: what a reader sees and can do."""
+
+import json
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from example_runs import write_run
+
+from kdist import report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip)")
+pytestmark = [
+    pytest.mark.skipif(not CHROMIUM, reason="needs chromium (apt-get install chromium)"),
+    pytest.mark.timeout(120),
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        # Tests run as root in containers, where Chromium's sandbox does not.
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(browser):
+    """A page that is offline, and fails the test for a request, or an error in the console."""
+    complaints = []
+
+    def answer(route):
+        if route.request.url.startswith("file:"):
+            route.continue_()
+        else:
+            complaints.append(f"asked for {route.request.url}")
+            route.abort()
+
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.route("**/*", answer)
+    tab = context.new_page()
+    watch_console(tab, complaints)
+    yield tab
+    context.close()
+    assert complaints == []
+
+
+def watch_console(tab, complaints):
+    tab.on("console", lambda m: m.type in ("error", "warning") and complaints.append(m.text))
+    tab.on("pageerror", lambda error: complaints.append(str(error)))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [
+        write_run(tmp_path / "one_gpu", gpus=1, test_accuracy=0.905),
+        write_run(tmp_path / "four_gpus", gpus=4, slower=1.25),
+    ]
+
+
+def draw(tab, plot):
+    """Brings a plot into view, which draws it."""
+    tab.locator(f"#{plot}").scroll_into_view_if_needed()
+    tab.wait_for_selector(f"#{plot}.js-plotly-plot .scatterlayer")
+
+
+def visible(tab, plot):
+    """Name of a run -> what its lines' visibility is, all of them."""
+    pairs = tab.evaluate(
+        f"document.getElementById('{plot}')._fullData.map(t => [t.meta.run, t.visible])"
+    )
+    return {run: {state for name, state in pairs if name == run} for run, _ in pairs}
+
+
+def last_examples(tab, plot):
+    """Where each line of a plot ends; nothing while it is drawn anew."""
+    return tab.evaluate(
+        f"(document.getElementById('{plot}')?._fullData ?? []).map(t => t.x?.[t.x.length - 1])"
+    )
+
+
+def row(tab, run):
+    headings = tab.locator("#runs thead th").all_inner_texts()
+    cells = tab.locator("#runs tbody tr", has_text=run).locator("th, td").all_inner_texts()
+    return dict(zip(headings, cells, strict=True))
+
+
+def test_it_opens_offline_and_every_plot_is_one_that_plotly_accepts(tab, runs, tmp_path):
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+    complaints = tab.evaluate(
+        """[...document.querySelectorAll(".plot")].flatMap(plot => {
+          const {data, layout} = specification(plot);
+          // The check does not know arrays in base64, which drawing takes.
+          for (const trace of data) for (const axis of ["x", "y"]) {
+            if (trace[axis].bdata) trace[axis] = [1, 2];
+          }
+          return Plotly.validate(data, layout) ?? [];
+        }).map(complaint => complaint.msg)"""
+    )
+    assert complaints == []
+    assert tab.locator(".plot").count() > 30
+
+
+def test_figures_of_the_table_are_those_of_the_summaries(tab, runs, tmp_path):
+    tab.goto(report.write(runs, tmp_path / "page.html", 3.6).as_uri())
+    first, second = (json.loads((run / "summary.json").read_text()) for run in runs)
+    cells = row(tab, "four_gpus")
+    assert cells["Test accuracy"] == f"{second['test_accuracy']:.4f}"
+    assert cells["Examples a second"] == f"{second['examples_per_second']:,.1f}"
+    speed_up = second["examples_per_second"] / first["examples_per_second"]
+    assert cells["Speed-up"] == f"{speed_up:.2f}" == "3.20"
+    assert cells["Efficiency"] == "80.0 %"
+    assert cells["Time in all (s)"] == f"{second['total_seconds']:.1f}"
+    assert cells["Cost (USD)"] == f"{3.6 * second['total_seconds'] / 3600:.2f}" == "0.30"
+
+
+def test_a_name_in_the_legend_hides_its_run_in_all_plots(tab, runs, tmp_path):
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+    draw(tab, "loss")
+    assert visible(tab, "loss") == {"one_gpu": {True}, "four_gpus": {True}}
+    tab.locator("#loss .legendtoggle").nth(0).click()
+    tab.wait_for_selector("#picker input:not(:checked)")
+    hidden = {"one_gpu": {"legendonly"}, "four_gpus": {True}}
+    assert visible(tab, "loss") == hidden
+    draw(tab, "time-of-a-step")  # not drawn until now
+    assert visible(tab, "time-of-a-step") == hidden
+    tab.reload()
+    draw(tab, "loss")
+    assert visible(tab, "loss") == hidden  # remembered
+
+
+def test_the_keyboard_alone_hides_a_run_and_unfolds_another(tab, runs, tmp_path):
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+    tab.keyboard.press("Tab")
+    assert tab.evaluate("document.activeElement.className") == "skip"
+    draw(tab, "loss")
+    tab.locator("#picker input").nth(1).focus()
+    tab.keyboard.press("Space")
+    assert visible(tab, "loss") == {"one_gpu": {True}, "four_gpus": {"legendonly"}}
+    assert not tab.locator("#run-1-gpu-power").is_visible()
+    tab.locator("#run-1-devices > summary").focus()
+    tab.keyboard.press("Enter")
+    draw(tab, "run-1-gpu-power")
+    assert tab.evaluate("document.getElementById('run-1-gpu-power').data.length") == 4
+
+
+def test_the_text_beside_the_pointer_is_what_was_measured(tab, runs, tmp_path):
+    tab.goto(report.write(runs[:1], tmp_path / "page.html").as_uri())
+    draw(tab, "loss")
+    place = tab.evaluate(
+        """(() => {
+          const plot = document.getElementById("loss"), box = plot.getBoundingClientRect();
+          const {xaxis, yaxis} = plot._fullLayout, line = plot._fullData[0];
+          return [box.x + xaxis._offset + xaxis.d2p(line.x[150]),
+                  box.y + yaxis._offset + yaxis.d2p(line.y[150])];
+        })()"""
+    )
+    tab.mouse.move(*place)
+    text = tab.locator("#loss .hoverlayer .hovertext").first.text_content()
+    loss, examples = re.search(r"([\d.]+) after ([\d,]+) examples", text).groups()
+    records = map(json.loads, (runs[0] / "metrics.jsonl").read_text().splitlines())
+    measured = {r["examples"]: r["loss"] for r in records if r["kind"] == "train"}
+    assert loss == f"{measured[int(examples.replace(',', ''))]:.4g}"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_the_window_and_its_text_stands_out(tab, runs, tmp_path, width, scheme):
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.emulate_media(color_scheme=scheme)
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+    draw(tab, "loss")
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert tab.evaluate("document.getElementById('loss').offsetWidth") <= width
+    colour = tab.locator("#loss .legendtext").first.evaluate("e => getComputedStyle(e).fill")
+    assert colour == {"light": "rgb(0, 0, 0)", "dark": "rgb(255, 255, 255)"}[scheme]
+
+
+def test_every_plot_has_a_text_and_a_table(tab, runs, tmp_path):
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+    plots = tab.locator("figure:has(.plot)")
+    assert plots.count() == tab.locator("figure > details table").count() > 30
+    label = tab.locator("#learning-rate").get_attribute("aria-label")
+    assert "one_gpu: training: from 0.00064 to 0.1, between 0.00064 and 0.1" in label
+    assert tab.locator("th:not([scope])").count() == 0
+
+
+def test_on_paper_all_plots_are_drawn(tab, runs, tmp_path):
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+    assert tab.pdf().startswith(b"%PDF")
+    undrawn = ".plot:not(.js-plotly-plot)"
+    folded = tab.locator(f"#run-1-devices {undrawn}").count()
+    assert tab.locator(undrawn).count() == folded > 0
+
+
+def test_a_served_page_renews_itself_and_keeps_the_readers_place(browser, runs, tmp_path):
+    script = pathlib.Path(__file__).parents[2] / "scripts" / "report.py"
+    flags = ["--watch", "--port=0", f"--output={tmp_path / 'page.html'}"]
+    program = subprocess.Popen(
+        [sys.executable, script, *runs, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        address = program.stdout.readline().decode().strip()
+        _follow(browser, address, runs)
+    finally:
+        program.send_signal(signal.SIGINT)
+        _, said = program.communicate(timeout=30)
+    assert program.returncode == 130
+    assert b"not renewed: " in said
+    assert said.endswith(b"stopped by Ctrl-C\n")
+
+
+def _follow(browser, address, runs):
+    complaints = []
+    tab = browser.new_page()
+    watch_console(tab, complaints)
+    tab.goto(address)
+    draw(tab, "loss")
+    tab.locator("#loss .legendtoggle").nth(0).click()
+    tab.wait_for_selector("#picker input:not(:checked)")
+    place = tab.evaluate("scrollY")
+    assert place > 0
+    tab.wait_for_selector("text=Live. Renewed at")
+    with open(runs[1] / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "train", "examples": 10**6, "loss": 7.5}) + "\n")
+    until = time.monotonic() + 30
+    while 10**6 not in last_examples(tab, "loss"):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert tab.evaluate("scrollY") == place
+    assert visible(tab, "loss") == {"one_gpu": {"legendonly"}, "four_gpus": {True}}
+    # What cannot be read is said, and the page stays.
+    (runs[1] / "config.json").write_text("{")
+    tab.wait_for_selector("text=config.json is no JSON")
+    assert tab.locator("#loss").count() == 1
+    tab.close()
+    assert complaints == []
