@@ -3,6 +3,9 @@
   python scripts/check.py
   python scripts/check.py --strategies=mirrored --num_devices=4
 
+  # how fast a pipeline is by itself: the most that any training from it can reach
+  python scripts/check.py --input --dataset=path/to/PetImages --operations="resize(160, 160)"
+
 Exits with 0 if every strategy asked for works. Without --strategies, one_device and mirrored have
 to work; central_storage and tpu are tried, and what they say is reported.
 """
@@ -15,6 +18,7 @@ import subprocess
 
 from absl import flags
 
+import kdist
 from kdist import program, testing
 
 FLAGS = flags.FLAGS
@@ -24,6 +28,14 @@ flags.DEFINE_integer(
     "num_devices", None, "Devices for mirrored; by default all GPUs, or 2 logical CPUs.", 1
 )
 flags.DEFINE_integer("timeout_seconds", 300, "For each strategy.", lower_bound=1)
+
+flags.DEFINE_boolean("input", False, "Measure a pipeline alone instead, without any training.")
+flags.DEFINE_string("dataset", "fashion_mnist", "--input: as --dataset of scripts/train.py.")
+flags.DEFINE_string("data_dir", None, "--input: as --data_dir of scripts/train.py.")
+flags.DEFINE_boolean("download", True, "--input: whether a data set may be downloaded.")
+flags.DEFINE_string("operations", "", "--input: as --operations of scripts/train.py.")
+flags.DEFINE_integer("batch_size", 128, "--input: the global batch.", lower_bound=1)
+flags.DEFINE_float("seconds", 5.0, "--input: how long it is measured.", lower_bound=0.1)
 
 REQUIRED = ["one_device", "mirrored"]
 OPTIONAL = ["central_storage", "tpu"]
@@ -58,6 +70,8 @@ print(json.dumps(gpus))
 
 
 def main(_):
+    if FLAGS.input:
+        return check_input()
     print(f"python {platform.python_version()} on {platform.platform()}")
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
     gpus = testing.python(DEVICES)
@@ -70,6 +84,26 @@ def main(_):
         print(f"does not work here: {', '.join(failed)}")
         return 1
     print(f"works: {', '.join(name for name in works if works[name])}")
+    return 0
+
+
+def check_input():
+    """Reads batches for some seconds and prints how many came."""
+    train, _ = kdist.data.load(
+        FLAGS.dataset,
+        batch=kdist.Batch(FLAGS.batch_size),
+        operations=FLAGS.operations,
+        data_dir=FLAGS.data_dir,
+        download=FLAGS.download,
+    )
+    print(f"{FLAGS.dataset}: reading batches of {FLAGS.batch_size} for {FLAGS.seconds:g} s")
+    found = kdist.data.measure(train, FLAGS.seconds)
+    megabytes = found.batch_bytes / 1e6
+    print(
+        f"{found.examples_per_second:,.0f} examples/s, in {found.batches} batches of "
+        f"{megabytes:,.2f} MB; the first one after {found.first_batch_seconds:.2f} s"
+    )
+    print("a training that takes fewer examples a second does not wait for this input")
     return 0
 
 

@@ -16,17 +16,21 @@
   # local SGD: replicas train alone for 8 steps, then their weights are averaged
   python scripts/train.py --strategy=mirrored --num_devices=2 --local_steps=8
 
+  # what slows it down: the ten most expensive operations, and curves in W&B
+  python scripts/train.py --profile=10:20 --wandb_mode=auto --price_usd_per_hour=2.48
+
   # in a minute: a small model on scikit-learn's digits
   python scripts/train.py --model=lenet --dataset=digits --epochs=5
 
 It ends with the test accuracy, seconds an epoch, examples a second and the devices, and leaves
-config.json, metrics.jsonl, summary.json, checkpoints and a report page in --run_dir.
+config.json, metrics.jsonl, devices.jsonl, summary.json, checkpoints and a report page in --run_dir.
 """
 
 import dataclasses
 import importlib.metadata
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -36,6 +40,7 @@ from absl import flags
 import kdist
 from kdist import program
 from kdist.run_directory import RUN_DIR, RunDirectory, new_path
+from kdist.telemetry import create_writer
 
 FLAGS = flags.FLAGS
 
@@ -137,6 +142,34 @@ flags.DEFINE_integer("seed", 0, "Of initial weights, order of examples, augmenta
 # What is left of it.
 flags.DEFINE_string("run_dir", None, "A new directory for the run; by default under runs/.")
 flags.DEFINE_enum(
+    "wandb_mode",
+    "off",
+    ["auto", "online", "offline", "off"],
+    "Weights & Biases, besides the run directory. auto: online where there is a login and the "
+    "server answers, else offline, for `wandb sync` later.",
+)
+flags.DEFINE_string("wandb_project", None, "By default WANDB_PROJECT, else kdist.")
+flags.DEFINE_string("wandb_group", None, "Runs that belong together; WANDB_RUN_GROUP by default.")
+flags.DEFINE_string("wandb_job_type", None, "What kind of run of the group this is.")
+flags.DEFINE_boolean("tensorboard", False, "Curves for TensorBoard in RUN_DIR/tensorboard.")
+flags.DEFINE_float(
+    "device_seconds", 5.0, "Between two samples of the devices; 0 samples none.", lower_bound=0.0
+)
+flags.DEFINE_string(
+    "profile",
+    None,
+    "Trace these steps, such as 10:20, for TensorBoard and xprof in RUN_DIR/profile; the report "
+    "names the ten most expensive operations.",
+)
+flags.register_validator(
+    "profile",
+    lambda text: text is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", text),
+    "must be FIRST:LAST, steps counted from 1, such as 10:20",
+)
+flags.DEFINE_float(
+    "price_usd_per_hour", None, "Of all machines of the run: the report says its cost.", 0.0
+)
+flags.DEFINE_enum(
     "verbose", "auto", ["auto", "0", "1", "2"], "Keras's: silent, bar, line an epoch."
 )
 
@@ -181,14 +214,28 @@ def main(_):
 
     # Training
     run = RunDirectory.create(run_dir, config(dataset)) if is_chief else RunDirectory(run_dir)
-    telemetry = kdist.callbacks.Telemetry(run)
+    writer = create_writer(
+        run,
+        is_chief=is_chief,
+        wandb_mode=FLAGS.wandb_mode,
+        tensorboard=FLAGS.tensorboard,
+        config=config(dataset),
+        project=FLAGS.wandb_project,
+        group=FLAGS.wandb_group,
+        job_type=FLAGS.wandb_job_type,
+        name=run.path.name,
+    )
+    profile = profiled(run)
+    telemetry = kdist.callbacks.Telemetry(
+        run, device_seconds=FLAGS.device_seconds or None, profiles=not profile, writer=writer
+    )
     checkpoint = kdist.callbacks.EpochCheckpoint(run.checkpoints)
     stop = kdist.callbacks.StopOnNonFiniteLoss(checkpoint)
     history = model.fit(
         train,
         validation_data=test,
         epochs=FLAGS.epochs,
-        callbacks=[telemetry, stop, checkpoint],
+        callbacks=[*profile, telemetry, stop, checkpoint],
         verbose=verbosity(),
     ).history
 
@@ -203,14 +250,16 @@ def main(_):
         **summary_of_layout(strategy, batch, dataset, model),
         "test_accuracy": history["val_accuracy"][-1],
         "test_loss": history["val_loss"][-1],
-        "seconds_per_epoch": telemetry.seconds_per_epoch,
-        "examples_per_second": telemetry.examples_per_second,
-        "first_call_seconds": telemetry.first_call_seconds,
-        "total_seconds": time.perf_counter() - started,
+        **telemetry.summary(),
+        **cost(time.perf_counter() - started),
     }
-    run.write_summary(summary)
+    if profile:
+        summary["top_operations"] = profile[0].top_operations()
+    writer.write_summary(summary)
     print_summary(summary)
     print(f"report: {kdist.report.write([run.path], run.report)}")
+    writer.write_report(run.report)
+    writer.close()
 
 
 def load_data(batch):
@@ -315,6 +364,21 @@ def config(dataset):
     return {**{flag.name: flag.value for flag in own}, "dataset": dataset}
 
 
+def profiled(run):
+    """The callback that --profile asks for, in a list; an empty one without."""
+    if FLAGS.profile is None:
+        return []
+    first, last = map(int, FLAGS.profile.split(":"))
+    return [kdist.callbacks.Profile(run.path / "profile", first, last)]
+
+
+def cost(seconds):
+    """How long the program ran, and what that costs where a price is given."""
+    price = FLAGS.price_usd_per_hour
+    paid = {} if price is None else {"cost_usd": price * seconds / 3600}
+    return {"total_seconds": seconds, "price_usd_per_hour": price, **paid}
+
+
 def default_run_dir():
     """What the launcher chose, else a directory under runs/ that says when and what."""
     if RUN_DIR in os.environ:
@@ -385,6 +449,8 @@ def print_summary(summary):
         + (f", {local} local steps, slots: {summary['local_slots']}" if local else "")
         + ")"
     )
+    for sentence in summary["verdict"]:
+        print(sentence)
     if summary["staleness"]["steps"]:
         print("staleness: mean {mean:.2f}, largest {largest}".format(**summary["staleness"]))
 

@@ -8,7 +8,8 @@ callbacks = [
 """
 
 from kdist.callbacks.epoch_checkpoint import EpochCheckpoint
+from kdist.callbacks.profile import Profile
 from kdist.callbacks.stop_on_nonfinite_loss import NonFiniteLossError, StopOnNonFiniteLoss
 from kdist.callbacks.telemetry import Telemetry
 
-__all__ = ["EpochCheckpoint", "NonFiniteLossError", "StopOnNonFiniteLoss", "Telemetry"]
+__all__ = ["EpochCheckpoint", "NonFiniteLossError", "Profile", "StopOnNonFiniteLoss", "Telemetry"]

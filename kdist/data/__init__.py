@@ -7,11 +7,21 @@ plain_keras_model.fit(train.dataset(), steps_per_epoch=train.steps_per_epoch)
 
 source = kdist.data.from_arrays(images, labels)      # data of one's own
 train = kdist.data.Pipeline(source, batch)
+kdist.data.measure(train).examples_per_second         # the most that it can feed
 """
 
 from kdist.data.arrays import from_arrays
 from kdist.data.load import load
 from kdist.data.pipeline import Pipeline
 from kdist.data.source import DatasetUnavailable, Source
+from kdist.data.throughput import Throughput, measure
 
-__all__ = ["DatasetUnavailable", "Pipeline", "Source", "from_arrays", "load"]
+__all__ = [
+    "DatasetUnavailable",
+    "Pipeline",
+    "Source",
+    "Throughput",
+    "from_arrays",
+    "load",
+    "measure",
+]

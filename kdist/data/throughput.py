@@ -53,7 +53,9 @@ def measure(dataset: Iterable, seconds: float = 5.0) -> Throughput:
         if moments[-1] - moments[0] >= seconds:
             break
     if first is None or len(moments) < 2:
-        raise ValueError("a pipeline with less than two batches cannot be measured; make them smaller")
+        raise ValueError(
+            "a pipeline with less than two batches cannot be measured; make them smaller"
+        )
     begin = min(int(len(moments) * _WARM_UP_SHARE), len(moments) - 2)
     took = moments[-1] - moments[begin]
     return Throughput(

@@ -19,9 +19,7 @@ _BEHIND = 0.1
 _IDLE = 0.5
 
 
-def verdict(
-    timing: Mapping[str, Any], devices: Sequence[Mapping[str, Any]] = ()
-) -> list[str]:
+def verdict(timing: Mapping[str, Any], devices: Sequence[Mapping[str, Any]] = ()) -> list[str]:
     """Sentences, the costliest thing first.
 
     Args:
@@ -94,18 +92,24 @@ def _slow_gpus(devices):
         behind = 1 - gpu["sm_clock_mhz"] / others
         if behind >= _BEHIND:
             heat = gpu.get("temperature_celsius")
-            yield behind, (
-                f"{_name(gpu, devices)} runs {behind:.0%} behind the others: its clock is "
-                f"{gpu['sm_clock_mhz']:,.0f} MHz, theirs {others:,.0f}"
-                + (f", at {heat:.0f} °C" if heat is not None else "")
-                + "; look at its cooling and its power limit"
+            yield (
+                behind,
+                (
+                    f"{_name(gpu, devices)} runs {behind:.0%} behind the others: its clock is "
+                    f"{gpu['sm_clock_mhz']:,.0f} MHz, theirs {others:,.0f}"
+                    + (f", at {heat:.0f} °C" if heat is not None else "")
+                    + "; look at its cooling and its power limit"
+                ),
             )
     for gpu, others in _one_and_others(devices, "utilization"):
         behind = others - gpu["utilization"]
         if behind >= _BEHIND:
-            yield behind, (
-                f"{_name(gpu, devices)} is busy {gpu['utilization']:.0%} of the time, the others "
-                f"{others:.0%}; see that all get equal shares of a batch"
+            yield (
+                behind,
+                (
+                    f"{_name(gpu, devices)} is busy {gpu['utilization']:.0%} of the time, the "
+                    f"others {others:.0%}; see that all get equal shares of a batch"
+                ),
             )
 
 
