@@ -51,6 +51,7 @@ def test_one_device_and_two_give_the_same_test_loss(tmp_path):
     assert sorted(path.name for path in (tmp_path / "2").iterdir()) == [
         "checkpoints",
         "config.json",
+        "devices.jsonl",
         "metrics.jsonl",
         "report.html",
         "summary.json",

@@ -1,0 +1,162 @@
+"""What a training says of itself, from inside `fit`."""
+
+import json
+import re
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from kdist.callbacks import Profile, Telemetry
+from kdist.report.device_plots import device_plots
+from kdist.testing import python
+
+
+def lines(path, kind=None):
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [r for r in records if kind is None or r["kind"] == kind]
+
+
+def sleeping(x, seconds):
+    """`x`, so many seconds later."""
+
+    def wait(x):
+        time.sleep(seconds)
+        return x
+
+    return tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype), x.shape)
+
+
+class Slow(keras.layers.Layer):
+    """A layer of which it is known how long it takes."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def call(self, x):
+        return x + tf.stop_gradient(sleeping(x, self.seconds) - x)
+
+
+def model(seconds=0.0, **options):
+    inputs = keras.Input((4,))
+    x = Slow(seconds)(inputs) if seconds else inputs
+    model = kdist.Model(inputs, keras.layers.Dense(1)(x))
+    model.compile("sgd", "mse", **options)
+    return model
+
+
+def data(batches, seconds=0.0):
+    x = np.zeros((32 * batches, 4), "float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(32, drop_remainder=True)
+    if seconds:
+        dataset = dataset.map(lambda x, y: (sleeping(x, seconds), y))
+    return dataset.prefetch(2)
+
+
+def fitted(model, data, directory, **options):
+    telemetry = Telemetry(directory, device_seconds=None, **options)
+    model.fit(data, verbose=0, callbacks=[telemetry])
+    return telemetry.summary()
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 6}], ids=str)
+def test_a_slow_pipeline_is_called_so_with_both_rates(tmp_path, options):
+    """The pipeline takes 120 ms a batch of 32, the device 60."""
+    summary = fitted(model(0.06, **options), data(30, 0.12), tmp_path)
+    (text,) = summary["verdict"]
+    found = re.match(
+        r"input-bound: the pipeline gives ([\d,]+) examples/s, the devices would take ([\d,]+)",
+        text,
+    )
+    pipeline, devices = (int(number.replace(",", "")) for number in found.groups())
+    assert pipeline == pytest.approx(32 / 0.12, rel=0.1)
+    assert devices == pytest.approx(32 / 0.06, rel=0.1)
+    assert summary["breakdown"]["input"] == pytest.approx(0.5, abs=0.06)
+
+
+def test_a_slow_device_is_not_called_input_bound(tmp_path):
+    summary = fitted(model(0.06), data(20, 0.01), tmp_path)
+    assert summary["verdict"] == []
+    assert summary["breakdown"]["step"] > 0.9
+    assert summary["step_seconds_p50"] == pytest.approx(0.06, rel=0.2)
+
+
+def test_windows_end_after_their_time(tmp_path):
+    fitted(model(0.02), data(60), tmp_path, window_seconds=0.3)
+    windows = lines(tmp_path / "metrics.jsonl", "timing")
+    assert len(windows) >= 3
+    assert sum(w["window_steps"] for w in windows) == 59  # the first call may compile
+    assert [w["step"] for w in windows] == sorted(w["step"] for w in windows)
+    for window in windows:
+        shares = [window[f"{part}_share"] for part in ("input", "callback", "step")]
+        assert sum(shares) == pytest.approx(1)
+    assert all(w["window_seconds"] >= 0.3 for w in windows[:-1])
+
+
+def test_goodput_leaves_out_validation(tmp_path):
+    telemetry = Telemetry(tmp_path, device_seconds=None)
+    slow = model(0.02)
+    slow.fit(data(20), validation_data=data(20, 0.05), epochs=2, verbose=0, callbacks=[telemetry])
+    assert 0.05 < telemetry.summary()["goodput"] < 0.5
+
+
+def test_plain_keras_has_no_timing(tmp_path):
+    inputs = keras.Input((4,))
+    plain = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    plain.compile("sgd", "mse")
+    summary = fitted(plain, data(5), tmp_path)
+    assert lines(tmp_path / "metrics.jsonl", "timing") == []
+    assert (summary["verdict"], summary["breakdown"]) == ([], {})
+    assert summary["examples_per_second"] is None
+
+
+FAKE_GPUS = """
+import json, sys, time
+import kdist, keras, numpy as np
+inputs = keras.Input((4,))
+model = kdist.Model(inputs, keras.layers.Dense(1)(inputs))
+model.compile("sgd", "mse")
+telemetry = kdist.callbacks.Telemetry(sys.argv[1], device_seconds=0.2)
+wait = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: time.sleep(0.3))
+x = np.zeros((64, 4), "float32")
+model.fit(x, x[:, :1], epochs=8, verbose=0, callbacks=[telemetry, wait])
+print(json.dumps(telemetry.summary()["verdict"]))
+"""
+
+
+def test_the_slow_one_of_four_gpus_is_named(tmp_path, fake_nvml):
+    fast, slow = {"utilization": 90, "sm_clock": 1410}, {"utilization": 90, "sm_clock": 1100}
+    said = python(FAKE_GPUS, [str(tmp_path / "run")], fake_nvml(fast, fast, fast, slow))
+    assert [text for text in said if text.startswith("GPU 3 runs 22% behind the others")]
+    assert not [text for text in said if re.match("GPU [012]", text)]
+    records = lines(tmp_path / "run" / "devices.jsonl")
+    gpus = {r["device"] for r in records if r["device"].startswith("gpu/")}
+    assert gpus == {f"gpu/{n}" for n in range(4)}
+    plots = {plot.title: plot for plot in device_plots(kdist.report.read_run(tmp_path / "run"))}
+    assert [line["name"] for line in plots["GPU utilization"].data] == sorted(gpus)
+
+
+def test_steps_are_traced_as_asked(tmp_path, mirrored):
+    with mirrored.scope():
+        traced = model(steps_per_execution=4)
+    profile = Profile(tmp_path, 10, 14)
+    traced.fit(data(40), verbose=0, callbacks=[profile])
+    assert profile.steps == 8  # two calls of four: steps 9 to 16
+    operations = profile.top_operations()
+    assert 1 <= len(operations) <= 10
+    times = [operation["seconds_per_step"] for operation in operations]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 0
+
+
+def test_a_training_too_short_for_its_profile_says_so(tmp_path, capsys):
+    profile = Profile(tmp_path, 100, 120)
+    model().fit(data(5), verbose=0, callbacks=[profile])
+    assert "no profile: training ended after 5 steps" in capsys.readouterr().out
+    assert profile.top_operations() == []
+    with pytest.raises(ValueError, match=r"--profile=10:20"):
+        Profile(tmp_path, 20, 10)
