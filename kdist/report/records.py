@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import orjson
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +97,10 @@ def _objects(path, notes):
 
 
 def _all_at_once(lines):
-    """The objects of these lines, three times faster than line by line; None if one is odd."""
+    """The objects of these lines, many times faster than line by line; None if one is odd."""
     try:
-        objects = json.loads(f"[{','.join(lines)}]")
+        # Strict: what only Python takes for JSON (NaN) is left to its own parser.
+        objects = orjson.loads(f"[{','.join(lines)}]")
     except ValueError:
         return None
     is_one_each = len(objects) == len(lines) and all(type(value) is dict for value in objects)

@@ -27,6 +27,8 @@ _NO_WORK = re.compile(
     r"|Switch|Merge|Enter|Exit|NextIteration|LoopCond|_Arg|_Retval|Timestamp|NoOp|Const"
     r"|.*Iterator.*|.*Optional.*|.*Dataset.*)$"
 )
+# What a loop over steps puts before the names of what it does.
+_LOOP = re.compile(r"\bwhile(/body/_\d+)?/")
 _COLLECTIVE = re.compile(r"Collective|Nccl|nccl")
 _REPLICA = re.compile(r"replica_(\d+)/")
 # Those of TensorFlow's own code have two colons.
@@ -143,7 +145,7 @@ def _operations(plane):
             found = _OPERATION.match(plane.event_metadata[event.metadata_id].name)
             if not found or _NO_WORK.match(found["type"]):
                 continue
-            name, kind = found["name"], found["type"]
+            name, kind = _LOOP.sub("", found["name"]), found["type"]
             replica = _REPLICA.search(name)
             device = f"replica {replica[1] if replica else 0}"
             reduces = bool(_COLLECTIVE.search(kind)) or f"{SCOPE}/" in name

@@ -31,7 +31,7 @@ def test_operations_on_the_host_belong_to_replicas():
     space = xplane_pb2.XSpace()
     events = [
         ("model/conv/Conv2D:Conv2D", 0, 10),
-        ("replica_1/model/conv/Conv2D:Conv2D", 0, 20),
+        ("while/body/_1/while/replica_1/model/conv/Conv2D:Conv2D", 0, 20),
         ("all_reduce_sum/AddN:AddN", 15, 30),
         ("ExecutorState::Process", 0, 100),
         ("while/body:While", 0, 100),
@@ -47,6 +47,7 @@ def test_operations_on_the_host_belong_to_replicas():
         ("AddN", "replica 0"),
         ("Conv2D", "replica 0"),
     ]
+    assert work.operations[0].name == "replica_1/model/conv/Conv2D"
     assert sum(op.share for op in work.operations) == pytest.approx(1)
 
 
