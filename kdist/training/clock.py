@@ -48,15 +48,22 @@ class Times:
 
 
 class StepClock:
-    """Adds up where time goes, from one `take` to the next; runs only while steps are made."""
+    """Adds up where time goes, from one `take` to the next; runs only while steps are made.
 
-    def __init__(self):
+    Args:
+        times_steps: whether the time of a call is that of its steps; not so where other processes
+            make several calls' steps at a time.
+    """
+
+    def __init__(self, times_steps: bool = True):
+        self._times_steps = times_steps
         self._since = None
         self._forget()
 
     def _forget(self):
         self._seconds = self._callback_seconds = 0.0
         self._input_seconds = None
+        self._steps = 0
         # A million calls shall take no more memory than a hundred.
         self._steps_by_log: collections.Counter[int] = collections.Counter()
 
@@ -72,6 +79,9 @@ class StepClock:
 
     def note_call(self, steps: int, seconds: float):
         """A call of the step function took so long."""
+        self._steps += steps
+        if not self._times_steps:
+            return
         log_seconds = math.log(max(seconds / steps, 1e-9))
         self._steps_by_log[round(log_seconds * _LOG_STEPS)] += steps
 
@@ -89,7 +99,7 @@ class StepClock:
             now = time.perf_counter()
             self._seconds, self._since = self._seconds + now - self._since, now
         times = Times(
-            sum(self._steps_by_log.values()),
+            self._steps,
             self._seconds,
             self._input_seconds,
             self._callback_seconds,

@@ -183,8 +183,9 @@ class ReplicatedTrainer(TensorFlowTrainer):
     def make_train_function(self, force=False):
         if self.train_function is not None and not force:
             return self.train_function
-        self.clock = StepClock()
-        if has_parameter_servers(self.distribute_strategy):
+        asynchronous = has_parameter_servers(self.distribute_strategy)
+        self.clock = StepClock(times_steps=not asynchronous)
+        if asynchronous:
             self._finite_watch = Watch()
             self.train_function = self._coordinated(
                 self.train_step,

@@ -145,3 +145,9 @@ def test_a_clock_that_does_not_run():
     assert list(times.step_seconds.values()) == [3, 1]
     np.testing.assert_allclose(list(times.step_seconds), [0.25, 0.7], rtol=0.01)
     assert clock.take() == Times(0, 0.0, None, 0.0, {})
+
+
+def test_steps_that_others_make_are_counted_without_their_time():
+    clock = StepClock(times_steps=False)
+    clock.note_call(2, 0.5)
+    assert clock.take() == Times(2, 0.0, None, 0.0, {})
