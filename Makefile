@@ -5,9 +5,10 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed
 
-# The main job: a small part of an epoch, so that it ends in a few minutes on two CPU cores.
-# For a full epoch: make train EXAMPLES=60000. On GPUs: make train FLAGS="--strategy=auto"
+# The main job: as small a part of an epoch as ends within five minutes, on two CPU cores as well.
+# For a full epoch: make train EXAMPLES=60000 MINUTES=60. On GPUs: make train FLAGS="--strategy=auto"
 EXAMPLES ?= 10000
+MINUTES ?= 4
 FLAGS ?= --strategy=mirrored --num_devices=2 --local_batch_size=32
 
 # Such as BENCH_FLAGS="--models=resnet18 --precisions=float32,bfloat16 --save"; all: --help
@@ -36,7 +37,7 @@ data: ## Fashion-MNIST from Debian's package, where apt and the rights are there
 
 train: env data ## ResNet-18 on Fashion-MNIST, two replicas, by model.fit
 	$(RUN) scripts/train.py --model=resnet18 --dataset=fashion_mnist --fallback_dataset=digits \
-	  --examples=$(EXAMPLES) $(FLAGS)
+	  --examples=$(EXAMPLES) --minutes=$(MINUTES) $(FLAGS)
 
 # Most of a test is one thread that traces graphs: on two cores two processes end sooner.
 PYTEST := $(RUN) -m pytest --nbmake --nbmake-timeout=600 \

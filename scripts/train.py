@@ -55,6 +55,13 @@ flags.DEFINE_string("fallback_dataset", None, "Taken, and said, when --dataset c
 flags.DEFINE_string("data_dir", None, "Where TFDS keeps data sets, or where the IDX files lie.")
 flags.DEFINE_boolean("download", True, "Whether a data set may be downloaded.")
 flags.DEFINE_integer("examples", None, "Train on so many examples only.", lower_bound=1)
+flags.DEFINE_float(
+    "minutes",
+    None,
+    "Train on no more examples than can be had in about so many minutes, on one host: the forward "
+    "pass is timed first.",
+    lower_bound=0.1,
+)
 flags.DEFINE_string(
     "operations", "", "What is done to each image, such as 'resize(160, 160)|random_flip()'."
 )
@@ -174,6 +181,11 @@ flags.DEFINE_enum(
 )
 
 
+# --minutes: how long the forward pass is timed, and what is trained in any case.
+MEASURING_SECONDS = 2.0
+MINIMAL_STEPS = 4
+
+
 def main(_):
     import keras  # after --help has been answered: TensorFlow takes seconds to import
 
@@ -194,6 +206,11 @@ def main(_):
     batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync, FLAGS.accumulate)
     keras.utils.set_random_seed(FLAGS.seed)
     dataset, train, test = load_data(batch)
+    if FLAGS.minutes is not None:
+        examples = examples_in_time(strategy, train, test, started)
+        keras.utils.set_random_seed(FLAGS.seed)
+        if examples < train.num_examples:
+            dataset, train, test = load_data(batch, examples)
     if is_chief:
         print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
 
@@ -247,7 +264,7 @@ def main(_):
 
     # What a person wants to know
     summary = {
-        **summary_of_layout(strategy, batch, dataset, model),
+        **summary_of_layout(strategy, batch, dataset, train.num_examples, model),
         "test_accuracy": history["val_accuracy"][-1],
         "test_loss": history["val_loss"][-1],
         **telemetry.summary(),
@@ -262,13 +279,18 @@ def main(_):
     writer.close()
 
 
-def load_data(batch):
-    """The data set's name and its pipelines; the fallback's if it cannot be had."""
+def load_data(batch, examples=None):
+    """The data set's name and its pipelines; the fallback's if it cannot be had.
+
+    Args:
+        batch: a `kdist.Batch`.
+        examples: to train on, in the place of --examples.
+    """
     options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
     try:
         return FLAGS.dataset, *kdist.data.load(
             FLAGS.dataset,
-            examples=FLAGS.examples,
+            examples=examples or FLAGS.examples,
             data_dir=FLAGS.data_dir,
             download=FLAGS.download,
             **options,
@@ -278,6 +300,33 @@ def load_data(batch):
             raise
         print(f"{error}\nTraining on {FLAGS.fallback_dataset} instead.", file=sys.stderr)
         return FLAGS.fallback_dataset, *kdist.data.load(FLAGS.fallback_dataset, **options)
+
+
+def examples_in_time(strategy, train, test, started):
+    """How many examples --minutes leave time for, by the time that evaluating a few takes."""
+    if kdist.strategies.num_workers(strategy) > 1:
+        raise ValueError("--minutes is for one host; on several, give --examples")
+    with strategy.scope():
+        model = build_model(train)
+        model.compile(loss=loss(model), jit_compile=FLAGS.jit_compile)
+    batch = train.batch.global_size
+    model.evaluate(train, steps=1, verbose=0)  # compiles
+    steps, began = 0, time.perf_counter()
+    while steps < 3 or time.perf_counter() - began < MEASURING_SECONDS:
+        model.evaluate(train, steps=2, verbose=0)
+        steps += 2
+    rate = steps * batch / (time.perf_counter() - began)
+    # Compiling anew takes about as long as all of this has taken.
+    left = 60 * FLAGS.minutes - 2 * (time.perf_counter() - started)
+    left -= FLAGS.epochs * test.num_examples / rate
+    # A step of training computes three times as much as the forward pass.
+    examples = int(left * rate / 3 / FLAGS.epochs)
+    kept = max(MINIMAL_STEPS * batch, examples // batch * batch)
+    print(
+        f"{rate:,.0f} examples/s forward: {FLAGS.minutes:g} minutes are enough for "
+        f"{min(kept, train.num_examples):,} of {train.num_examples:,} examples"
+    )
+    return kept
 
 
 def build_model(train):
@@ -386,12 +435,13 @@ def default_run_dir():
     return new_path(FLAGS.model)
 
 
-def summary_of_layout(strategy, batch, dataset, model):
+def summary_of_layout(strategy, batch, dataset, examples, model):
     """What was trained, where, and with which versions."""
     return {
         "model": FLAGS.model,
         "parameters": model.count_params(),
         "dataset": dataset,
+        "examples": examples,
         "strategy": type(strategy).__name__,
         "devices": list(kdist.strategies.device_names(strategy)),
         "num_replicas": batch.replicas,

@@ -60,6 +60,15 @@ def test_one_device_and_two_give_the_same_test_loss(tmp_path):
     assert (config["dataset"], config["seed"], config["num_devices"]) == ("digits", 0, 2)
 
 
+def test_as_many_examples_as_there_is_time_for(tmp_path):
+    flags = ["--model=lenet", "--strategy=one_device", "--local_batch_size=32"]
+    short, printed = train(tmp_path / "short", *flags, "--minutes=0.1")
+    assert short["examples"] == 4 * 32  # starting has taken longer than that
+    assert "0.1 minutes are enough for 128 of 1,437 examples" in printed
+    long, _ = train(tmp_path / "long", *flags, "--minutes=30")
+    assert long["examples"] == 1437
+
+
 def test_the_rest_of_the_flags(tmp_path):
     summary, _ = train(
         tmp_path / "run",
