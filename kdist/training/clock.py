@@ -57,7 +57,7 @@ class StepClock:
 
     def __init__(self, times_steps: bool = True):
         self._times_steps = times_steps
-        self._since = None
+        self._since: float | None = None
         self._forget()
 
     def _forget(self):
@@ -74,8 +74,15 @@ class StepClock:
         try:
             yield
         finally:
-            self._seconds += time.perf_counter() - self._since
+            self._count()
             self._since = None
+
+    def _count(self):
+        """Adds what has passed, if it runs."""
+        if self._since is not None:
+            now = time.perf_counter()
+            self._seconds += now - self._since
+            self._since = now
 
     def note_call(self, steps: int, seconds: float):
         """A call of the step function took so long."""
@@ -95,9 +102,7 @@ class StepClock:
 
     def take(self) -> Times:
         """What was seen since the last `take`; then it begins anew."""
-        if self._since is not None:
-            now = time.perf_counter()
-            self._seconds, self._since = self._seconds + now - self._since, now
+        self._count()
         times = Times(
             self._steps,
             self._seconds,
