@@ -148,8 +148,10 @@ class StepFunction:
         def step(number, waited, since, _=None):
             batch, wait = clocks.fetch(iterator, since)
             outputs = self._step_on(batch, None if done is None else done + number, part)
-            ended = clocks.end_of_step(self._trainer.trainable_variables, since + wait)
-            return number + 1, waited + wait, ended, outputs
+            with tf.device("CPU:0"):
+                waited, arrived = waited + wait, since + wait
+            ended = clocks.end_of_step(self._trainer.trainable_variables, arrived)
+            return number + 1, waited, ended, outputs
 
         start = tf.constant(0), tf.constant(0.0, tf.float64), tf.timestamp()
         # Metrics stay where they are; logs of another kind are carried along, from the first on.
