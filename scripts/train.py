@@ -60,7 +60,7 @@ flags.DEFINE_float(
     None,
     "Train on no more examples than can be had in about so many minutes, on one host: the forward "
     "pass is timed first.",
-    lower_bound=0.1,
+    lower_bound=0.01,
 )
 flags.DEFINE_string(
     "operations", "", "What is done to each image, such as 'resize(160, 160)|random_flip()'."

@@ -17,6 +17,7 @@ def keras_suite(*flags):
 
 
 @pytest.mark.parametrize("trainer", ["kdist", "keras"])
+@pytest.mark.slow
 def test_a_part_under_mirrored(trainer):
     """Keras's trainer fails at these under MirroredStrategy; kdist's does not."""
     tests = "test_nested_inputs or test_metric_update_in_compute_loss"

@@ -62,9 +62,9 @@ def test_one_device_and_two_give_the_same_test_loss(tmp_path):
 
 def test_as_many_examples_as_there_is_time_for(tmp_path):
     flags = ["--model=lenet", "--strategy=one_device", "--local_batch_size=32"]
-    short, printed = train(tmp_path / "short", *flags, "--minutes=0.1")
+    short, printed = train(tmp_path / "short", *flags, "--minutes=0.01")
     assert short["examples"] == 4 * 32  # starting has taken longer than that
-    assert "0.1 minutes are enough for 128 of 1,437 examples" in printed
+    assert "0.01 minutes are enough for 128 of 1,437 examples" in printed
     long, _ = train(tmp_path / "long", *flags, "--minutes=30")
     assert long["examples"] == 1437
 
