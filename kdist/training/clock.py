@@ -122,11 +122,18 @@ def fetch(iterator, since):
         since: `tf.timestamp()` of the moment from which on the batch could have been used.
     """
     batch = next(iterator)
-    parts = tf.nest.flatten(batch, expand_composites=True)
+    parts = [x for x in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(x)]
     # On the host, as a number that a GPU holds would have to be waited for.
-    arrived = [part for part in parts if tf.is_tensor(part)]
-    with tf.control_dependencies(arrived), tf.device("CPU:0"):
-        return batch, tf.maximum(tf.timestamp() - since, 0.0)
+    with tf.control_dependencies(parts), tf.device("CPU:0"):
+        arrived = tf.timestamp()
+        waited = tf.maximum(arrived - since, 0.0)
+    # The step begins after this, else the clock is read when its operations leave a thread free.
+    with tf.control_dependencies([arrived]):
+        return tf.nest.map_structure(_same, batch, expand_composites=True), waited
+
+
+def _same(part):
+    return tf.identity(part) if tf.is_tensor(part) else part
 
 
 def at_once(iterator):
