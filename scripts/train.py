@@ -58,8 +58,8 @@ flags.DEFINE_integer("examples", None, "Train on so many examples only.", lower_
 flags.DEFINE_float(
     "minutes",
     None,
-    "Train on no more examples than can be had in about so many minutes, on one host: the forward "
-    "pass is timed first.",
+    "Train on no more examples than can be had in about so many minutes, on one host: some steps "
+    "are timed first.",
     lower_bound=0.01,
 )
 flags.DEFINE_string(
@@ -181,8 +181,8 @@ flags.DEFINE_enum(
 )
 
 
-# --minutes: how long the forward pass is timed, and what is trained in any case.
-MEASURING_SECONDS = 2.0
+# --minutes: how many steps are timed, and how many are trained in any case.
+MEASURED_STEPS = 2
 MINIMAL_STEPS = 4
 
 
@@ -216,18 +216,7 @@ def main(_):
 
     # Model
     with strategy.scope():
-        model = build_model(train)
-        model.compile(
-            optimizer(learning_rate(batch, train.num_examples)),
-            loss(model),
-            metrics=[accuracy(model)],
-            jit_compile=FLAGS.jit_compile,
-            steps_per_execution=steps_per_execution(),
-            accumulate=FLAGS.accumulate,
-            max_staleness=FLAGS.max_staleness,
-            local_steps=FLAGS.local_steps,
-            local_slots=FLAGS.local_slots,
-        )
+        model = compiled_model(train)
 
     # Training
     run = RunDirectory.create(run_dir, config(dataset)) if is_chief else RunDirectory(run_dir)
@@ -303,30 +292,49 @@ def load_data(batch, examples=None):
 
 
 def examples_in_time(strategy, train, test, started):
-    """How many examples --minutes leave time for, by the time that evaluating a few takes."""
+    """How many examples --minutes leave time for, by the time that a few steps take."""
     if kdist.strategies.num_workers(strategy) > 1:
         raise ValueError("--minutes is for one host; on several, give --examples")
     with strategy.scope():
-        model = build_model(train)
-        model.compile(loss=loss(model), jit_compile=FLAGS.jit_compile)
-    batch = train.batch.global_size
-    model.evaluate(train, steps=1, verbose=0)  # compiles
-    steps, began = 0, time.perf_counter()
-    while steps < 3 or time.perf_counter() - began < MEASURING_SECONDS:
-        model.evaluate(train, steps=2, verbose=0)
-        steps += 2
-    rate = steps * batch / (time.perf_counter() - began)
-    # Compiling anew takes about as long as all of this has taken.
+        model = compiled_model(train)
+    training = rate(train, lambda steps: model.fit(train, steps_per_epoch=steps, verbose=0))
+    testing = rate(train, lambda steps: model.evaluate(train, steps=steps, verbose=0))
+    # Compiling anew takes no longer than all of this has taken.
     left = 60 * FLAGS.minutes - 2 * (time.perf_counter() - started)
-    left -= FLAGS.epochs * test.num_examples / rate
-    # A step of training computes three times as much as the forward pass.
-    examples = int(left * rate / 3 / FLAGS.epochs)
-    kept = max(MINIMAL_STEPS * batch, examples // batch * batch)
+    left -= FLAGS.epochs * test.num_examples / testing
+    batch = train.batch.global_size
+    examples = int(left * training / FLAGS.epochs) // batch * batch
+    kept = min(train.num_examples, max(MINIMAL_STEPS * batch, examples))
     print(
-        f"{rate:,.0f} examples/s forward: {FLAGS.minutes:g} minutes are enough for "
-        f"{min(kept, train.num_examples):,} of {train.num_examples:,} examples"
+        f"{training:,.0f} examples/s: {FLAGS.minutes:g} minutes are enough for {kept:,} of "
+        f"{train.num_examples:,} examples"
     )
     return kept
+
+
+def rate(train, run):
+    """Examples a second of `run`, a function of how many steps to run, after compiling."""
+    run(1)
+    began = time.perf_counter()
+    run(MEASURED_STEPS)
+    return MEASURED_STEPS * train.batch.global_size / (time.perf_counter() - began)
+
+
+def compiled_model(train):
+    """The model that the flags describe, compiled."""
+    model = build_model(train)
+    model.compile(
+        optimizer(learning_rate(train.batch, train.num_examples)),
+        loss(model),
+        metrics=[accuracy(model)],
+        jit_compile=FLAGS.jit_compile,
+        steps_per_execution=steps_per_execution(),
+        accumulate=FLAGS.accumulate,
+        max_staleness=FLAGS.max_staleness,
+        local_steps=FLAGS.local_steps,
+        local_slots=FLAGS.local_slots,
+    )
+    return model
 
 
 def build_model(train):
