@@ -22,9 +22,6 @@ from kdist.report.records import (
 )
 from kdist.run_directory import RunDirectory
 
-# Samples of the devices; beside the files of `RunDirectory`.
-DEVICES_FILE = "devices.jsonl"
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -123,7 +120,7 @@ def read_run(directory: str | os.PathLike) -> Run:
     config = _config(files.config, notes)
     summary = _summary(files.summary, notes)
     metrics = read_records(files.metrics, ("kind",), notes)
-    devices = read_records(files.path / DEVICES_FILE, ("host", "device"), notes)
+    devices = read_records(files.devices, ("host", "device"), notes)
     in_order = sorted(devices, key=_natural)
     return Run(
         name=files.path.resolve().name,
@@ -131,7 +128,7 @@ def read_run(directory: str | os.PathLike) -> Run:
         summary=summary,
         records={kind: records for (kind,), records in metrics.items()},
         devices={(host, device): devices[host, device] for host, device in in_order},
-        notes=[note for note in notes if note != f"{DEVICES_FILE} is missing"],
+        notes=[note for note in notes if note != f"{files.devices.name} is missing"],
     )
 
 

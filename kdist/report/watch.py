@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 from kdist.report.costs import Prices
 from kdist.report.page import contents, fill, save
-from kdist.report.runs import DEVICES_FILE
 from kdist.run_directory import RunDirectory
 
 HOST = "127.0.0.1"
@@ -107,9 +106,7 @@ class _LivePage:
     def _state_of_files(self):
         runs = map(RunDirectory, self._run_directories)
         names = [
-            path
-            for run in runs
-            for path in (run.config, run.metrics, run.path / DEVICES_FILE, run.summary)
+            path for run in runs for path in (run.config, run.metrics, run.devices, run.summary)
         ]
         return [_size_and_time(path) for path in names]
 

@@ -51,23 +51,26 @@ def _input(timing):
 
 
 def _reduction(timing):
-    share = timing.get("reduce_share")
-    if share is None or share < _REDUCTION:
-        return None
-    return share, (
-        f"all-reduce is {share:.0%} of a step; raise the local batch (--local_batch_size) or the "
-        "accumulation (--accumulate), or let replicas take steps alone (--local_steps)"
+    return _share(
+        timing.get("reduce_share"),
+        _REDUCTION,
+        "all-reduce is {:.0%} of a step; raise the local batch (--local_batch_size) or the "
+        "accumulation (--accumulate), or let replicas take steps alone (--local_steps)",
     )
 
 
 def _callbacks(timing):
-    share = timing.get("callback_share")
-    if share is None or share < _CALLBACKS:
-        return None
-    return share, (
-        f"callbacks take {share:.0%} of a step; take several steps a call "
-        "(--steps_per_execution=auto), or callbacks that read logs less often"
+    return _share(
+        timing.get("callback_share"),
+        _CALLBACKS,
+        "callbacks take {:.0%} of a step; take several steps a call "
+        "(--steps_per_execution=auto), or callbacks that read logs less often",
     )
+
+
+def _share(share, least, text):
+    """The share and its sentence, if it is worth one."""
+    return None if share is None or share < least else (share, text.format(share))
 
 
 def _slow_replica(busy):

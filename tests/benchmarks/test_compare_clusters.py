@@ -1,31 +1,18 @@
 """The program as a user runs it, with so few steps that its figures mean nothing; and its parts."""
 
-import os
-import pathlib
+import functools
 import re
 import signal
 import subprocess
-import sys
 import threading
 
 import pytest
 
 from benchmarks.clusters import brake, jobs, network, parts, tables
 from benchmarks.rivals.cluster_workload import ClusterWorkload
+from tests.benchmarks import programs
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def compare(*flags):
-    cores = min(2, len(os.sched_getaffinity(0)))
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.compare_clusters", f"--cores={cores}", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+compare = functools.partial(programs.run, "compare_clusters")
 
 
 def rates(*values, accuracy=None):

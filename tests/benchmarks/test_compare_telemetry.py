@@ -1,25 +1,12 @@
 """The program as a user runs it, with so few steps that its figures mean nothing."""
 
-import os
-import pathlib
-import subprocess
-import sys
+import functools
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+from tests.benchmarks import programs
 
-
-def compare(*flags):
-    cores = min(2, len(os.sched_getaffinity(0)))
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.compare_telemetry", f"--cores={cores}", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+compare = functools.partial(programs.run, "compare_telemetry")
 
 
 @pytest.mark.slow

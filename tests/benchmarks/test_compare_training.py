@@ -1,33 +1,19 @@
 """The program as a user runs it, with so few steps that its figures mean nothing."""
 
+import functools
 import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks import tables
 from kdist.testing import python
+from tests.benchmarks import programs
 
-ROOT = pathlib.Path(__file__).parents[2]
 TINY = ["--models=mlp", "--steps=4", "--repetitions=1", "--local_batch_size=2"]
 
 
-def compare(*flags):
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.compare_training", f"--cores={cores()}", *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def cores():
-    return min(2, len(os.sched_getaffinity(0)))
+compare = functools.partial(programs.run, "compare_training")
 
 
 def cells(text):
@@ -111,7 +97,9 @@ print(json.dumps({
 
 @pytest.mark.parametrize("distributed_data", ["false", "true"])
 def test_loop_by_hand_trains_as_keras_on_one_device(distributed_data):
-    differences = python(LOOP_BESIDE_KERAS, [distributed_data], {"PYTHONPATH": os.fspath(ROOT)})
+    differences = python(
+        LOOP_BESIDE_KERAS, [distributed_data], {"PYTHONPATH": os.fspath(programs.ROOT)}
+    )
     assert differences == pytest.approx({"weights": 0, "loss": 0, "accuracy": 0}, abs=1e-5)
 
 

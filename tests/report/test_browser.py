@@ -10,9 +10,9 @@ import sys
 import time
 
 import pytest
-from example_runs import write_run
 
 from kdist import report
+from tests.report.example_runs import write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip)")

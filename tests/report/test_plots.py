@@ -5,7 +5,6 @@ import re
 
 import numpy as np
 import pytest
-from example_runs import OPERATIONS, VERDICT, write_run
 
 from benchmarks import large_report
 from kdist import report
@@ -14,6 +13,7 @@ from kdist.report.plots import Style
 from kdist.report.progress_plots import progress_plots
 from kdist.report.thinning import PAGE_POINTS, points_per_line, thin
 from kdist.report.timing_plots import breakdown, breakdown_plot, share_plots, step_time_plots
+from tests.report.example_runs import OPERATIONS, VERDICT, write_run
 
 
 def numbers(packed):

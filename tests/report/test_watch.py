@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
-from example_runs import write_run
 
 from kdist import report
+from tests.report.example_runs import write_run
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "scripts" / "report.py"
 

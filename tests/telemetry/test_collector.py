@@ -13,15 +13,9 @@ from kdist.cluster import Cluster
 from kdist.telemetry import collector as collector_module
 from kdist.telemetry.collector import Collector, attend
 from kdist.testing import python_tasks
+from tests.telemetry.waiting import wait_until
 
 TOKEN = "only the job knows"
-
-
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.01)
 
 
 @pytest.fixture

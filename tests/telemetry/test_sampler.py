@@ -10,6 +10,7 @@ import pytest
 
 from kdist.telemetry.sampler import DeviceSampler
 from kdist.testing import python
+from tests.telemetry.waiting import wait_until
 
 
 class Fixed:
@@ -40,13 +41,6 @@ class Costly(Fixed):
         while time.thread_time() < end:
             pass
         yield {"device": self.device}
-
-
-def wait_until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.01)
 
 
 @pytest.fixture

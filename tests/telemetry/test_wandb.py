@@ -18,6 +18,7 @@ from kdist.run_directory import RunDirectory
 from kdist.telemetry import RunWriter, SeveralWriters, WandbWriter
 from kdist.telemetry.curves import device_curves, metric_curves
 from kdist.telemetry.wandb_process import why_not_online
+from tests.telemetry.waiting import wait_until
 from tests.telemetry.wandb_stub import Stub
 
 KEY = "0123456789abcdef0123456789abcdef87654321"
@@ -82,10 +83,7 @@ def new_writer(run, mode="auto", close_seconds=60.0, **options):
 
 
 def wait_for(condition, seconds=START_SECONDS):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+    wait_until(condition, seconds)
 
 
 def metrics(steps):
