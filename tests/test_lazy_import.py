@@ -25,3 +25,15 @@ def test_every_public_name_is_there():
 def test_an_unknown_name_says_what_there_is():
     with pytest.raises(AttributeError, match="no attribute 'fit'; it has .*'create_strategy'"):
         kdist.fit  # noqa: B018
+
+
+@pytest.mark.parametrize(("chosen", "is_on"), [(None, True), ("0", False)])
+def test_onednn_is_on_with_any_cpu_unless_the_user_turns_it_off(chosen, is_on, monkeypatch):
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", chosen)
+    assert is_on is python(
+        "import json, kdist, tensorflow\n"
+        "from tensorflow.python.util import _pywrap_util_port as port\n"
+        "print(json.dumps(port.IsMklEnabled()))"
+    )
