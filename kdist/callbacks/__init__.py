@@ -7,9 +7,17 @@ callbacks = [
 ]
 """
 
+from kdist.callbacks.checkpoint import Checkpoint
 from kdist.callbacks.epoch_checkpoint import EpochCheckpoint
 from kdist.callbacks.profile import Profile
 from kdist.callbacks.stop_on_nonfinite_loss import NonFiniteLossError, StopOnNonFiniteLoss
 from kdist.callbacks.telemetry import Telemetry
 
-__all__ = ["EpochCheckpoint", "NonFiniteLossError", "Profile", "StopOnNonFiniteLoss", "Telemetry"]
+__all__ = [
+    "Checkpoint",
+    "EpochCheckpoint",
+    "NonFiniteLossError",
+    "Profile",
+    "StopOnNonFiniteLoss",
+    "Telemetry",
+]

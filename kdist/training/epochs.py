@@ -45,6 +45,10 @@ class StepGroups(TFEpochIterator):
         distribute_strategy: the strategy of the model.
         feed: makes of the data set what a group's `iterator` is. Defaults to `iter`.
         data: what Keras's `EpochIterator` takes.
+
+    Attributes:
+        first_step: of the next epoch; other than 0 where its first steps were done by a process
+            that this one goes on for.
     """
 
     def __init__(self, distribute_strategy, feed=iter, **data):
@@ -55,6 +59,17 @@ class StepGroups(TFEpochIterator):
             dataset = distribute_strategy.experimental_distribute_dataset(dataset)
         self._distributed_dataset = dataset
         self._feed = feed
+        self._left_out = 0
+        self.first_step = 0
+
+    def leave_out(self, position):
+        """The first epoch's data begin at a `Position`: what is before it is read, and left out.
+
+        Where an epoch is a part of the data, that is all since the data began; else what is before
+        it in its epoch.
+        """
+        left_out = position.batch if self.steps_per_epoch else position.step
+        self._left_out = left_out % self._num_batches if self._num_batches else left_out
 
     @functools.cached_property
     def _length_is_certain(self):
@@ -71,7 +86,7 @@ class StepGroups(TFEpochIterator):
     def _known(self, steps_per_epoch):
         if self._current_iterator is None or self.steps_per_epoch is None:
             self._start_over()
-        step = 0
+        step, self.first_step = self.first_step, 0
         while step < steps_per_epoch:
             length = min(self.steps_per_execution, steps_per_epoch - step, self._batches_left())
             if length == 0:
@@ -84,16 +99,21 @@ class StepGroups(TFEpochIterator):
             self._start_over()
 
     def _unknown(self):
-        iterator = self._feed(self._get_iterator())
-        self._steps_seen = 0
+        self._start_over()
+        iterator, step = self._current_iterator, self.first_step
+        self.first_step = 0
         while True:
-            group = StepGroup(self._steps_seen, self.steps_per_execution, iterator, True)
+            group = StepGroup(step, self.steps_per_execution, iterator, True)
             self._steps_seen += group.length
+            step += group.length
             yield group
 
     def _start_over(self):
-        self._current_iterator = self._feed(self._get_iterator())
-        self._steps_seen = 0
+        data = self._get_iterator()
+        self._steps_seen, self._left_out = self._left_out, 0
+        if self._steps_seen:
+            data = data.skip(self._steps_seen)
+        self._current_iterator = self._feed(data)
 
     def _batches_left(self):
         """Batches before the data end; without a known end, more than any group takes."""

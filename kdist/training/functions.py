@@ -57,7 +57,8 @@ class StepFunction:
         self._logs_are_metrics = logs_are_metrics
         self._watch = watch
         several_workers = are_several_workers(trainer.distribute_strategy)
-        self._together = Together(trainer, watch) if several_workers else None
+        asked = trainer.asked if watch else None
+        self._together = Together(trainer, watch, asked) if several_workers else None
         on_all_replicas = OnAllReplicas(trainer, step, accumulators, micro_steps, rounds)
         self._on_all_replicas = self._compiled(on_all_replicas)
         compiled = (lambda f: f) if trainer.run_eagerly else _function
@@ -65,6 +66,7 @@ class StepFunction:
         self._group = self._several if trainer.run_eagerly else _function(self._loop)
         self._on_batch = compiled(self._only_step)
         self._read_metrics = compiled(trainer.get_metrics_result)
+        self._end = compiled(lambda: self._end_of_group(()))
 
     def __call__(self, iterator, length=None, may_run_out=False):
         """Runs `length` steps (by default `steps_per_execution`) and gives the last one's logs.
@@ -86,6 +88,12 @@ class StepFunction:
         self._clock.note_input(waited)
         return self._logs(outputs)
 
+    def logs(self):
+        """The logs as they are after the last group, also if another process has run it."""
+        if not self._logs_are_metrics:
+            return {}
+        return self._logs(self._end() if self._together else ())
+
     def under_way(self, groups):
         """A context that gives the groups: each is run when its turn has come."""
         return contextlib.nullcontext(groups)
@@ -97,9 +105,10 @@ class StepFunction:
     def _logs(self, outputs):
         """The logs of a group, from what its function gave."""
         if self._together:
-            logs, first_bad_steps = outputs
+            logs, first_bad_steps, asked = outputs
             if self._watch:
                 self._watch.note(first_bad_steps)
+                self._trainer.asked.note(asked)
             return LazyLogs(lambda: logs)
         return LazyLogs(self._read_metrics) if self._logs_are_metrics else outputs
 
@@ -107,9 +116,9 @@ class StepFunction:
         """What a group's function gives, from the last step's outputs."""
         if not self._together:
             return outputs
-        results, first_bad_steps = self._together.results()
+        results, first_bad_steps, asked = self._together.results()
         logs = results if self._logs_are_metrics else self._together.mean(outputs)
-        return logs, first_bad_steps
+        return logs, first_bad_steps, asked
 
     def _compiled(self, on_all_replicas):
         """With one replica XLA takes the whole step; with several, the model compiles parts."""

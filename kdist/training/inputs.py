@@ -47,14 +47,13 @@ def is_pipeline(x) -> bool:
     return hasattr(x, "steps_per_epoch") and callable(getattr(x, "dataset", None))
 
 
-def training_data(x, steps_per_epoch, initial_epoch, part=None):
-    """(data set from the beginning of `initial_epoch`, steps an epoch) of a training pipeline."""
+def training_data(x, steps_per_epoch, start, part=None):
+    """(data set from batch number `start` on, steps an epoch) of a training pipeline."""
     if not x.training:
         raise ValueError(
             "fit was given an evaluation pipeline, whose last batch holds padding; train on the "
             "first pipeline that kdist.data.load returns and give this one as validation_data"
         )
-    start = initial_epoch * x.steps_per_epoch
     return x.dataset(start, **_rows(part)), steps_per_epoch or x.steps_per_epoch
 
 

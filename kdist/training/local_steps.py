@@ -123,6 +123,9 @@ class Rounds:
         length: local steps of a round.
         slots: one of `SLOTS`.
 
+    Attributes:
+        done: steps of the round that is under way.
+
     Raises:
         ValueError: a layer asks for replicas that meet in every step.
     """
@@ -132,7 +135,7 @@ class Rounds:
         self._trainer, self._length, self._slots = trainer, length, slots
         self._strategy = trainer.distribute_strategy
         self._replicas = self._strategy.num_replicas_in_sync
-        self._done = 0
+        self.done = 0
         self._updated: dict[int, keras.Variable] = {}
         self._written: dict[int, keras.Variable] = {}
         self._optimizers: dict[int, keras.optimizers.Optimizer] = {}
@@ -158,7 +161,7 @@ class Rounds:
 
     def count(self, steps: int):
         """Steps of this round that are done, an int32 scalar; the next `steps` follow them."""
-        done, self._done = self._done, (self._done + steps) % self._length
+        done, self.done = self.done, (self.done + steps) % self._length
         return tf.constant(done)
 
     def end_of_step(self, done):
@@ -175,8 +178,8 @@ class Rounds:
 
     def end(self):
         """Ends a round that is under way; all workers have to call it at the same moment."""
-        if self._done:
-            self._done = 0
+        if self.done:
+            self.done = 0
             self._average_now()
 
     # Averages.

@@ -90,10 +90,15 @@ class CallbackList(keras.callbacks.CallbackList):
     """Keras's list, but the logs of a step reach each callback unread.
 
     Callbacks run in the step's own thread, so that what they read is the state after that step.
-    The progress bar is given a step only as often as it prints.
+    The progress bar is given a step only as often as it prints. Callbacks with an attribute
+    `comes_last` come after all others, also after Keras's own.
     """
 
     _bar_drawn = float("-inf")
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.callbacks.sort(key=lambda callback: getattr(callback, "comes_last", False))
 
     def on_train_batch_end(self, batch, logs=None):
         logs = _unread(logs)

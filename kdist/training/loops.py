@@ -7,6 +7,7 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
 import functools
 import time
 import warnings
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -23,6 +24,7 @@ from kdist.training.keras_internals import (
 )
 from kdist.training.logs import CallbackList, LazyLogs, without_writers
 from kdist.training.predictions import concatenated
+from kdist.training.resume import Position, data_facts, resumption_of
 from kdist.training.sidecar import follow, is_evaluated_elsewhere, is_evaluator
 from kdist.training.together import are_several_workers
 
@@ -34,11 +36,27 @@ class Loops:
     know how many steps an epoch has.
     """
 
+    # What has to be the same when another process goes on with the last `fit`.
+    data_facts: dict | None = None
+
+    # Those of the last `fit`, with Keras's own.
+    callbacks_of_fit: Sequence[keras.callbacks.Callback] = ()
+
     # Examples behind one step of the last `fit`; None where the data did not say.
     global_batch_size: int | None = None
 
     # Steps of this epoch that are done; what callbacks are told counts groups as whole.
     steps_in_epoch: int = 0
+
+    # The epoch that is under way, and the batches of the data that were behind when it began.
+    _epoch_number: int = 0
+    _batches_before_epoch: int = 0
+
+    @property
+    def position(self) -> Position:
+        """Where training is, between two calls of the step function."""
+        batch = self._batches_before_epoch + self.steps_in_epoch
+        return Position(self._epoch_number, self.steps_in_epoch, batch)
 
     @filter_traceback
     def fit(
@@ -81,9 +99,12 @@ class Loops:
             return follow(self, callbacks, validate)
         if is_evaluated_elsewhere(self.distribute_strategy):
             validation_data = None
-        feed, part = self._feed(x, initial_epoch)
+        resumption = resumption_of(callbacks)
+        resumed = resumption.load(self) if resumption else None
+        data, start = x, resumed or _beginning(x, initial_epoch, steps_per_epoch)
+        feed, part = self._feed(x, start.batch)
         if inputs.is_pipeline(x):
-            x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, initial_epoch, part)
+            x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, start.batch, part)
             shuffle = False  # the pipeline does; Keras would warn that it does not
         groups = self._step_groups(
             feed=feed,
@@ -96,7 +117,13 @@ class Loops:
             class_weight=class_weight,
         )
         self.global_batch_size = part.batch_rows if part else groups.data_adapter.batch_size
+        if not inputs.is_pipeline(data):
+            groups.leave_out(start)
+        groups.first_step = self.steps_in_epoch = start.step
+        self._epoch_number, self._batches_before_epoch = start.epoch, start.batch - start.step
+        self.data_facts = data_facts(data, self.global_batch_size, steps_per_epoch)
         callbacks = self._callback_list(callbacks, verbose, epochs, groups, add_history=True)
+        self.callbacks_of_fit = callbacks.callbacks
         validate = self._validation(
             validation_data,
             batch_size=validation_batch_size or batch_size,
@@ -108,16 +135,24 @@ class Loops:
         self.clock.take()
         self._finite_watch.reset()
         self.average_replicas()
-        callbacks.on_train_begin()
-        logs = {}
-        for epoch in range(self._initial_epoch or initial_epoch, epochs):
-            is_due = validate and self._should_eval(epoch, validation_freq)
-            logs = self._epoch(epoch, groups, callbacks, validate if is_due else None)
-            if self.stop_training:
-                break
-        if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
-            self.optimizer.finalize_variable_values(self.trainable_weights)
-        callbacks.on_train_end(logs=logs)
+        try:
+            if resumed:
+                resumption.restore(self.data_facts)
+            callbacks.on_train_begin()
+            logs = {}
+            if resumed and self.stop_training:  # a callback had decided so
+                epochs = start.epoch
+            for epoch in range(self._initial_epoch or start.epoch, epochs):
+                is_due = validate and self._should_eval(epoch, validation_freq)
+                logs = self._epoch(epoch, groups, callbacks, validate if is_due else None)
+                if self.stop_training:
+                    break
+            if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+                self.optimizer.finalize_variable_values(self.trainable_weights)
+            callbacks.on_train_end(logs=logs)
+        finally:
+            if resumption:
+                resumption.release()
         return self.history
 
     @filter_traceback
@@ -201,15 +236,19 @@ class Loops:
         return concatenated(self.predict_function.in_order(outputs))
 
     def _epoch(self, epoch, groups, callbacks, validate):
+        self._epoch_number, self.steps_in_epoch = epoch, groups.first_step
         callbacks.on_epoch_begin(epoch)
         logs = self._train_epoch(groups, callbacks)
         if validate:
             logs.update({f"val_{name}": value for name, value in validate().items()})
         callbacks.on_epoch_end(epoch, logs)
+        self._batches_before_epoch += self.steps_in_epoch
         return logs
 
     def _train_epoch(self, groups, callbacks):
-        self.reset_metrics()
+        first_step = groups.first_step
+        if not first_step:  # else the metrics are those of the epoch's first part
+            self.reset_metrics()
         logs = self._run_groups(
             groups,
             self.train_function,
@@ -220,6 +259,8 @@ class Loops:
             self.clock,
         )
         self.average_replicas()
+        if first_step and not logs:  # all its steps had been done before
+            logs = self.train_function.logs()
         return self._results(logs)
 
     def _tune(self, groups, iterator, length, may_run_out):
@@ -260,7 +301,8 @@ class Loops:
                 logs = call(group.iterator, group.length, group.may_run_out)
                 returned = now()
                 clock.note_call(group.length, returned - called)
-                self.steps_in_epoch = group.first + group.length
+                if function is self.train_function:
+                    self.steps_in_epoch = group.first + group.length
                 at_end(last, logs)
                 clock.note_callbacks(called - began + now() - returned)
                 if stopped():
@@ -322,15 +364,19 @@ class Loops:
         self._build_for(groups.data_adapter.get_tf_dataset().element_spec)
         return groups
 
-    def _feed(self, x, initial_epoch=0):
-        """(what makes a group's iterator of the data set that `x` is, or becomes; its `Part`)."""
+    def _feed(self, x, start=0):
+        """(what makes a group's iterator of the data set that `x` is, or becomes; its `Part`).
+
+        Args:
+            x: the data.
+            start: the number of the first batch that is wanted of a pipeline.
+        """
         part = inputs.part_of(x, self.distribute_strategy)
         if part:
             return lambda dataset: inputs.InParts(iter(dataset), part), part
         if not has_parameter_servers(self.distribute_strategy):
             return iter, None
         if inputs.is_pipeline(x) and x.arrays() is not None:
-            start = initial_epoch * x.steps_per_epoch
             return lambda _: NumberedFeed(x, start), None
         return lambda dataset: SentFeed(iter(dataset)), None
 
@@ -355,6 +401,12 @@ class Loops:
             steps=groups.num_batches,
             model=self,
         )
+
+
+def _beginning(x, initial_epoch, steps_per_epoch):
+    """The position of an epoch's beginning: of a pipeline, where that epoch of it begins."""
+    own = x.steps_per_epoch if inputs.is_pipeline(x) else steps_per_epoch
+    return Position(initial_epoch, 0, initial_epoch * (own or 0))
 
 
 def _at_most(limit, epochs):

@@ -30,7 +30,7 @@ from kdist.training.local_steps import check as check_local
 from kdist.training.loops import Loops
 from kdist.training.padding import keep_valid, split_mask
 from kdist.training.predictions import PredictFunction
-from kdist.training.together import are_several_workers
+from kdist.training.together import Asked, are_several_workers
 from kdist.training.tuning import GroupTuner
 
 # Outside of a step of kdist they call Keras's own functions, so that nothing else changes.
@@ -42,6 +42,9 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
 
     # Where the time of `fit` goes.
     clock: StepClock | None = None
+
+    # What workers ask of each other between groups of steps.
+    asked: Asked | None = None
 
     _finite_watch: FiniteWatch | Watch | None = None
 
@@ -165,6 +168,7 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
             return self.train_function
         asynchronous = has_parameter_servers(self.distribute_strategy)
         self.clock = StepClock(times_steps=not asynchronous)
+        self.asked = Asked(self.distribute_strategy)
         if asynchronous:
             self._finite_watch = Watch()
             self.train_function = self._coordinated(
@@ -201,6 +205,16 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
         if self.local_steps is None or self.distribute_strategy.num_replicas_in_sync == 1:
             return None
         return Rounds(self, self.local_steps, self.local_slots)
+
+    @property
+    def local_steps_done(self) -> int:
+        """Local steps of the round that is under way."""
+        return self._rounds.done if self._rounds else 0
+
+    @local_steps_done.setter
+    def local_steps_done(self, steps: int):
+        if self._rounds:
+            self._rounds.done = steps
 
     def average_replicas(self):
         """Ends a round of local steps (see `compile`) that is under way; else does nothing.

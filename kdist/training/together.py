@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from kdist.training.finite import NONE_YET
 from kdist.training.reduction import all_reduce_sum
+from kdist.training.step import this_replica
 
 
 def are_several_workers(strategy: tf.distribute.Strategy) -> bool:
@@ -46,26 +47,67 @@ def in_another_thread(function: Callable[[], Any]):
         return other_thread.submit(function).result()
 
 
+class Asked:
+    """A number that each worker may set, and whose sum all know after a group of steps.
+
+    So all of them take up together, at the same step, what one of them asks for.
+
+    Args:
+        strategy: with one worker, the number is its own.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        self._own, self._sum = 0, None
+        self._variable = None
+        if are_several_workers(strategy):
+            self._variable = outside_of_scope(lambda: tf.Variable(0, dtype=tf.int64))
+
+    def ask(self, number: int):
+        """Sets this worker's number."""
+        self._own = number
+        if self._variable is not None:
+            self._variable.assign(number)
+
+    def of_all(self) -> int:
+        """The sum as of the end of the last group; waits for it where there are several workers."""
+        if self._variable is None:
+            return self._own
+        return 0 if self._sum is None else int(self._sum)
+
+    def on_replica(self, replica_here):
+        """What a replica adds, in replica context."""
+        is_first = replica_here == 0
+        return self._variable.read_value() if is_first else tf.zeros([], tf.int64)
+
+    def note(self, total):
+        """Takes the sum over all replicas, an int64 scalar."""
+        self._sum = total
+
+
 class Together:
     """Gives the metrics, and what the `FiniteWatch` saw, over all replicas of all workers.
 
     Args:
         trainer: the compiled model.
         watch: its `FiniteWatch`; None in evaluation.
+        asked: an `Asked`; None in evaluation.
     """
 
-    def __init__(self, trainer, watch=None):
+    def __init__(self, trainer, watch=None, asked=None):
         self._trainer = trainer
         self._strategy = trainer.distribute_strategy
-        self._watch = watch
+        self._watch, self._asked = watch, asked
 
     def results(self):
-        """(the metrics' results, each replica's first bad step), within a function."""
+        """(the metrics' results, each replica's first bad step, the sum of what workers ask).
+
+        Within a function.
+        """
         variables = self._trainer.metrics_variables
         sums = self._strategy.run(self._on_replica, args=())
-        *values, first_bad = [self._strategy.experimental_local_results(x)[0] for x in sums]
+        *values, first_bad, asked = [self._strategy.experimental_local_results(x)[0] for x in sums]
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
-            return self._trainer.get_metrics_result(), first_bad + NONE_YET
+            return self._trainer.get_metrics_result(), first_bad + NONE_YET, asked
 
     def mean(self, logs):
         """The logs of a step of the user's own, averaged over replicas, within a function."""
@@ -80,7 +122,10 @@ class Together:
         bad = tf.constant(NONE_YET, tf.int64) if self._watch is None else self._watch.on_replica()
         # Each replica's number in a place of its own, counted from where "none yet" is zero.
         places = (bad - NONE_YET) * tf.one_hot(replica, replicas, dtype=tf.int64)
-        return _sums_in_one_message([*parts, places])
+        asks = tf.zeros([], tf.int64)
+        if self._asked is not None:
+            asks = self._asked.on_replica(this_replica() % replicas_here(self._strategy))
+        return _sums_in_one_message([*parts, places, asks])
 
 
 def _sums_in_one_message(tensors):
