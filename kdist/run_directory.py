@@ -17,8 +17,13 @@ import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 # An environment variable: the run directory that a launcher has chosen for all tasks of a job.
 RUN_DIR = "KDIST_RUN_DIR"
@@ -40,20 +45,53 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
 
+    def holds_unfinished(self) -> bool:
+        """Whether there is a run in it that has not come to its end."""
+        return self.config.exists() and not self.summary.exists()
+
     def check_is_free(self):
         """Raises a FileExistsError if the directory holds a run, or is a file."""
         if self.config.exists() or (self.path.exists() and not self.path.is_dir()):
             raise self._taken()
 
+    def check_goes_on(self, config: Mapping[str, Any], names: Sequence[str]):
+        """Raises a ValueError unless the run in it was asked for the same.
+
+        Args:
+            config: what is asked for now.
+            names: what of it has to be the same.
+        """
+        before = json.loads(self.config.read_text(encoding="utf-8"))
+        for name in names:
+            if before.get(name) != config.get(name):
+                raise ValueError(
+                    f"{self.path} holds a run with --{name}={before.get(name)}, and this is "
+                    f"{config.get(name)}; give the same flags to go on with it, or another "
+                    "--run_dir"
+                )
+
     @classmethod
-    def create(cls, path: str | os.PathLike, config: Mapping[str, Any]) -> "RunDirectory":
+    def create(
+        cls, path: str | os.PathLike, config: Mapping[str, Any], goes_on: bool = False
+    ) -> "RunDirectory":
         """Makes the directory of a new run and writes `config` into it.
 
+        While this process lives no other can take it.
+
+        Args:
+            path: the directory.
+            config: what the run was asked to do.
+            goes_on: with a run that is in it already.
+
         Raises:
-            FileExistsError: the directory holds another run, or is a file.
+            FileExistsError: the directory holds another run, is a file, or another process is at
+                work in it.
             OSError: it cannot be written.
         """
         run = cls(path)
+        if goes_on:
+            run._lock()
+            return run
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             # Made exclusively: of two runs that start at the same moment, one is refused.
@@ -66,7 +104,20 @@ class RunDirectory:
                 f"cannot write the run directory {run.path} ({error.strerror}); take a --run_dir "
                 "that you may write to"
             ) from error
+        run._lock()
         return run
+
+    def _lock(self):
+        """Holds the run's config until the process ends, in whatever way."""
+        if fcntl is None:
+            return
+        self._held = open(self.config, "rb")  # noqa: SIM115
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FileExistsError(
+                f"another process is at work in {self.path}; let it end, or take another --run_dir"
+            ) from error
 
     @property
     def config(self) -> pathlib.Path:
@@ -97,6 +148,20 @@ class RunDirectory:
     def report(self) -> pathlib.Path:
         """The web page about the run."""
         return self.path / "report.html"
+
+    def forget_after(self, step: int):
+        """Leaves out what was measured after a step, which a run that goes on from it makes again.
+
+        And lines that are not whole: of a process that was killed. Others are as they were.
+        """
+        for path in (self.metrics, self.devices):
+            if not path.exists():
+                continue
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = b"".join(line for line in lines if _is_up_to(step, line))
+            unfinished = path.with_name(f".{path.name}-unfinished")
+            unfinished.write_bytes(kept)
+            os.replace(unfinished, path)
 
     def write_summary(self, summary: Mapping[str, Any]):
         """Writes `summary.json` whole or not at all."""
@@ -131,6 +196,14 @@ class RunDirectory:
             return f"{state} ({config['model']} on {config['dataset']})"
         except (OSError, ValueError, KeyError):
             return state
+
+
+def _is_up_to(step, line):
+    try:
+        record = json.loads(line)
+        return line.endswith(b"\n") and (record.get("step") or 0) <= step
+    except (ValueError, AttributeError):
+        return False
 
 
 def finite(value):

@@ -28,6 +28,7 @@ config.json, metrics.jsonl, devices.jsonl, summary.json, checkpoints and a repor
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 import pathlib
 import re
@@ -147,7 +148,26 @@ flags.DEFINE_boolean("sync_batch_norm", False, "BatchNorm over all replicas, not
 flags.DEFINE_integer("seed", 0, "Of initial weights, order of examples, augmentation, dropout.")
 
 # What is left of it.
-flags.DEFINE_string("run_dir", None, "A new directory for the run; by default under runs/.")
+flags.DEFINE_string(
+    "run_dir",
+    None,
+    "A directory for the run, new or with one that was interrupted; by default new, under runs/.",
+)
+flags.DEFINE_string(
+    "resume",
+    "auto",
+    "auto: with an interrupted run in --run_dir, go on from its newest checkpoint, as if nothing "
+    "had happened. never: begin anew, in a new --run_dir. Or the path of a checkpoint.",
+)
+flags.DEFINE_integer(
+    "checkpoint_steps",
+    None,
+    "Write a checkpoint after so many steps, besides those of epochs and on SIGTERM or Ctrl-C.",
+    lower_bound=1,
+)
+flags.DEFINE_float(
+    "checkpoint_minutes", 10.0, "Write one after so many minutes; 0: not by time.", lower_bound=0.0
+)
 flags.DEFINE_enum(
     "wandb_mode",
     "off",
@@ -181,6 +201,14 @@ flags.DEFINE_enum(
 )
 
 
+# What an interrupted run has been asked for has to be the same in these; devices may be others, as
+# long as the global batch is the same.
+SAME_TO_GO_ON = (
+    *("model", "examples", "minutes", "operations", "epochs", "optimizer", "learning_rate"),
+    *("schedule", "ramp_epochs", "decay", "scale_learning_rate", "base_batch_size", "precision"),
+    *("sync_batch_norm", "seed", "local_steps", "local_slots"),
+)
+
 # --minutes: how many steps are timed, and how many are trained in any case.
 MEASURED_STEPS = 2
 MINIMAL_STEPS = 4
@@ -191,7 +219,11 @@ def main(_):
 
     started = time.perf_counter()
     run_dir = FLAGS.run_dir or default_run_dir()
-    RunDirectory(run_dir).check_is_free()
+    goes_on = FLAGS.resume != "never" and RunDirectory(run_dir).holds_unfinished()
+    if goes_on:
+        RunDirectory(run_dir).check_goes_on(config(FLAGS.dataset), SAME_TO_GO_ON)
+    else:
+        RunDirectory(run_dir).check_is_free()
 
     # Devices and data
     strategy = kdist.create_strategy(
@@ -207,7 +239,8 @@ def main(_):
     keras.utils.set_random_seed(FLAGS.seed)
     dataset, train, test = load_data(batch)
     if FLAGS.minutes is not None:
-        examples = examples_in_time(strategy, train, test, started)
+        examples = measured_before(run_dir) if goes_on else None
+        examples = examples or examples_in_time(strategy, train, test, started)
         keras.utils.set_random_seed(FLAGS.seed)
         if examples < train.num_examples:
             dataset, train, test = load_data(batch, examples)
@@ -219,13 +252,15 @@ def main(_):
         model = compiled_model(train)
 
     # Training
-    run = RunDirectory.create(run_dir, config(dataset)) if is_chief else RunDirectory(run_dir)
+    run = RunDirectory(run_dir)
+    if is_chief:
+        run = RunDirectory.create(run_dir, config(dataset, train.num_examples), goes_on)
     writer = create_writer(
         run,
         is_chief=is_chief,
         wandb_mode=FLAGS.wandb_mode,
         tensorboard=FLAGS.tensorboard,
-        config=config(dataset),
+        config=config(dataset, train.num_examples),
         project=FLAGS.wandb_project,
         group=FLAGS.wandb_group,
         job_type=FLAGS.wandb_job_type,
@@ -237,11 +272,18 @@ def main(_):
     )
     checkpoint = kdist.callbacks.EpochCheckpoint(run.checkpoints)
     stop = kdist.callbacks.StopOnNonFiniteLoss(checkpoint)
+    going_on = kdist.callbacks.Checkpoint(
+        run.checkpoints,
+        FLAGS.checkpoint_steps,
+        FLAGS.checkpoint_minutes or None,
+        resume=FLAGS.resume,
+        at_resume=run.forget_after,
+    )
     history = model.fit(
         train,
         validation_data=test,
         epochs=FLAGS.epochs,
-        callbacks=[*profile, telemetry, stop, checkpoint],
+        callbacks=[*profile, telemetry, stop, checkpoint, going_on],
         verbose=verbosity(),
     ).history
 
@@ -415,10 +457,16 @@ def verbosity():
     return int(FLAGS.verbose)
 
 
-def config(dataset):
-    """What the run was asked to do: every flag of this program, and the data set it got."""
+def config(dataset, num_examples=None):
+    """What the run was asked to do: every flag of this program, and the data that it got."""
     own = FLAGS.flags_by_module_dict()[sys.argv[0]]
-    return {**{flag.name: flag.value for flag in own}, "dataset": dataset}
+    asked = {flag.name: flag.value for flag in own}
+    return {**asked, "dataset": dataset, "num_examples": num_examples}
+
+
+def measured_before(run_dir):
+    """The examples that an interrupted run with --minutes has found time for."""
+    return json.loads(RunDirectory(run_dir).config.read_text())["num_examples"]
 
 
 def profiled(run):

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -55,6 +56,8 @@ class Checkpoint(keras.callbacks.Callback):
             "acc" or "auc".
         resume: "auto", the default: go on from the newest checkpoint in `directory`, if there is
             one; "never"; or the path of the checkpoint to go on from.
+        at_resume: called on the chief with the number of steps that training goes on from, before
+            it does.
 
     Attributes:
         resumed_from: the step that training went on from; None if it began anew.
@@ -74,6 +77,7 @@ class Checkpoint(keras.callbacks.Callback):
         keep: int = 3,
         monitor: str | None = None,
         resume: str | os.PathLike = "auto",
+        at_resume: Callable[[int], Any] | None = None,
     ):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
@@ -82,7 +86,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._files = CheckpointFiles(directory, keep)
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._monitor, self._best = monitor, None
-        self._resume = resume
+        self._resume, self._at_resume = resume, at_resume
         self.resumed_from: int | None = None
         self._writer: BackgroundWriter | None = None
         self._state: Any = None
@@ -110,6 +114,8 @@ class Checkpoint(keras.callbacks.Callback):
         self.resumed_from = found["step"]
         if self._is_chief:
             print(f"kdist: going on after step {found['step']}, from {found['path']}", flush=True)
+            if self._at_resume:
+                self._at_resume(found["step"])
         return Position(**self._state["position"])
 
     def restore(self, facts: dict[str, Any]):

@@ -65,7 +65,9 @@ class Telemetry(keras.callbacks.Callback):
         self.first_call_seconds: float | None = None
         self._windows: Windows | None = None
         self._devices = DeviceMeans()
-        self._seconds = 0.0
+        self._whole_seconds = 0.0
+        # Of the processes that worked at the run before this one.
+        self._seconds_before = self._useful_before = 0.0
 
     @property
     def seconds_per_epoch(self) -> float | None:
@@ -80,18 +82,19 @@ class Telemetry(keras.callbacks.Callback):
     def summary(self) -> dict[str, Any]:
         """What was measured, for `summary.json`.
 
-        `goodput` is the share of the time since training began in which steps were made: not
-        compiling, validating, or saving.
+        `goodput` is the share of the time since training began in which steps were made that
+        count: not compiling, validating, or saving. Of a run that went on after a kill, the time
+        between, and the steps that were made again, are lost as well.
         """
         timing = self._timing()
-        useful = timing.get("window_seconds")
+        useful, whole = self._useful_seconds(), self._whole_seconds
         return {
             "seconds_per_epoch": self.seconds_per_epoch,
             "first_call_seconds": self.first_call_seconds,
             "examples_per_second": self.examples_per_second,
             "verdict": verdict(timing, self._devices.gpus()),
             "breakdown": _breakdown(timing),
-            "goodput": useful / self._seconds if useful and self._seconds else None,
+            "goodput": useful / whole if useful and whole else None,
             "model_flops_utilization": timing.get("model_flops_utilization"),
             **{name: timing[name] for name in timing if name.startswith("step_seconds_")},
         }
@@ -99,8 +102,12 @@ class Telemetry(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         strategy = self.model.distribute_strategy
         self._writer = self._given_writer or create_writer(self._run, is_chief=is_chief(strategy))
-        self._step = self._step_at_epoch = int(self.model.optimizer.iterations.numpy())
+        self._step = int(self.model.optimizer.iterations.numpy())
+        # Other than 0 where another process did an epoch's first steps.
+        self._first_step_here = self._steps_in_epoch(-1)
+        self._step_at_epoch = self._step - self._first_step_here
         self._began = self._last_line = time.perf_counter()
+        self._epoch_ended, self._epoch_so_far = self._began, 0.0
         self._windows = Windows(self.model, self._window_seconds, self._profiles)
         self._collector = collector_of(strategy)
         if self._device_seconds is not None and is_chief(strategy):
@@ -110,6 +117,26 @@ class Telemetry(keras.callbacks.Callback):
         self._epoch = epoch + 1
         self._epoch_ended = None
         self._epoch_began = time.perf_counter()
+
+    def get_state(self):
+        """What another process needs to go on: see `kdist.callbacks.Checkpoint`."""
+        now = time.perf_counter()
+        here = now - self._began
+        epoch_here = now - self._epoch_began if self._epoch_ended is None else 0.0
+        return {
+            "seconds": here + self._seconds_before,
+            "useful_seconds": self._useful_seconds(),
+            "whole_seconds": here + self._whole_seconds,
+            "epoch_seconds": self.epoch_seconds,
+            "epoch_so_far": epoch_here + self._epoch_so_far,
+            "time": time.time(),
+        }
+
+    def set_state(self, state):
+        """Goes on with the clock of the process that `get_state` was called in."""
+        self.epoch_seconds, self._epoch_so_far = state["epoch_seconds"], state["epoch_so_far"]
+        self._seconds_before, self._useful_before = state["seconds"], state["useful_seconds"]
+        self._whole_seconds = state["whole_seconds"] + time.time() - state["time"]
 
     def on_train_batch_begin(self, batch, logs=None):
         self._windows.before_call()
@@ -134,18 +161,19 @@ class Telemetry(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         self._end_training_part()
-        seconds = self._epoch_ended - self._epoch_began
+        here = self._epoch_ended - self._epoch_began
+        seconds, self._epoch_so_far = here + self._epoch_so_far, 0.0
         self.epoch_seconds.append(seconds)
-        steps = self._step - self._step_at_epoch
-        self._step_at_epoch = self._step
+        steps = self._step - self._step_at_epoch - self._first_step_here
+        self._step_at_epoch, self._first_step_here = self._step, 0
         examples = self._examples(steps)
-        rate = examples / seconds if examples else None
+        rate = examples / here if examples else None
         self._write(
             "epoch", {"epoch_seconds": seconds, "examples_per_second": rate, **(logs or {})}
         )
 
     def on_train_end(self, logs=None):
-        self._seconds += time.perf_counter() - self._began
+        self._whole_seconds += time.perf_counter() - self._began
         self._windows.end()
         self._collector.stop()
         if self._given_writer is None:
@@ -156,6 +184,9 @@ class Telemetry(keras.callbacks.Callback):
             self._epoch_ended = time.perf_counter()
             if figures := self._windows.figures():
                 self._write("timing", figures)
+
+    def _useful_seconds(self):
+        return self._useful_before + (self._timing().get("window_seconds") or 0.0)
 
     def _timing(self):
         """The figures of the whole training; empty before there are any."""
@@ -187,7 +218,7 @@ class Telemetry(keras.callbacks.Callback):
                 "epoch": self._epoch,
                 "step": self._step,
                 "examples": self._examples(self._step),
-                "seconds": time.perf_counter() - self._began,
+                "seconds": time.perf_counter() - self._began + self._seconds_before,
                 "learning_rate": float(learning_rate),
                 **self._staleness(),
                 **{name: _plain(value) for name, value in values.items()},

@@ -8,6 +8,7 @@ import functools
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import keras
 import tensorflow as tf
@@ -116,6 +117,8 @@ class Loops:
             shuffle=shuffle,
             class_weight=class_weight,
         )
+        if resumed:  # what is restored has to be there before the first step
+            self._build_for(groups, is_needed=True)
         self.global_batch_size = part.batch_rows if part else groups.data_adapter.batch_size
         if not inputs.is_pipeline(data):
             groups.leave_out(start)
@@ -361,7 +364,7 @@ class Loops:
             steps_per_execution=self.steps_per_execution,
             **data,
         )
-        self._build_for(groups.data_adapter.get_tf_dataset().element_spec)
+        self._build_for(groups, is_needed=self._distribute_strategy or self.accumulate > 1)
         return groups
 
     def _feed(self, x, start=0):
@@ -380,12 +383,13 @@ class Loops:
             return lambda _: NumberedFeed(x, start), None
         return lambda dataset: SentFeed(iter(dataset)), None
 
-    def _build_for(self, element_spec):
+    def _build_for(self, groups, is_needed):
         """Makes all variables before data flow: replicas and micro-steps cannot make them."""
-        if self._distribute_strategy is None and self.accumulate == 1:
-            return
-        with self.distribute_strategy.scope():
-            self._symbolic_build(data_batch=inputs.with_open_batch(element_spec))
+        if is_needed:
+            element_spec = groups.data_adapter.get_tf_dataset().element_spec
+            scope = self._distribute_strategy.scope if self._distribute_strategy else nullcontext
+            with scope():
+                self._symbolic_build(data_batch=inputs.with_open_batch(element_spec))
 
     def _callback_list(self, callbacks, verbose, epochs, groups, add_history=False):
         if isinstance(callbacks, keras.callbacks.CallbackList):

@@ -33,8 +33,9 @@ def test_one_device_and_two_give_the_same_test_loss(tmp_path):
 
     With the Inception network: ResNet-18's gradients differ by a percent in float32 when merely the
     order of the examples in a batch changes, on one device, so that no layout can keep to 1e-4.
+    Inception keeps to 2e-5 for eight steps; after 16 the order alone makes 1e-3 with some kernels.
     """
-    same = ["--model=inception", "--examples=512", "--learning_rate=0.01", "--sync_batch_norm"]
+    same = ["--model=inception", "--examples=256", "--learning_rate=0.01", "--sync_batch_norm"]
     one, _ = train(tmp_path / "1", "--strategy=one_device", "--local_batch_size=32", *same)
     two, printed = train(
         tmp_path / "2", "--strategy=mirrored", "--num_devices=2", "--local_batch_size=16", *same

@@ -1,0 +1,319 @@
+import contextlib
+import json
+import os
+import signal
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+from kdist.callbacks import Checkpoint, Telemetry
+from kdist.checkpoint import CheckpointError, CheckpointFiles
+from kdist.run_directory import RunDirectory
+from kdist.strategies import create_strategy
+
+
+def pipelines(replicas=1, local=32, **options):
+    batch = kdist.Batch(local, replicas)
+    options = {"operations": "random_flip()", **options}
+    return kdist.data.load("digits", batch=batch, examples=320, **options)
+
+
+def built(shape, optimizer="adam", units=8, **options):
+    layers = keras.layers
+    inputs = keras.Input(shape)
+    x = layers.Dense(units, activation="relu")(layers.Flatten()(inputs))
+    x = layers.Dropout(0.5, seed=1)(layers.BatchNormalization()(x))
+    model = kdist.Model(inputs, layers.Dense(10, activation="softmax")(x))
+    model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"], **options)
+    return model
+
+
+class Interruption(Exception):
+    pass
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Stops training as a crash would, after so many calls."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self._calls = calls
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._calls -= 1
+        if not self._calls:
+            raise Interruption
+
+
+def fit(strategy, callbacks, epochs=3, local=32, validates=True, **options):
+    keras.utils.set_random_seed(3)
+    keras.utils.clear_session()
+    train, test = pipelines(strategy.num_replicas_in_sync, local)
+    with strategy.scope():
+        options = {name: value() if callable(value) else value for name, value in options.items()}
+        model = built(train.image_shape, **options)
+    history = keras.callbacks.History()
+    with contextlib.suppress(Interruption):
+        model.fit(
+            train,
+            validation_data=test if validates else None,
+            epochs=epochs,
+            callbacks=[*callbacks, history],
+            verbose=0,
+        )
+    return model, history.history
+
+
+def assert_equal(model, other):
+    for ours, theirs in zip(model.variables, other.variables, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), err_msg=ours.path)
+    for ours, theirs in zip(model.optimizer.variables, other.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy(), err_msg=ours.path)
+
+
+def deciding():
+    return [
+        keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=10.0),
+        keras.callbacks.EarlyStopping(patience=2, min_delta=10.0, restore_best_weights=True),
+    ]
+
+
+@pytest.mark.parametrize(("devices", "calls"), [(1, 1), (1, 11), (2, 15)])
+def test_it_goes_on_bit_by_bit_from_any_step(tmp_path, devices, calls):
+    strategy = create_strategy("one_device" if devices == 1 else "mirrored", devices)
+    options = {"accumulate": 2, "local": 32 // devices}
+    whole, history = fit(strategy, deciding(), **options)
+    interrupted = [*deciding(), Checkpoint(tmp_path, every_steps=1), Interrupt(calls)]
+    fit(strategy, interrupted, **options)
+    checkpoint = Checkpoint(tmp_path, every_steps=1)
+    resumed, went_on = fit(strategy, [*deciding(), checkpoint], **options)
+    assert (checkpoint.resumed_from or 0) == calls - 1
+    assert went_on == history
+    assert_equal(resumed, whole)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"local_steps": lambda: 4, "local_slots": lambda: "keep"},
+        {"steps_per_execution": lambda: 3},
+        {"optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True)},
+    ],
+    ids=["local SGD", "several steps a call", "moving average"],
+)
+def test_it_goes_on_with_all_ways_of_training(tmp_path, mirrored, options):
+    whole, history = fit(mirrored, [], **options)
+    # Of two steps; a round of local steps is under way there.
+    fit(mirrored, [Checkpoint(tmp_path, every_steps=1), Interrupt(3)], **options)
+    checkpoint = Checkpoint(tmp_path)
+    resumed, went_on = fit(mirrored, [checkpoint], **options)
+    assert checkpoint.resumed_from > 0
+    assert went_on == history
+    assert_equal(resumed, whole)
+
+
+def test_each_example_of_an_epoch_is_seen_once_across_an_interruption(tmp_path):
+    strategy = create_strategy("one_device")
+    seen = []
+
+    class Noting(kdist.Model):
+        def train_step(self, data):
+            seen.append(data[0].numpy().sum((1, 2, 3)))
+            return super().train_step(data)
+
+    def train(callbacks):
+        train, _ = pipelines(operations="")
+        with strategy.scope():
+            inputs = keras.Input(train.image_shape)
+            flat = keras.layers.Flatten()(inputs)
+            model = Noting(inputs, keras.layers.Dense(10, activation="softmax")(flat))
+            model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+        with contextlib.suppress(Interruption):
+            model.fit(train, epochs=2, callbacks=callbacks, verbose=0)
+
+    train([])
+    whole, seen[:] = np.concatenate(seen), []
+    train([Checkpoint(tmp_path, every_steps=1), Interrupt(4)])
+    newest = CheckpointFiles(tmp_path).newest().step
+    del seen[newest:]
+    train([Checkpoint(tmp_path)])
+    np.testing.assert_array_equal(np.concatenate(seen), whole)
+
+
+def test_it_goes_on_with_another_number_of_replicas(tmp_path, capsys):
+    fit(
+        create_strategy("mirrored", 2),
+        [Checkpoint(tmp_path, every_steps=1), Interrupt(4)],
+        local=16,
+    )
+    one = create_strategy("one_device")
+    resumed, history = fit(one, [Checkpoint(tmp_path)], local=32)
+    assert "on 1 replicas now, 2 before" in capsys.readouterr().out
+    assert int(resumed.optimizer.iterations.numpy()) == 30
+    _, plain = fit(one, [], local=32)
+    # Dropout's masks are each replica's own, so that equal weights cannot be had.
+    assert history["loss"][-1] == pytest.approx(plain["loss"][-1], rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"local": 16}, "global_batch_size=32, and this is 16"),
+        ({"units": 9}, "the checkpoint is of another model"),
+        ({"optimizer": "sgd"}, "of another model, optimizer or metrics"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, options, says):
+    strategy = create_strategy("one_device")
+    fit(strategy, [Checkpoint(tmp_path)], epochs=1)
+    with pytest.raises(CheckpointError, match=says):
+        fit(strategy, [Checkpoint(tmp_path)], **options)
+
+
+def test_without_a_whole_one_it_does_not_begin_anew_unasked(tmp_path):
+    strategy = create_strategy("one_device")
+    fit(strategy, [Checkpoint(tmp_path, keep=1)], epochs=1)
+    for path in tmp_path.glob("step-*/tensors.index"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole; begin anew"):
+        fit(strategy, [Checkpoint(tmp_path)])
+    fit(strategy, [Checkpoint(tmp_path, resume="never")], epochs=1)
+    assert CheckpointFiles(tmp_path).newest().step == 20  # above what lay there
+
+
+def test_a_path_is_gone_on_from_and_a_wrong_one_is_refused(tmp_path):
+    strategy = create_strategy("one_device")
+    fit(strategy, [Checkpoint(tmp_path / "a", every_steps=5, keep=10)], epochs=1)
+    checkpoint = Checkpoint(tmp_path / "b", resume=tmp_path / "a" / "step-0000000005")
+    fit(strategy, [checkpoint], epochs=1)
+    assert checkpoint.resumed_from == 5
+    with pytest.raises(CheckpointError, match="is no whole checkpoint"):
+        fit(strategy, [Checkpoint(tmp_path / "b", resume=tmp_path / "none")])
+
+
+def test_a_second_fit_of_the_same_callback_goes_on_with_the_model(tmp_path):
+    strategy = create_strategy("one_device")
+    train, _ = pipelines()
+    model = built(train.image_shape)
+    checkpoint = Checkpoint(tmp_path)
+    for _ in range(2):
+        model.fit(train, epochs=1, callbacks=[checkpoint], verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 20
+    assert CheckpointFiles(tmp_path).newest().step == 20
+    assert strategy.num_replicas_in_sync == 1
+
+
+def test_two_callbacks_that_resume_are_refused(tmp_path):
+    callbacks = [Checkpoint(tmp_path / "a"), Checkpoint(tmp_path / "b")]
+    with pytest.raises(ValueError, match="one callback that resumes"):
+        fit(create_strategy("one_device"), callbacks)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"every_steps": 0}, {"every_minutes": -1.0}, {"keep": 0}], ids=str
+)
+def test_arguments_that_cannot_be_are_refused(tmp_path, arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        Checkpoint(tmp_path, **arguments)
+
+
+class Signal(keras.callbacks.Callback):
+    def __init__(self, number, moment, calls=3):
+        super().__init__()
+        self._number, self._moment, self._calls = number, moment, calls
+
+    def _count(self, moment):
+        if moment == self._moment:
+            self._calls -= 1
+            if not self._calls:
+                os.kill(os.getpid(), self._number)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._count("step")
+
+    def on_test_batch_begin(self, batch, logs=None):
+        self._count("validation")
+
+
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (signal.SIGTERM, SystemExit),
+        (signal.SIGINT, KeyboardInterrupt),
+    ],
+)
+@pytest.mark.parametrize(("moment", "step"), [("step", 3), ("validation", 10)])
+def test_a_signal_saves_and_ends(tmp_path, capsys, number, error, moment, step):
+    strategy = create_strategy("one_device")
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with pytest.raises(error) as raised:
+        fit(strategy, [Checkpoint(tmp_path), Signal(number, moment)])
+    assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+    assert error is KeyboardInterrupt or raised.value.code == 143
+    assert f"{number.name}: saving, then ending" in capsys.readouterr().err
+    assert CheckpointFiles(tmp_path).newest().step == step
+    whole, history = fit(strategy, [])
+    resumed, went_on = fit(strategy, [Checkpoint(tmp_path)])
+    assert went_on == history
+    assert_equal(resumed, whole)
+
+
+def test_the_best_stays(tmp_path):
+    class Worse(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["val_loss"] = [3.0, 1.0, 2.0, 4.0][epoch]
+
+    fit(create_strategy("one_device"), [Worse(), Checkpoint(tmp_path, keep=1)], epochs=4)
+    assert [p.name for p in CheckpointFiles(tmp_path).paths()] == [
+        "step-0000000020",
+        "step-0000000040",
+    ]
+
+
+def test_data_that_are_no_pipeline_go_on_after_what_was_read(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(96, 4)).astype("float32"), rng.normal(size=(96, 1))
+
+    def train(callbacks):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = kdist.Model(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("adam", "mse")
+        with contextlib.suppress(Interruption):
+            model.fit(x, y, batch_size=16, shuffle=False, epochs=3, callbacks=callbacks, verbose=0)
+        return model
+
+    whole = train([])
+    train([Checkpoint(tmp_path, every_steps=1), Interrupt(8)])
+    assert_equal(train([Checkpoint(tmp_path)]), whole)
+
+
+def test_a_run_that_goes_on_has_one_line_of_metrics_a_step(tmp_path):
+    strategy = create_strategy("one_device")
+    run = RunDirectory(tmp_path)
+
+    def telemetry():
+        return Telemetry(tmp_path, every_seconds=0.0, device_seconds=None)
+
+    def checkpoint(**options):
+        return Checkpoint(run.checkpoints, at_resume=run.forget_after, **options)
+
+    fit(strategy, [telemetry(), checkpoint(every_steps=5), Interrupt(18)])
+    with open(run.metrics, "a") as file:
+        file.write('{"kind": "train", "st')  # killed in the middle of a line
+    second = telemetry()
+    fit(strategy, [second, checkpoint()])
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    train = [r for r in records if r["kind"] == "train"]
+    assert [r["step"] for r in train] == list(range(1, 31))
+    assert [r["seconds"] for r in train] == sorted(r["seconds"] for r in train)
+    epochs = [r for r in records if r["kind"] == "epoch"]
+    assert [(r["epoch"], r["step"], r["examples"]) for r in epochs] == [
+        (1, 10, 320),
+        (2, 20, 640),
+        (3, 30, 960),
+    ]
+    assert len(second.epoch_seconds) == 3
+    assert 0 < second.summary()["goodput"] < 1

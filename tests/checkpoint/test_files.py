@@ -1,0 +1,142 @@
+import json
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kdist.checkpoint import CheckpointError, CheckpointFiles, opened
+from kdist.checkpoint.background import BackgroundWriter
+
+ARRAYS = {
+    "model/weights/0": np.arange(6, dtype="float32").reshape(2, 3),
+    "model/weights/1": np.array(7, "int64"),
+    "model/weights/2": np.array([1.5, -2.0], ml_dtypes.bfloat16),
+}
+
+
+def write(directory, *steps, keep=3, best=()):
+    files = CheckpointFiles(directory, keep)
+    for step in steps:
+        files.write(step, ARRAYS, {"number": step}, is_best=step in best)
+    return files
+
+
+def steps(files):
+    return [int(path.name.split("-")[1]) for path in files.paths()]
+
+
+def test_what_is_written_is_read_bit_by_bit(tmp_path):
+    saved = write(tmp_path / "new" / "directory", 12).newest()
+    assert (saved.step, saved.state["number"]) == (12, 12)
+    found = saved.tensors()
+    assert found.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_there_is_none_in_a_directory_that_is_empty_or_not_there(tmp_path):
+    assert CheckpointFiles(tmp_path).newest() is None
+    assert CheckpointFiles(tmp_path / "none").newest() is None
+
+
+def test_the_newest_and_the_best_stay(tmp_path):
+    files = write(tmp_path, 1, 2, 3, 4, 5, keep=2, best=(1, 2))
+    assert steps(files) == [2, 4, 5]
+    assert list(tmp_path.glob("unfinished*")) == []
+
+
+def test_the_same_step_again_takes_the_others_place(tmp_path):
+    files = write(tmp_path, 3)
+    files.write(3, ARRAYS, {"number": "second"})
+    assert files.newest().state["number"] == "second"
+    assert steps(files) == [3]
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file):
+    file.write_bytes(file.read_bytes()[:-3])
+
+
+@pytest.mark.parametrize("harm", [flip_a_bit, truncate, lambda file: file.unlink()])
+@pytest.mark.parametrize(
+    "name", ["state.json", "checksums.json", "tensors.index", "tensors.data-00000-of-00001"]
+)
+def test_the_one_before_is_taken_where_the_newest_is_torn(tmp_path, capsys, harm, name):
+    files = write(tmp_path, 1, 2)
+    harm(tmp_path / "step-0000000002" / name)
+    assert files.newest().step == 1
+    said = capsys.readouterr().err
+    assert "step-0000000002 is " in said
+    assert said.rstrip().endswith("looking for the one before")
+    with pytest.raises(CheckpointError):
+        opened(tmp_path / "step-0000000002")
+
+
+def test_what_a_killed_process_left_is_no_checkpoint_and_is_written_over(tmp_path):
+    files = write(tmp_path, 1)
+    (tmp_path / "unfinished-step-0000000002").mkdir()
+    (tmp_path / "unfinished-step-0000000002" / "state.json").write_text("{")
+    assert files.newest().step == 1
+    write(tmp_path, 2)
+    assert steps(files) == [1, 2]
+    assert list(tmp_path.glob("unfinished*")) == []
+
+
+def test_nothing_is_unpickled(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return print, ("unpickled",)
+
+    files = write(tmp_path, 1)
+    (tmp_path / "step-0000000001" / "state.json").write_bytes(pickle.dumps(Trap()))
+    assert files.newest() is None
+
+
+def test_a_file_in_the_way_leaves_what_is_there(tmp_path):
+    files = write(tmp_path / "files", 1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        CheckpointFiles(tmp_path / "file").write(1, ARRAYS, {})
+    assert files.newest().step == 1
+
+
+def test_keep_is_at_least_one(tmp_path):
+    with pytest.raises(ValueError, match="keep=0: keep at least 1"):
+        CheckpointFiles(tmp_path, keep=0)
+
+
+def test_the_background_writes_what_it_is_given_and_says_what_it_cannot(tmp_path, capsys):
+    files = CheckpointFiles(tmp_path / "in" / "here")
+    writer = BackgroundWriter(files)
+    writer.put(1, ARRAYS, {})
+    writer.wait()
+    assert files.newest().step == 1
+    (tmp_path / "file").write_text("")
+    blocked = BackgroundWriter(CheckpointFiles(tmp_path / "file"))
+    blocked.put(1, ARRAYS, {})
+    blocked.close()
+    writer.close()
+    assert blocked.failed == 1
+    assert "training goes on" in capsys.readouterr().err
+
+
+def test_of_several_that_wait_the_last_and_the_best_are_written(tmp_path):
+    files = CheckpointFiles(tmp_path, keep=100)
+    writer = BackgroundWriter(files)
+    for step in range(1, 40):
+        writer.put(step, ARRAYS, {}, step == 20)
+    writer.close()
+    assert {20, 39} <= set(steps(files))
+    best = [
+        s
+        for s in steps(files)
+        if json.loads((tmp_path / f"step-{s:010d}" / "state.json").read_text())["is_best"]
+    ]
+    assert best == [20]

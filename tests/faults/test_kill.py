@@ -1,0 +1,140 @@
+"""kill -9 at random moments: the run's end is bit-equal to that of a run that was left alone.
+
+KDIST_KILLS=20 in the environment kills more often than CI has time for.
+"""
+
+import collections
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.faults import trained
+
+KILLS = int(os.environ.get("KDIST_KILLS", "3"))
+ROOT = pathlib.Path(__file__).parents[2]
+TRAINED = pathlib.Path(trained.__file__)
+
+pytestmark = pytest.mark.slow
+
+
+class Run:
+    """A job that trains in a directory, killed and started again."""
+
+    def __init__(self, directory, kind):
+        self.directory, self._kind = directory, kind
+        self.output = directory / "result.json"
+        self._jobs = 0
+
+    def start(self):
+        """Starts the job; gives its process, that of the launcher where there are two workers."""
+        self.directory.mkdir(exist_ok=True)
+        self._jobs += 1
+        command = [
+            os.fspath(TRAINED),
+            self._kind,
+            os.fspath(self.directory),
+            os.fspath(self.output),
+        ]
+        if self._kind == "multi_worker":
+            logs = self.directory.with_name(f"{self.directory.name}-logs-{self._jobs}")
+            launch = [ROOT / "scripts" / "launch.py", "--workers=2", f"--run_dir={logs}", "--"]
+            command = [*launch, *command]
+        self._log = open(self.directory / "log.txt", "a")  # noqa: SIM115
+        return subprocess.Popen(
+            [sys.executable, *map(os.fspath, command)],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.fspath(ROOT)},
+        )
+
+    def to_the_end(self):
+        """Runs the job until it ends, and gives what it wrote."""
+        process = self.start()
+        assert process.wait(180) == 0, self.said()
+        return json.loads(self.output.read_text())
+
+    def kill(self, process, randomly):
+        """kill -9 to a task that trains, and waits for the job's end."""
+        os.kill(randomly.choice(self._tasks(process)), signal.SIGKILL)
+        code = process.wait(60)
+        assert code != 0, self.said()
+        assert not self._tasks(process)
+
+    def trains(self):
+        """Whether a step was made since the job was started."""
+        return any((self.directory / "seen" / f"{self._jobs:03d}").glob("*.txt"))
+
+    def said(self):
+        """The end of what the jobs wrote."""
+        return (self.directory / "log.txt").read_text()[-3000:]
+
+    def seen(self):
+        """For each step, in order, what it took of the data, in the last job that made it."""
+        steps = {}
+        for job in sorted((self.directory / "seen").iterdir()):
+            here = collections.defaultdict(list)
+            for file in sorted(job.glob("*.txt")):
+                for line in file.read_text().splitlines():
+                    step, *marks = line.replace("[", "").replace("]", "").split()
+                    here[int(step)] += map(int, marks)
+            steps.update(here)
+        return [sorted(steps[step]) for step in sorted(steps)]
+
+    def _tasks(self, process):
+        if self._kind != "multi_worker":
+            return [process.pid] if process.poll() is None else []
+        found = subprocess.run(
+            ["pgrep", "-f", f"trained.py {self._kind} {self.directory} "],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.split()
+        return [int(pid) for pid in found if int(pid) != process.pid]
+
+
+@pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker"])
+def test_a_run_that_is_killed_ends_as_one_that_was_not(tmp_path, kind):
+    randomly = random.Random(int(os.environ.get("KDIST_KILL_SEED", "0")))
+    whole, killed = Run(tmp_path / "whole", kind), Run(tmp_path / "killed", kind)
+    expected = whole.to_the_end()
+    kills = 0
+    while kills < KILLS:
+        process = killed.start()
+        deadline = time.monotonic() + 120
+        while not killed.trains() and process.poll() is None:
+            assert time.monotonic() < deadline, killed.said()
+            time.sleep(0.01)
+        # From the first step on; between checkpoints, while one is written, in validation.
+        time.sleep(randomly.uniform(0.0, 1.0))
+        if process.poll() is not None:
+            break
+        killed.kill(process, randomly)
+        kills += 1
+    result = killed.to_the_end()
+    assert kills >= min(KILLS, 3)
+    assert result == expected
+    assert "going on after step" in killed.said()
+    steps = killed.seen()
+    per_epoch = trained.EXAMPLES // trained.BATCH
+    assert len(steps) == trained.EPOCHS * per_epoch
+    assert steps == whole.seen()
+    for epoch in range(trained.EPOCHS):
+        part = steps[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert sorted(mark for step in part for mark in step) == sorted(_marks_of_all())
+
+
+def _marks_of_all():
+    import kdist
+
+    train, _ = trained.pipelines(kdist.create_strategy("one_device"))
+    marks = []
+    for images, _ in train.dataset().take(trained.EXAMPLES // trained.BATCH):
+        marks += trained.marks_of(images).numpy().tolist()
+    return marks

@@ -1,0 +1,94 @@
+"""A training that a test kills: three epochs with all that a checkpoint has to hold.
+
+python trained.py STRATEGY DIRECTORY OUTPUT JOB
+
+What each step took of the data goes to DIRECTORY/seen/JOB/<replica>.txt; when training is through,
+the weights' digest and the history go to OUTPUT.
+"""
+
+import hashlib
+import json
+import pathlib
+import sys
+import time
+
+import keras
+import tensorflow as tf
+
+import kdist
+
+# A step of this model takes a millisecond: kills are to meet training, not the imports.
+SECONDS_A_STEP = 0.03
+EXAMPLES, BATCH, EPOCHS = 1280, 64, 3
+
+
+class Noting(kdist.Model):
+    """Writes a line for each micro-step of each replica: the step, and marks of its examples."""
+
+    def train_step(self, data):
+        replica = tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        marks = marks_of(data[0])
+        path = f"file://{self.noted_in}/{replica}.txt"
+        tf.print(self.optimizer.iterations.value, marks, output_stream=path, summarize=-1)
+        return super().train_step(data)
+
+
+def marks_of(images):
+    """An integer for each image, which flipping from left to right does not change."""
+    rows = tf.reduce_sum(tf.cast(images, tf.int64), (2, 3))
+    return tf.reduce_sum(rows * tf.range(1, rows.shape[1] + 1, dtype=tf.int64) ** 4, 1)
+
+
+def pipelines(strategy):
+    """Training and test data, with augmentation; steps of two micro-steps."""
+    replicas = strategy.num_replicas_in_sync
+    batch = kdist.Batch(BATCH // 2 // replicas, replicas, 2)
+    return kdist.data.load("digits", batch=batch, examples=EXAMPLES, operations="random_flip()")
+
+
+def main(kind, directory, output, job):
+    """Trains, or goes on."""
+    strategy = kdist.create_strategy(kind, 2 if kind == "mirrored" else None)
+    keras.utils.set_random_seed(1)
+    train, test = pipelines(strategy)
+    with strategy.scope():
+        model = _model(train.image_shape)
+    model.noted_in = pathlib.Path(directory, "seen", job).absolute()
+    model.noted_in.mkdir(parents=True, exist_ok=True)
+    slow = keras.callbacks.Callback()
+    slow.on_train_batch_end = lambda batch, logs: time.sleep(SECONDS_A_STEP)
+    history = model.fit(
+        train,
+        validation_data=test,
+        epochs=EPOCHS,
+        callbacks=[
+            kdist.callbacks.Checkpoint(directory, every_steps=5),
+            keras.callbacks.ReduceLROnPlateau(patience=0),
+            keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
+            slow,
+        ],
+        verbose=0,
+    ).history
+    if kdist.strategies.is_chief(strategy):
+        weights = b"".join(weight.tobytes() for weight in model.get_weights())
+        result = {"digest": hashlib.sha256(weights).hexdigest(), "history": history}
+        pathlib.Path(output).write_text(json.dumps(result))
+
+
+def _model(shape):
+    layers = keras.layers
+    inputs = keras.Input(shape)
+    x = layers.Dense(32, activation="relu")(layers.Flatten()(inputs))
+    x = layers.Dropout(0.5, seed=3)(layers.BatchNormalization()(x))
+    model = Noting(inputs, layers.Dense(10, activation="softmax")(x))
+    model.compile(
+        keras.optimizers.Adam(1e-3),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        accumulate=2,
+    )
+    return model
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
