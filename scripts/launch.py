@@ -6,6 +6,10 @@
   # two workers and a parameter server; a chief, which coordinates them, is added
   python scripts/launch.py --workers=2 --ps=1 -- scripts/train.py --strategy=parameter_server
 
+  # a job that survives what kills a task: it goes on from its last checkpoint
+  python scripts/launch.py --workers=2 --max_restarts=5 -- scripts/train.py \
+    --strategy=multi_worker --run_dir=runs/a --checkpoint_steps=100
+
   # any program: TF_CONFIG says which task it is
   python scripts/launch.py --workers=3 --timeout_seconds=60 -- sh -c 'echo $TF_CONFIG'
 
@@ -15,11 +19,14 @@ program's own --run_dir, else of the launcher's, else a new one under runs/.
 
 The job ends when the deciding task (the chief, or worker 0 without one) has ended, or when any task
 fails. Then it exits with that task's code (128 + n if signal n ended it); Ctrl-C is 130, a second
-one kills at once; --timeout_seconds is 124. No process of the job outlives it.
+one kills at once; --timeout_seconds is 124. No process of the job outlives it. With --max_restarts
+a job that failed is started again, the same program with the same flags, until so many restarts in
+a row have brought no new checkpoint in the run directory.
 """
 
 import os
 import pathlib
+import time
 
 from absl import flags
 
@@ -27,7 +34,8 @@ from kdist import program
 from kdist.launch import here
 from kdist.launch.job import Limits, last_words, stopped_by_signals
 from kdist.launch.output import Screen
-from kdist.run_directory import RUN_DIR, new_path
+from kdist.launch.restarts import Restarts
+from kdist.run_directory import RUN_DIR, RunDirectory, new_path
 
 FLAGS = flags.FLAGS
 
@@ -50,6 +58,12 @@ flags.DEFINE_float(
     "end_seconds", 5.0, "For a task that is asked to end, before it is killed.", lower_bound=0
 )
 
+flags.DEFINE_integer(
+    "max_restarts",
+    0,
+    "How often a job that failed is started again without getting to a new checkpoint.",
+    lower_bound=0,
+)
 flags.DEFINE_string("run_dir", None, "Gets logs/, if the program has no --run_dir of its own.")
 
 
@@ -63,24 +77,35 @@ def main(arguments):
         "ps": FLAGS.ps,
         "evaluator": int(FLAGS.evaluator),
     }
-    limits = Limits(FLAGS.end_seconds, FLAGS.wait_seconds, FLAGS.timeout_seconds)
     screen = Screen()
-    job_here = here.job(
-        counts,
-        program_and_flags,
-        log_dir,
-        limits=limits,
-        screen=screen,
-        several_on_one_gpu=FLAGS.share_gpus,
-        # scripts/train.py takes it: tasks that follow each other's files mean the same ones.
-        environment={RUN_DIR: str(run_dir), **os.environ},
-    )
-    with job_here as job, stopped_by_signals(job):
-        screen.say(f"{job.tasks[0].cluster.counts()} on this machine; output also in {log_dir}")
-        code = job.run()
-    if job.failed:  # at the very end, as the others' complaints come after its own
-        screen.say(last_words(job.failed))
-    return code
+    restarts = Restarts(FLAGS.max_restarts, RunDirectory(run_dir).checkpoints)
+    began = time.monotonic()
+    while True:
+        job_here = here.job(
+            counts,
+            program_and_flags,
+            log_dir,
+            limits=Limits(FLAGS.end_seconds, FLAGS.wait_seconds, seconds_left(began)),
+            screen=screen,
+            several_on_one_gpu=FLAGS.share_gpus,
+            # scripts/train.py takes it: tasks that follow each other's files mean the same ones.
+            environment={RUN_DIR: str(run_dir), **os.environ},
+        )
+        with job_here as job, stopped_by_signals(job):
+            screen.say(f"{job.tasks[0].cluster.counts()} on this machine; output also in {log_dir}")
+            code = job.run()
+        if not job.failed:
+            return code
+        screen.say(last_words(job.failed))  # last, as the others' complaints come after its own
+        if not restarts.wait_for_next(screen.say):
+            return code
+
+
+def seconds_left(began):
+    """Of --timeout_seconds; None without."""
+    if FLAGS.timeout_seconds is None:
+        return None
+    return max(0.0, FLAGS.timeout_seconds - (time.monotonic() - began))
 
 
 def run_directory(arguments):

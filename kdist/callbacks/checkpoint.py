@@ -128,7 +128,7 @@ class Checkpoint(keras.callbacks.Callback):
         _check(state, facts)
         snapshot.put(model, self._of("model"))
         model.local_steps_done = state["local_steps_done"]
-        model.stop_training = state["stop_training"]
+        model.stop_training, model.logs_of_epoch = state["stop_training"], state["logs"]
         surroundings.to_generators(state["generators"])
         self._best = state["best"]
         replicas = model.distribute_strategy.num_replicas_in_sync
@@ -170,15 +170,14 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         asked = self._asked()
+        if asked or self._is_due():
+            self._save(logs)
         if asked >= _STOP:
-            self._save()
             self._end()
-        elif asked or self._is_due():
-            self._save()
 
     def on_test_begin(self, logs=None):
         if self._trains:
-            self._save()
+            self._save(self.model.logs_of_epoch)
 
     def on_test_batch_end(self, batch, logs=None):
         # What validation began with is saved. Several workers stop together, in a step.
@@ -186,7 +185,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._end()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._save(at_epochs_end=True, is_best=self._is_best(logs or {}))
+        self._save({}, at_epochs_end=True, is_best=self._is_best(logs or {}))
         if self._signal is not None and not self._several:
             self._end()
 
@@ -247,7 +246,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._best = value
         return True
 
-    def _save(self, at_epochs_end=False, is_best=False):
+    def _save(self, logs, at_epochs_end=False, is_best=False):
         model = self.model
         position = model.position.next_epoch if at_epochs_end else model.position
         arrays = snapshot.take(model)  # by all workers
@@ -264,6 +263,7 @@ class Checkpoint(keras.callbacks.Callback):
             "replicas": model.distribute_strategy.num_replicas_in_sync,
             "local_steps_done": model.local_steps_done,
             "stop_training": model.stop_training,
+            "logs": {k: v for k, v in dict(logs).items() if isinstance(v, float)},
             "best": self._best,
             "callbacks": callbacks,
             "generators": surroundings.of_generators(),

@@ -137,10 +137,6 @@ class CoordinatedFunction:
         self._logs_now = LazyLogs(read)
         return self._logs_now
 
-    def logs(self):
-        """The logs as of now, also if another process has run the steps."""
-        return LazyLogs(self._trainer.get_metrics_result) if self._logs_are_metrics else {}
-
     def group(self, *_):
         """Waits until one more group has ended; gives its outputs."""
         return joined(self())

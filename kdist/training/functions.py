@@ -66,7 +66,6 @@ class StepFunction:
         self._group = self._several if trainer.run_eagerly else _function(self._loop)
         self._on_batch = compiled(self._only_step)
         self._read_metrics = compiled(trainer.get_metrics_result)
-        self._end = compiled(lambda: self._end_of_group(()))
 
     def __call__(self, iterator, length=None, may_run_out=False):
         """Runs `length` steps (by default `steps_per_execution`) and gives the last one's logs.
@@ -87,12 +86,6 @@ class StepFunction:
                 )
         self._clock.note_input(waited)
         return self._logs(outputs)
-
-    def logs(self):
-        """The logs as they are after the last group, also if another process has run it."""
-        if not self._logs_are_metrics:
-            return {}
-        return self._logs(self._end() if self._together else ())
 
     def under_way(self, groups):
         """A context that gives the groups: each is run when its turn has come."""

@@ -6,8 +6,9 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
 
 import functools
 import time
+import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import keras
@@ -39,6 +40,9 @@ class Loops:
 
     # What has to be the same when another process goes on with the last `fit`.
     data_facts: dict | None = None
+
+    # Of the epoch's steps, without validation; known when they are done.
+    logs_of_epoch: Mapping[str, float] = types.MappingProxyType({})
 
     # Those of the last `fit`, with Keras's own.
     callbacks_of_fit: Sequence[keras.callbacks.Callback] = ()
@@ -262,9 +266,10 @@ class Loops:
             self.clock,
         )
         self.average_replicas()
-        if first_step and not logs:  # all its steps had been done before
-            logs = self.train_function.logs()
-        return self._results(logs)
+        if logs or not first_step:
+            self.logs_of_epoch = self._results(logs)
+        # Else all its steps were done by another process, whose logs these are.
+        return dict(self.logs_of_epoch)
 
     def _tune(self, groups, iterator, length, may_run_out):
         """Runs a group and notes how long it took, until the best length is found."""

@@ -36,12 +36,8 @@ class Run:
         """Starts the job; gives its process, that of the launcher where there are two workers."""
         self.directory.mkdir(exist_ok=True)
         self._jobs += 1
-        command = [
-            os.fspath(TRAINED),
-            self._kind,
-            os.fspath(self.directory),
-            os.fspath(self.output),
-        ]
+        job = f"{self._jobs:03d}"
+        command = [TRAINED, self._kind, self.directory, self.output, job]
         if self._kind == "multi_worker":
             logs = self.directory.with_name(f"{self.directory.name}-logs-{self._jobs}")
             launch = [ROOT / "scripts" / "launch.py", "--workers=2", f"--run_dir={logs}", "--"]

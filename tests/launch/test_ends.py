@@ -221,3 +221,32 @@ def test_tasks_end_even_if_the_watchdog_is_killed_first(launcher, all_end):
 def _children(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(child) for child in file.read().split()]
+
+
+FAILS = """
+if index == 0:
+    tries = len(list(here.glob("try-*")))
+    (here / f"try-{tries}").touch()
+    if tries in PROGRESS:
+        (here / "run" / "checkpoints" / f"step-{tries:010d}").mkdir(parents=True)
+    sys.exit(0 if tries == LAST else 5)
+"""
+
+
+@pytest.mark.parametrize(
+    ("progress", "most", "last", "code", "tries"),
+    [
+        ((), 0, 3, 5, 1),
+        ((), 2, 3, 5, 3),
+        ((), 2, 2, 0, 3),
+        ((0, 1, 2), 1, 3, 0, 4),  # only what brings no new checkpoint is counted
+    ],
+)
+def test_a_job_that_failed_is_started_again(launcher, progress, most, last, code, tries):
+    text = FAILS.replace("PROGRESS", repr(progress)).replace("LAST", str(last))
+    found, _, err, _ = launcher.run(text, "--workers=2", f"--max_restarts={most}")
+    assert found == code, err
+    assert len(list(launcher.directory.glob("try-*"))) == tries
+    assert err.count("starting again from ") == tries - 1
+    assert ("from the checkpoint of step 2 " in err) == bool(progress)
+    assert ("restarts in a row came to no new checkpoint" in err) == (code != 0 and most > 0)
