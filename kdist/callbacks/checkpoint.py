@@ -157,6 +157,7 @@ class Checkpoint(keras.callbacks.Callback):
                 self._others(), self._state["callbacks"], self._of("callbacks")
             )
             self._state = self._arrays = None
+        self.model.shall_pause = False
         self._several = are_several_workers(self.model.distribute_strategy)
         self._saved = self.model.position.batch
         self._saved_at = time.monotonic()
@@ -170,8 +171,14 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         asked = self._asked()
-        if asked or self._is_due():
-            self._save(logs)
+        if not (asked or self._is_due()):
+            return
+        # Under parameter servers steps are under way: a state that goes with a place in the data
+        # there is when all of them are done.
+        self.model.shall_pause = not self.model.is_paused
+        if self.model.shall_pause:
+            return
+        self._save(logs)
         if asked >= _STOP:
             self._end()
 

@@ -91,6 +91,8 @@ class CoordinatedFunction:
         """Each group, after as many as may be under way have been handed out."""
         waiting = collections.deque()
         for place, bundle in self._bundles(groups):
+            while waiting and self._trainer.shall_pause:
+                yield waiting.popleft()
             batches = bundle[0].iterator.take(
                 sum(group.length for group in bundle), apart=self._gives_outputs
             )
@@ -136,6 +138,11 @@ class CoordinatedFunction:
         read = self._trainer.get_metrics_result if self._logs_are_metrics else (lambda: logs)
         self._logs_now = LazyLogs(read)
         return self._logs_now
+
+    @property
+    def is_idle(self):
+        """Every step that was handed out has been made, and its logs have been given."""
+        return self._dispatcher.is_idle and not self._ended_besides
 
     def group(self, *_):
         """Waits until one more group has ended; gives its outputs."""

@@ -65,6 +65,9 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
 
     _dispatcher: Dispatcher | None = None
 
+    # Whether, under parameter servers, no more steps are handed out until `is_paused`.
+    shall_pause: bool = False
+
     def compile(
         self,
         *args,
@@ -215,6 +218,12 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
     def local_steps_done(self, steps: int):
         if self._rounds:
             self._rounds.done = steps
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step is under way between two calls; only parameter servers have some."""
+        function = self.train_function
+        return not isinstance(function, CoordinatedFunction) or function.is_idle
 
     def average_replicas(self):
         """Ends a round of local steps (see `compile`) that is under way; else does nothing.

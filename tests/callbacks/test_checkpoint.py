@@ -12,6 +12,7 @@ from kdist.callbacks import Checkpoint, Telemetry
 from kdist.checkpoint import CheckpointError, CheckpointFiles
 from kdist.run_directory import RunDirectory
 from kdist.strategies import create_strategy
+from kdist.testing import python_tasks
 
 
 def pipelines(replicas=1, local=32, **options):
@@ -317,3 +318,51 @@ def test_a_run_that_goes_on_has_one_line_of_metrics_a_step(tmp_path):
     ]
     assert len(second.epoch_seconds) == 3
     assert 0 < second.summary()["goodput"] < 1
+
+
+ON_SERVERS = """
+import contextlib, json, sys
+directory = sys.argv.pop()
+import kdist
+strategy = kdist.create_strategy("parameter_server")
+import keras
+import numpy as np
+from tests.callbacks.test_checkpoint import Interrupt, Interruption, fit
+
+class Interrupted(keras.callbacks.Callback):
+    comes_last = True
+
+class LaterInterrupt(Interrupted, Interrupt):
+    pass
+
+results = {}
+for name, options in {
+    "one after the other": {"max_staleness": 0}, "all at once": {"steps_per_execution": 2}
+}.items():
+    whole, history = fit(strategy, [], **options)
+    place = f"{directory}/{name}"
+    checkpoint = kdist.callbacks.Checkpoint(place, every_steps=3)
+    fit(strategy, [checkpoint, LaterInterrupt(9)], **options)
+    checkpoint = kdist.callbacks.Checkpoint(place)
+    resumed, went_on = fit(strategy, [checkpoint], **options)
+    results[name] = {
+        "from": checkpoint.resumed_from,
+        "iterations": int(resumed.optimizer.iterations.numpy()),
+        "same history": went_on == history,
+        "epochs": len(went_on["loss"]),
+        "difference": max(
+            float(np.abs(a - b).max())
+            for a, b in zip(whole.get_weights(), resumed.get_weights(), strict=True)
+        ),
+    }
+print(json.dumps(results))
+"""
+
+
+def test_with_parameter_servers_it_saves_between_steps(tmp_path):
+    chief, *_ = python_tasks(ON_SERVERS, {"chief": 1, "worker": 2, "ps": 2}, [str(tmp_path)])
+    for result in chief.values():
+        assert 0 < result["from"] < 30
+        assert (result["iterations"], result["epochs"]) == (30, 3)
+    assert chief["one after the other"]["difference"] == 0
+    assert chief["one after the other"]["same history"]
