@@ -41,7 +41,7 @@ train: env data ## ResNet-18 on Fashion-MNIST, two replicas, by model.fit
 
 # Most of a test is one thread that traces graphs: on two cores two processes end sooner.
 PYTEST := $(RUN) -m pytest --nbmake --nbmake-timeout=600 \
-  --numprocesses=logical --maxprocesses=4 --dist=worksteal
+  --numprocesses=logical --maxprocesses=4 --dist=worksteal --durations=25
 
 test: env ## all tests but the slow ones
 	$(PYTEST) -m "not slow" tests

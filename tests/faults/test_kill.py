@@ -86,13 +86,8 @@ class Run:
     def _tasks(self, process):
         if self._kind != "multi_worker":
             return [process.pid] if process.poll() is None else []
-        found = subprocess.run(
-            ["pgrep", "-f", f"trained.py {self._kind} {self.directory} "],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.split()
-        return [int(pid) for pid in found if int(pid) != process.pid]
+        found = _pids(f"trained.py {self._kind} {self.directory} ")
+        return [pid for pid in found if pid != process.pid]
 
 
 @pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker"])
@@ -124,6 +119,48 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(tmp_path, kind):
     for epoch in range(trained.EPOCHS):
         part = steps[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert sorted(mark for step in part for mark in step) == sorted(_marks_of_all())
+
+
+def test_the_launcher_goes_on_by_itself(tmp_path):
+    """A task is killed twice; nobody starts anything by hand."""
+    whole = Run(tmp_path / "whole", "multi_worker")
+    expected = whole.to_the_end()
+    checkpoints = tmp_path / "run" / "checkpoints"
+    output, randomly = tmp_path / "result.json", random.Random(0)
+    command = [
+        *(sys.executable, ROOT / "scripts" / "launch.py", "--workers=2", "--max_restarts=1"),
+        *(f"--run_dir={tmp_path / 'run'}", "--", TRAINED, "multi_worker", checkpoints, output, "1"),
+    ]
+    with open(tmp_path / "log.txt", "w") as log:
+        launcher = subprocess.Popen(
+            [os.fspath(part) for part in command],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": os.fspath(ROOT)},
+        )
+    for _ in range(2):
+        before = _newest(checkpoints)
+        deadline = time.monotonic() + 120
+        while _newest(checkpoints) <= before:
+            assert launcher.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        victims = [pid for pid in _pids(f"{checkpoints} ") if pid != launcher.pid]
+        os.kill(randomly.choice(victims), signal.SIGKILL)
+    assert launcher.wait(180) == 0
+    said = (tmp_path / "log.txt").read_text()
+    assert said.count("starting again from the checkpoint of step ") == 2, said[-3000:]
+    assert json.loads(output.read_text()) == expected
+    assert not _pids(f"{checkpoints} ")
+
+
+def _newest(directory):
+    return max((int(path.name.split("-")[1]) for path in directory.glob("step-*")), default=0)
+
+
+def _pids(pattern):
+    found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
 
 
 def _marks_of_all():
