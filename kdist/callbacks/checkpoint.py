@@ -9,6 +9,7 @@ bit-equal to that of a run that was never killed.
 """
 
 import importlib.metadata
+import math
 import os
 import signal
 import sys
@@ -40,6 +41,8 @@ class Checkpoint(keras.callbacks.Callback):
     by `KeyboardInterrupt`. A second signal acts as it would without this callback. Steps wait only
     until the weights are copied; the writing goes on beside them.
 
+    Once the loss has become NaN or infinite, no more are written.
+
     With several workers all need the callback, and all save at the same step; the chief alone
     writes, and alone has to see the directory. Going on with another number of replicas is possible
     where the global batch stays; sums over rows are then added up in another order, so that the
@@ -64,6 +67,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     Raises:
         ValueError: `keep`, `every_steps` or `every_minutes` is not positive.
+        TypeError: from `fit`, with a model that kdist does not train.
     """
 
     # So that it knows what the others have decided, and gives them back what they knew.
@@ -152,6 +156,11 @@ class Checkpoint(keras.callbacks.Callback):
     # Called by Keras.
 
     def on_train_begin(self, logs=None):
+        if not hasattr(self.model, "position"):
+            raise TypeError(
+                "Checkpoint goes on within an epoch, which Keras's own fit cannot: make the model "
+                "by kdist.Model.of(model), or call kdist.patch_keras() first"
+            )
         if self._state is not None:
             surroundings.to_callbacks(
                 self._others(), self._state["callbacks"], self._of("callbacks")
@@ -159,6 +168,7 @@ class Checkpoint(keras.callbacks.Callback):
             self._state = self._arrays = None
         self.model.shall_pause = False
         self._several = are_several_workers(self.model.distribute_strategy)
+        self.model.asked.reset()
         self._saved = self.model.position.batch
         self._saved_at = time.monotonic()
         self._trains = True
@@ -209,7 +219,7 @@ class Checkpoint(keras.callbacks.Callback):
         if not self._several:
             return own
         asked = self.model.asked.of_all()
-        self.model.asked.ask(own)
+        self.model.asked.ask(0 if 0 < asked < _STOP else own)  # what is done now is done
         return asked
 
     def _is_due(self):
@@ -221,7 +231,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._signal is None:
             self._signal = number
             name = signal.Signals(number).name
-            print(f"kdist: {name}: saving, then ending", file=sys.stderr, flush=True)
+            # Not by print: the signal may have come in the middle of one.
+            os.write(2, f"kdist: {name}: saving, then ending\n".encode())
             return
         signal.signal(number, self._handlers.get(number) or signal.SIG_DFL)
         signal.raise_signal(number)
@@ -244,7 +255,7 @@ class Checkpoint(keras.callbacks.Callback):
     def _is_best(self, logs):
         name = self._monitor or ("val_loss" if "val_loss" in logs else "loss")
         value = logs.get(name)
-        if value is None or value != value:
+        if value is None or math.isnan(value):
             return False
         value = float(value)
         sign = 1 if any(part in name.lower() for part in ("acc", "auc")) else -1
@@ -255,6 +266,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _save(self, logs, at_epochs_end=False, is_best=False):
         model = self.model
+        if model.first_nonfinite_step() is not None:  # nobody wants to go on from there
+            return
         position = model.position.next_epoch if at_epochs_end else model.position
         arrays = snapshot.take(model)  # by all workers
         self._saved, self._saved_at = position.batch, time.monotonic()

@@ -58,7 +58,8 @@ def resumption_of(callbacks) -> Resumption | None:
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
-    able = [c for c in keras.tree.flatten(callbacks) if hasattr(c, "restore")]
+    methods = ("load", "restore", "release")
+    able = [c for c in keras.tree.flatten(callbacks) if all(hasattr(c, m) for m in methods)]
     if len(able) > 1:
         raise ValueError(f"fit takes one callback that resumes, got {len(able)}: {able}")
     return able[0] if able else None

@@ -68,6 +68,11 @@ class Asked:
         if self._variable is not None:
             self._variable.assign(number)
 
+    def reset(self):
+        """Nobody asks for anything."""
+        self._sum = None
+        self.ask(0)
+
     def of_all(self) -> int:
         """The sum as of the end of the last group; waits for it where there are several workers."""
         if self._variable is None:

@@ -209,6 +209,27 @@ def test_a_second_fit_of_the_same_callback_goes_on_with_the_model(tmp_path):
     assert strategy.num_replicas_in_sync == 1
 
 
+def test_a_model_of_plain_keras_is_refused(tmp_path):
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match=r"kdist\.Model\.of"):
+        model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[Checkpoint(tmp_path)])
+
+
+def test_weights_of_a_loss_that_is_no_number_are_not_saved(tmp_path):
+    x = np.ones((64, 4), "float32")
+    x[40] = np.nan
+    inputs = keras.Input((4,))
+    model = kdist.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    checkpoint = Checkpoint(tmp_path, every_steps=1)
+    model.fit(x, x[:, :1], batch_size=8, shuffle=False, verbose=0, callbacks=[checkpoint])
+    saved = CheckpointFiles(tmp_path).newest()
+    assert saved.step == 5
+    assert all(np.isfinite(array).all() for array in saved.tensors().values())
+
+
 def test_two_callbacks_that_resume_are_refused(tmp_path):
     callbacks = [Checkpoint(tmp_path / "a"), Checkpoint(tmp_path / "b")]
     with pytest.raises(ValueError, match="one callback that resumes"):
@@ -248,14 +269,14 @@ class Signal(keras.callbacks.Callback):
         (signal.SIGINT, KeyboardInterrupt, "validation", 10),
     ],
 )
-def test_a_signal_saves_and_ends(tmp_path, capsys, number, error, moment, step):
+def test_a_signal_saves_and_ends(tmp_path, capfd, number, error, moment, step):
     strategy = create_strategy("one_device")
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with pytest.raises(error) as raised:
         fit(strategy, [Checkpoint(tmp_path), Signal(number, moment)])
     assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
     assert error is KeyboardInterrupt or raised.value.code == 143
-    assert f"{number.name}: saving, then ending" in capsys.readouterr().err
+    assert f"{number.name}: saving, then ending" in capfd.readouterr().err
     assert CheckpointFiles(tmp_path).newest().step == step
     whole, history = fit(strategy, [])
     resumed, went_on = fit(strategy, [Checkpoint(tmp_path)])
