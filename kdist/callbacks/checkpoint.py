@@ -41,6 +41,10 @@ class Checkpoint(keras.callbacks.Callback):
     by `KeyboardInterrupt`. A second signal acts as it would without this callback. Steps wait only
     until the weights are copied; the writing goes on beside them.
 
+    Of callbacks, Keras's own are known that remember something (EarlyStopping, ReduceLROnPlateau,
+    ModelCheckpoint, History); one of your own joins by `get_state()`, which gives what JSON can
+    hold, and `set_state(state)`, called after `on_train_begin`.
+
     Once the loss has become NaN or infinite, no more are written.
 
     With several workers all need the callback, and all save at the same step; the chief alone
