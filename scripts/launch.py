@@ -79,13 +79,13 @@ def main(arguments):
     }
     screen = Screen()
     restarts = Restarts(FLAGS.max_restarts, RunDirectory(run_dir).checkpoints)
-    began = time.monotonic()
+    began, seconds = time.monotonic(), FLAGS.timeout_seconds
     while True:
         job_here = here.job(
             counts,
             program_and_flags,
             log_dir,
-            limits=Limits(FLAGS.end_seconds, FLAGS.wait_seconds, seconds_left(began)),
+            limits=Limits(FLAGS.end_seconds, FLAGS.wait_seconds, seconds),
             screen=screen,
             several_on_one_gpu=FLAGS.share_gpus,
             # scripts/train.py takes it: tasks that follow each other's files mean the same ones.
@@ -99,13 +99,8 @@ def main(arguments):
         screen.say(last_words(job.failed))  # last, as the others' complaints come after its own
         if not restarts.wait_for_next(screen.say):
             return code
-
-
-def seconds_left(began):
-    """Of --timeout_seconds; None without."""
-    if FLAGS.timeout_seconds is None:
-        return None
-    return max(0.0, FLAGS.timeout_seconds - (time.monotonic() - began))
+        if FLAGS.timeout_seconds is not None:
+            seconds = max(0.0, FLAGS.timeout_seconds - (time.monotonic() - began))
 
 
 def run_directory(arguments):

@@ -192,7 +192,8 @@ class Checkpoint(keras.callbacks.Callback):
         self.model.shall_pause = not self.model.is_paused
         if self.model.shall_pause:
             return
-        self._save(logs)
+        # If this was the epoch's last step, they are its logs.
+        self._save(self.model.epoch_results(logs))
         if asked >= _STOP:
             self._end()
 

@@ -202,7 +202,7 @@ class Loops:
             lambda: self.stop_evaluating,
             StepClock(),
         )
-        logs = self._results(logs)
+        logs = self.epoch_results(logs)
         callbacks.on_test_end(logs)
         return logs if return_dict else self._flatten_metrics_in_order(logs)
 
@@ -267,7 +267,7 @@ class Loops:
         )
         self.average_replicas()
         if logs or not first_step:
-            self.logs_of_epoch = self._results(logs)
+            self.logs_of_epoch = self.epoch_results(logs)
         # Else all its steps were done by another process, whose logs these are.
         return dict(self.logs_of_epoch)
 
@@ -317,7 +317,7 @@ class Loops:
                     break
         return logs
 
-    def _results(self, logs):
+    def epoch_results(self, logs):
         """The epoch's logs as floats: the metrics, or what the user's own step gave last."""
         if isinstance(logs, LazyLogs):
             return dict(logs)

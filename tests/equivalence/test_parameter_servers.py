@@ -22,7 +22,7 @@ print(json.dumps(result))
 @pytest.mark.parametrize(
     ("servers", "options"),
     [
-        (2, {"steps_per_execution": 4}),
+        pytest.param(2, {"steps_per_execution": 4}, marks=pytest.mark.slow),
         pytest.param(1, {}, marks=pytest.mark.slow),
         pytest.param(1, {"accumulate": 2, "steps_per_execution": 7}, marks=pytest.mark.slow),
         pytest.param(1, {"steps_per_execution": "auto"}, marks=pytest.mark.slow),

@@ -228,6 +228,7 @@ def test_inception_branches_do_not_meet_before_the_join():
     ]
 
 
+@pytest.mark.slow
 def test_saved_models_open_in_plain_keras_without_kdist(tmp_path):
     predictions = {}
     mixed = {**SMALL["resnet18"], "precision": "mixed_bfloat16", "sync_batch_norm": True}

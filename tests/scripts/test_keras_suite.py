@@ -30,6 +30,7 @@ def test_a_part_under_mirrored(trainer):
     assert (passed == chosen) is (trainer == "kdist")
 
 
+@pytest.mark.slow
 def test_what_is_known_to_fail_is_named_with_its_reason():
     test = "steps_per_execution_steps_per_epoch_match_multi_epoch_non_jit"
     process = keras_suite("--strategy=default", f"--tests={test}")
@@ -38,6 +39,7 @@ def test_what_is_known_to_fail_is_named_with_its_reason():
     assert f"test_{test}: wants Keras's epochs" in process.stdout
 
 
+@pytest.mark.slow
 def test_what_selects_nothing_is_an_error():
     process = keras_suite("--strategy=default", "--tests=no_such_test")
     assert process.returncode == 1

@@ -180,6 +180,7 @@ def test_help_teaches():
         assert flag in process.stdout
 
 
+@pytest.mark.slow
 def test_check_says_what_works():
     process = program("check", "--strategies=one_device,mirrored,central_storage")
     assert process.returncode == 0, process.stdout + process.stderr
