@@ -28,6 +28,9 @@ except ImportError:  # Windows
 # An environment variable: the run directory that a launcher has chosen for all tasks of a job.
 RUN_DIR = "KDIST_RUN_DIR"
 
+# What names of checkpoints begin with; then the step.
+CHECKPOINT_PREFIX = "step-"
+
 
 def new_path(name: str) -> pathlib.Path:
     """A path under runs/ that says when, and `name`."""
@@ -196,6 +199,13 @@ class RunDirectory:
             return f"{state} ({config['model']} on {config['dataset']})"
         except (OSError, ValueError, KeyError):
             return state
+
+
+def checkpoint_step(path: pathlib.Path) -> int | None:
+    """The step of a checkpoint, such as 150 of `step-0000000150`; None for other names."""
+    number = path.name.removeprefix(CHECKPOINT_PREFIX)
+    is_one = path.name.startswith(CHECKPOINT_PREFIX) and number.isdecimal()
+    return int(number) if is_one else None
 
 
 def _is_up_to(step, line):

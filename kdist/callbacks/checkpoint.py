@@ -24,6 +24,7 @@ from kdist.checkpoint import snapshot, surroundings
 from kdist.checkpoint.background import BackgroundWriter
 from kdist.checkpoint.broadcast import of_chief
 from kdist.checkpoint.files import CheckpointError, CheckpointFiles, opened
+from kdist.run_directory import checkpoint_step
 from kdist.strategies import is_chief
 from kdist.training.resume import Position
 from kdist.training.together import are_several_workers
@@ -313,7 +314,7 @@ class Checkpoint(keras.callbacks.Callback):
 def _read(files, resume):
     """What a checkpoint holds, for all workers; without a state if there is none to go on from."""
     paths = files.paths()
-    newest = int(paths[-1].name.split("-")[-1]) if paths else 0
+    newest = checkpoint_step(paths[-1]) if paths else 0
     saved = None
     if resume == "auto":
         saved = files.newest()

@@ -11,7 +11,7 @@ from kdist.checkpoint.files import CheckpointError
 from kdist.strategies import is_chief
 from kdist.training.reduction import all_reduce_sum
 from kdist.training.step import this_replica
-from kdist.training.together import are_several_workers
+from kdist.training.together import are_several_workers, replicas_here
 
 
 def of_chief(strategy: tf.distribute.Strategy, read: Callable[[], dict[str, Any]]):
@@ -78,7 +78,7 @@ def _sums(strategy, arrays):
 
     @tf.autograph.experimental.do_not_convert
     def on_replica():
-        is_first = this_replica() % len(strategy.extended.worker_devices) == 0
+        is_first = this_replica() % replicas_here(strategy) == 0
         own = [tf.constant(array if is_first else np.zeros_like(array)) for array in arrays]
         return all_reduce_sum(own)
 

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-_PREFIX = "step-"
+from kdist.run_directory import CHECKPOINT_PREFIX, checkpoint_step
+
 _UNFINISHED = "unfinished-"
 _STATE, _CHECKSUMS, _TENSORS = "state.json", "checksums.json", "tensors"
 _BLOCK_BYTES = 1 << 20
@@ -52,7 +53,10 @@ class Saved:
     @property
     def step(self) -> int:
         """The step that it was written after."""
-        return int(self.path.name.removeprefix(_PREFIX))
+        step = checkpoint_step(self.path)
+        if step is None:
+            raise CheckpointError(f"{self.path} is not named after its step, as step-0000000150")
+        return step
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The arrays by their names."""
@@ -104,7 +108,7 @@ class CheckpointFiles:
             OSError: it cannot be written; what was there before is as it was.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        target = self.directory / f"{_PREFIX}{step:010d}"
+        target = self.directory / f"{CHECKPOINT_PREFIX}{step:010d}"
         unfinished = self.directory / f"{_UNFINISHED}{target.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
@@ -132,7 +136,8 @@ class CheckpointFiles:
 
     def paths(self) -> list[pathlib.Path]:
         """Those that are there, the oldest first."""
-        return sorted(path for path in self.directory.glob(f"{_PREFIX}*") if path.is_dir())
+        found = self.directory.glob(f"{CHECKPOINT_PREFIX}*")
+        return sorted(p for p in found if p.is_dir() and checkpoint_step(p) is not None)
 
     def _put_in_place(self, unfinished, target):
         if target.exists():

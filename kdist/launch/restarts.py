@@ -9,6 +9,8 @@ import pathlib
 import time
 from collections.abc import Callable
 
+from kdist.run_directory import checkpoint_step
+
 _FIRST_WAIT_SECONDS = 1.0
 _LONGEST_WAIT_SECONDS = 60.0
 
@@ -49,5 +51,5 @@ class Restarts:
         return True
 
     def _newest_step(self):
-        names = [path.name.removeprefix("step-") for path in self._directory.glob("step-*")]
-        return max((int(name) for name in names if name.isdecimal()), default=None)
+        steps = map(checkpoint_step, self._directory.glob("*"))
+        return max((step for step in steps if step is not None), default=None)

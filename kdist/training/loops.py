@@ -112,6 +112,7 @@ class Loops:
             x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, start.batch, part)
             shuffle = False  # the pipeline does; Keras would warn that it does not
         groups = self._step_groups(
+            builds=bool(resumed),  # what is restored has to be there before the first step
             feed=feed,
             x=x,
             y=y,
@@ -121,8 +122,6 @@ class Loops:
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        if resumed:  # what is restored has to be there before the first step
-            self._build_for(groups, is_needed=True)
         self.global_batch_size = part.batch_rows if part else groups.data_adapter.batch_size
         if not inputs.is_pipeline(data):
             groups.leave_out(start)
@@ -363,13 +362,14 @@ class Loops:
             shuffle=False,
         )
 
-    def _step_groups(self, **data):
+    def _step_groups(self, builds=False, **data):
         groups = StepGroups(
             distribute_strategy=self.distribute_strategy,
             steps_per_execution=self.steps_per_execution,
             **data,
         )
-        self._build_for(groups, is_needed=self._distribute_strategy or self.accumulate > 1)
+        if builds or self._distribute_strategy or self.accumulate > 1:
+            self._build_for(groups)
         return groups
 
     def _feed(self, x, start=0):
@@ -388,13 +388,12 @@ class Loops:
             return lambda _: NumberedFeed(x, start), None
         return lambda dataset: SentFeed(iter(dataset)), None
 
-    def _build_for(self, groups, is_needed):
+    def _build_for(self, groups):
         """Makes all variables before data flow: replicas and micro-steps cannot make them."""
-        if is_needed:
-            element_spec = groups.data_adapter.get_tf_dataset().element_spec
-            scope = self._distribute_strategy.scope if self._distribute_strategy else nullcontext
-            with scope():
-                self._symbolic_build(data_batch=inputs.with_open_batch(element_spec))
+        element_spec = groups.data_adapter.get_tf_dataset().element_spec
+        scope = self._distribute_strategy.scope if self._distribute_strategy else nullcontext
+        with scope():
+            self._symbolic_build(data_batch=inputs.with_open_batch(element_spec))
 
     def _callback_list(self, callbacks, verbose, epochs, groups, add_history=False):
         if isinstance(callbacks, keras.callbacks.CallbackList):
