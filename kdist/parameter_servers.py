@@ -10,8 +10,10 @@ from typing import NoReturn
 
 import tensorflow as tf
 
+from kdist import heartbeat
 from kdist.cluster import Cluster
 from kdist.devices import find_devices
+from kdist.exposure import shut_out_others
 from kdist.presence import Presence
 
 # With one, training stood still for good.
@@ -46,6 +48,9 @@ def serve(cluster: Cluster, devices=None) -> NoReturn:
         protocol="grpc",
         config=_configuration(names),
     )
+    shut_out_others(cluster)
+    heartbeat.does("serving")
+    heartbeat.start()
     Presence(cluster.tasks["chief"][0]).wait_until_gone()
     del server
     raise SystemExit(0)

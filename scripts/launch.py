@@ -19,9 +19,10 @@ program's own --run_dir, else of the launcher's, else a new one under runs/.
 
 The job ends when the deciding task (the chief, or worker 0 without one) has ended, or when any task
 fails. Then it exits with that task's code (128 + n if signal n ended it); Ctrl-C is 130, a second
-one kills at once; --timeout_seconds is 124. No process of the job outlives it. With --max_restarts
-a job that failed is started again, the same program with the same flags, until so many restarts in
-a row have brought no new checkpoint in the run directory.
+one kills at once; --timeout_seconds is 124. No process of the job outlives it. A task that hangs
+(--hang_seconds) has failed as well. With --max_restarts a job that failed is started again, the
+same program with the same flags, until so many restarts in a row have brought no new checkpoint in
+the run directory; under parameter servers a worker that failed is started again alone.
 """
 
 import os
@@ -57,6 +58,14 @@ flags.DEFINE_float(
 flags.DEFINE_float(
     "end_seconds", 5.0, "For a task that is asked to end, before it is killed.", lower_bound=0
 )
+flags.DEFINE_float(
+    "hang_seconds",
+    60.0,
+    "For a step of kdist's fit (ten times that for an epoch's first one, twenty times the usual in "
+    "any case), and for a task's sign of life. Then the task that others wait for is ended, and "
+    "shows where it was. 0: for ever.",
+    lower_bound=0,
+)
 
 flags.DEFINE_integer(
     "max_restarts",
@@ -85,11 +94,12 @@ def main(arguments):
             counts,
             program_and_flags,
             log_dir,
-            limits=Limits(FLAGS.end_seconds, FLAGS.wait_seconds, seconds),
+            limits=Limits(FLAGS.end_seconds, FLAGS.wait_seconds, seconds, FLAGS.hang_seconds),
             screen=screen,
             several_on_one_gpu=FLAGS.share_gpus,
             # scripts/train.py takes it: tasks that follow each other's files mean the same ones.
             environment={RUN_DIR: str(run_dir), **os.environ},
+            may_replace=lambda name: restarts.may_replace(name, screen.say),
         )
         with job_here as job, stopped_by_signals(job):
             screen.say(f"{job.tasks[0].cluster.counts()} on this machine; output also in {log_dir}")

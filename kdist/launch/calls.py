@@ -49,6 +49,7 @@ def local(
     share_gpus: bool = False,
     timeout_seconds: float | None = None,
     wait_seconds: float = 30.0,
+    hang_seconds: float = 60.0,
     log_dir: str | os.PathLike | None = None,
     quiet: bool = False,
 ) -> Any:
@@ -69,6 +70,8 @@ def local(
         share_gpus: whether more workers than GPUs share them.
         timeout_seconds: for the whole job; None is without end.
         wait_seconds: for the others, when the deciding task has ended.
+        hang_seconds: for a step of `fit` (ten times that for an epoch's first one, and twenty
+            times the usual in any case), and for a task's sign of life; 0 is for ever.
         log_dir: gets a file of each task's output; by default they are not kept.
         quiet: what the tasks print is not shown; what the launcher has to say is.
 
@@ -76,7 +79,7 @@ def local(
         What the function returned in the deciding task: the chief, or worker 0 without one.
 
     Raises:
-        TaskFailed: the function raised in a task, or its process ended.
+        TaskFailed: the function raised in a task, or its process ended, or hung.
         TimeoutError: the job ran longer than `timeout_seconds`.
         KeyboardInterrupt: it was interrupted; the tasks have ended.
         ValueError: no worker, or more of them than GPUs.
@@ -93,7 +96,11 @@ def local(
             counts,
             program,
             pathlib.Path(log_dir) if log_dir else scratch / "logs",
-            limits=Limits(wait_seconds=wait_seconds, timeout_seconds=timeout_seconds),
+            limits=Limits(
+                wait_seconds=wait_seconds,
+                timeout_seconds=timeout_seconds,
+                hang_seconds=hang_seconds,
+            ),
             screen=Screen(shows_tasks=not quiet),
             several_on_one_gpu=share_gpus,
             environment=_environment(),

@@ -11,7 +11,7 @@ import pathlib
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kdist.cluster import ROLES, Cluster
 from kdist.launch.job import Job, Limits
@@ -32,6 +32,7 @@ def job(
     screen: Screen | None = None,
     several_on_one_gpu: bool = False,
     environment: Mapping[str, str] | None = None,
+    may_replace: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[Job]:
     """A job that is ready to run; its ports are held until the context ends.
 
@@ -43,6 +44,7 @@ def job(
         screen: shows what tasks write; by default on standard output.
         several_on_one_gpu: whether more tasks than GPUs share them.
         environment: of the tasks, before they get their places; by default this process's.
+        may_replace: as `Job` asks it.
 
     Raises:
         ValueError: more tasks than GPUs.
@@ -69,7 +71,7 @@ def job(
             cluster.publish(own)
             log = log_dir / f"{cluster.name.replace(' ', '-')}.log"
             tasks.append(Task(cluster, command, own, log))
-        yield Job(tasks, mark, screen or Screen(), limits)
+        yield Job(tasks, mark, screen or Screen(), limits, may_replace)
 
 
 def _places(counts, ports):

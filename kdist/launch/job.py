@@ -13,10 +13,11 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kdist.launch.orphans import Watchdog, processes_of, signal_processes
 from kdist.launch.output import Screen
+from kdist.launch.supervision import Supervision, state
 from kdist.launch.task import Task
 
 TIMED_OUT = 124  # as timeout(1) exits
@@ -36,11 +37,13 @@ class Limits:
         end_seconds: between the signal that asks a task to end and the one that kills it.
         wait_seconds: for the others to end by themselves, when the deciding task has.
         timeout_seconds: for all of it; None is without end.
+        hang_seconds: for a step of kdist's `fit`, and for a task's sign of life; 0 is for ever.
     """
 
     end_seconds: float = 5.0
     wait_seconds: float = 30.0
     timeout_seconds: float | None = None
+    hang_seconds: float = 60.0
 
 
 class Job:
@@ -53,6 +56,8 @@ class Job:
         mark: in the environment of the tasks, by which their children are found (`orphans`).
         screen: shows what they write.
         limits: how long it waits for what.
+        may_replace: asked by name whether a task that failed is started again while the others go
+            on; only workers of parameter servers can be.
 
     Attributes:
         failed: the task that ended the job; None if none has.
@@ -61,14 +66,22 @@ class Job:
     """
 
     def __init__(
-        self, tasks: Sequence[Task], mark: str, screen: Screen, limits: Limits | None = None
+        self,
+        tasks: Sequence[Task],
+        mark: str,
+        screen: Screen,
+        limits: Limits | None = None,
+        may_replace: Callable[[str], bool] = lambda name: False,
     ):
         self.tasks, self._mark, self._screen = list(tasks), mark, screen
         self._limits = limits or Limits()
+        self._may_replace = may_replace
         self.failed: Task | None = None
         self.stopped_by: int | None = None
         self.timed_out = False
+        self._supervision = Supervision(self.tasks, self._limits.hang_seconds)
         self._started: list[Task] = []
+        self._not_replaced: Task | None = None
         self._readable = selectors.DefaultSelector()
         self._is_ending = self._kill_now = False
         self._began = time.monotonic()
@@ -89,9 +102,15 @@ class Job:
         self._began = time.monotonic()
         with Watchdog(self._mark) as watchdog:
             try:
-                self._start(watchdog)
+                for task in self.tasks:
+                    if self.stopped_by is None:
+                        self._start(task, watchdog)
+                        self._started.append(task)
                 while not self._is_over():
                     self._tend(_POLL_SECONDS)
+                    for line in self._supervision.news():
+                        self._screen.say(line)
+                    self._replace(watchdog)
                 self._is_ending = True
                 self._say_why()
                 self._end()
@@ -110,14 +129,24 @@ class Job:
 
     # While it runs.
 
-    def _start(self, watchdog):
-        for task in self.tasks:
-            if self.stopped_by is not None:
-                return
-            task.start()
-            self._started.append(task)
-            watchdog.guard(task.pid)
-            self._readable.register(task.output, selectors.EVENT_READ, task)
+    def _start(self, task, watchdog):
+        task.start()
+        watchdog.guard(task.pid)
+        self._readable.register(task.output, selectors.EVENT_READ, task)
+
+    def _replace(self, watchdog):
+        """Starts workers again that served and are gone, if that is allowed."""
+        for task in filter(self._is_replaceable, self._started):
+            if self._supervision.hung() is task:
+                task.signal(signal.SIGKILL)
+            if not task.returncode:
+                continue
+            self._screen.say(how_it_failed(task))
+            if not self._may_replace(task.name):
+                self._not_replaced = task
+            else:
+                self._close(task)
+                self._start(task, watchdog)
 
     def _tend(self, seconds):
         """Shows what comes within `seconds`, and looks who has ended."""
@@ -125,6 +154,7 @@ class Job:
             self._show(key.data)
         for task in self._started:
             task.has_ended()
+            task.listen()
 
     def _show(self, task):
         lines, more = task.read()
@@ -136,7 +166,7 @@ class Job:
 
     def _is_over(self):
         running = [task for task in self._started if not task.has_ended()]
-        self.failed = self._first_failed()
+        self.failed = self._first_failed() or self._first_hung()
         limit = self._limits.timeout_seconds
         self.timed_out = bool(running) and limit is not None and self._age() > limit
         return (
@@ -152,9 +182,24 @@ class Job:
         failed = [task for task in self._started if task.returncode and not self._may_fail(task)]
         return min(failed, key=lambda task: task.returncode > 0, default=None)
 
+    def _first_hung(self):
+        hung = self._supervision.hung()
+        return None if hung is None or self._is_replaceable(hung) else hung
+
     def _may_fail(self, task):
         """What only serves loses its coordinator when that has ended well, and may say so."""
-        return task.only_serves and self.deciding.returncode == 0
+        ended_well = task.only_serves and self.deciding.returncode == 0
+        return ended_well or self._is_replaceable(task)
+
+    def _is_replaceable(self, task):
+        """Whether others can go on without the task, until one in its place comes."""
+        serves_a_coordinator = task.only_serves and task.cluster.role == "worker"
+        return (
+            serves_a_coordinator
+            and self._not_replaced is not task
+            and self.stopped_by is None
+            and self.deciding.returncode is None
+        )
 
     def _has_waited_enough(self, running):
         if self.deciding.returncode != 0:
@@ -174,7 +219,7 @@ class Job:
         """Asks all that still runs to end, and gives it time to."""
         asked = signal.SIGINT if self.stopped_by == signal.SIGINT else signal.SIGTERM
         for task in self._started:
-            task.signal(asked)
+            task.signal(signal.SIGABRT if task.hung else asked)  # Python shows where it was
         # Twice would be to those that have it by their group as Ctrl-C twice.
         groups = [task.pid for task in self._started if not task.has_ended()]
         signal_processes(self._mark, asked, but_groups=groups)
@@ -195,11 +240,20 @@ class Job:
                 task.signal(signal.SIGKILL)
             signal_processes(self._mark, signal.SIGKILL)
             self._tend(_POLL_SECONDS / 10)
-        for key in list(self._readable.get_map().values()):
-            self._show(key.data)
         for task in self._started:
-            task.close()
+            self._close(task)
         self._readable.close()
+
+    def _close(self, task):
+        """Shows what the task had to say yet, and hears no more of it."""
+        if self._hears(task):
+            self._show(task)
+        if self._hears(task):  # a child of its own may still write
+            self._readable.unregister(task.output)
+        task.close()
+
+    def _hears(self, task):
+        return any(key.data is task for key in self._readable.get_map().values())
 
     def _exit_code(self):
         if self.failed:
@@ -211,10 +265,10 @@ class Job:
     # What it says.
 
     def _say_why(self):
-        running = [task.name for task in self._started if not task.has_ended()]
-        names = ", ".join(running)
+        running = [task for task in self._started if not task.has_ended()]
+        names = ", ".join(task.name for task in running)
         if self.failed:
-            ending = f"; ending {names}" if names else ""
+            ending = f"; ending {', '.join(map(state, running))}" if names else ""
             self._screen.say(how_it_failed(self.failed) + ending)
         elif self.stopped_by is not None:
             self._screen.say(
@@ -249,6 +303,8 @@ def stopped_by_signals(job: Job) -> Iterator[None]:
 
 def how_it_failed(task: Task) -> str:
     """Such as "worker 1 failed with exit code 3 after 12.0 s"."""
+    if task.hung:
+        return f"{task.name} hung: it {task.hung} (more time: hang_seconds)"
     how = f"failed with exit code {task.exit_code}"
     if task.returncode is not None and task.returncode < 0:
         how = f"was ended by {_signal_name(-task.returncode)} (exit code {task.exit_code})"

@@ -29,26 +29,40 @@ class Restarts:
         self._newest = self._newest_step()
 
     def wait_for_next(self, say: Callable[[str], None]) -> bool:
-        """Whether to start again; if so, after a while: each time in vain twice as long."""
+        """Whether to start the job again; if so, after a while: each time in vain twice as long."""
+        if not self._allows(say):
+            return False
+        seconds = min(_FIRST_WAIT_SECONDS * 2 ** (self._in_vain - 1), _LONGEST_WAIT_SECONDS)
+        say(f"starting again from {self._place()} in {seconds:g} s; {self._count()}")
+        time.sleep(seconds)
+        return True
+
+    def may_replace(self, name: str, say: Callable[[str], None]) -> bool:
+        """Whether to start a task of this name again, while the others go on."""
+        if not self._allows(say):
+            return False
+        say(f"starting {name} again; {self._count()}")
+        return True
+
+    def _allows(self, say):
         newest = self._newest_step()
         if newest != self._newest:
             self._newest, self._in_vain = newest, 0
-        if self._in_vain >= self._most:
-            if self._most:
-                say(
-                    f"not started again: {self._most} restarts in a row came to no new checkpoint "
-                    "(more: --max_restarts)"
-                )
-            return False
-        seconds = min(_FIRST_WAIT_SECONDS * 2**self._in_vain, _LONGEST_WAIT_SECONDS)
-        self._in_vain += 1
-        place = "its beginning" if newest is None else f"the checkpoint of step {newest}"
-        say(
-            f"starting again from {place} in {seconds:g} s; restart {self._in_vain} of "
-            f"{self._most} since there was a new checkpoint"
-        )
-        time.sleep(seconds)
-        return True
+        if self._in_vain < self._most:
+            self._in_vain += 1
+            return True
+        if self._most:
+            say(
+                f"not started again: {self._most} restarts in a row came to no new checkpoint "
+                "(more: --max_restarts)"
+            )
+        return False
+
+    def _place(self):
+        return "its beginning" if self._newest is None else f"the checkpoint of step {self._newest}"
+
+    def _count(self):
+        return f"restart {self._in_vain} of {self._most} since there was a new checkpoint"
 
     def _newest_step(self):
         steps = map(checkpoint_step, self._directory.glob("*"))

@@ -13,7 +13,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from kdist import heartbeat
 from kdist.cluster import Cluster
+from kdist.heartbeat import Beat
 from kdist.launch import tied
 from kdist.launch.orphans import signal_group
 from kdist.launch.output import Lines
@@ -34,6 +36,9 @@ class Task:
     Attributes:
         returncode: as `subprocess` has it; None until the task has ended.
         last_lines: what it wrote last, as text.
+        beat: what it said last that it does; None before it has said anything.
+        beat_at: when it did, by `time.monotonic`.
+        hung: why it was ended, if it hung.
     """
 
     def __init__(
@@ -47,24 +52,34 @@ class Task:
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.returncode: int | None = None
         self._command, self._environment = list(command), dict(environment)
+        self.beat: Beat | None = None
+        self.beat_at = 0.0
+        self.hung = ""
+        self._beats: int | None = None
         self._lines = Lines()
         self._file = None
         self._started = self._ended = 0.0
 
     def start(self):
-        """Starts the process; the thread that does has to stay until the task has ended."""
+        """Starts the process, also again; the thread that does has to stay until it has ended."""
+        self.returncode, self.beat, self.hung = None, None, ""
+        self._lines, self._ended = Lines(), 0.0
         self._file = open(self.log, "ab", buffering=0)  # noqa: SIM115 (until the end of output)
         self._started = time.monotonic()
+        self._beats, told = os.pipe()
+        os.set_blocking(self._beats, False)
         self._process = subprocess.Popen(
             # Without the user's site packages: it only starts the command.
             [sys.executable, "-I", "-S", tied.__file__, str(os.getpid()), *self._command],
-            env=self._environment,
+            env={**self._environment, heartbeat.PIPE: heartbeat.pipe_name(told)},
+            pass_fds=[told],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
             start_new_session=True,
         )
+        os.close(told)
         os.set_blocking(self.output, False)
 
     @property
@@ -86,6 +101,11 @@ class Task:
     def only_serves(self) -> bool:
         """It waits for what the coordinator asks of it, and need not end by itself."""
         return "ps" in self.cluster.tasks and self.cluster.role in ("ps", "worker")
+
+    @property
+    def trains(self) -> bool:
+        """It makes steps that others wait for."""
+        return self.cluster.role in ("chief", "worker") and not self.only_serves
 
     @property
     def exit_code(self) -> int:
@@ -128,10 +148,24 @@ class Task:
         self.last_lines.extend(shown)
         return shown, more
 
+    def listen(self):
+        """Takes the last of the beats that have come."""
+        if self._beats is None:
+            return
+        try:
+            *_, line, _ = os.read(self._beats, _READ_BYTES).rsplit(b"\n", 2)
+        except (BlockingIOError, ValueError):  # none, or nobody is left who writes
+            return
+        if beat := Beat.of_line(line):
+            self.beat, self.beat_at = beat, time.monotonic()
+
     def close(self):
         """Reads no more."""
         with contextlib.suppress(OSError):
             self._process.stdout.close()
+        if self._beats is not None:
+            os.close(self._beats)
+            self._beats = None
         if self._file:
             self._file.close()
 

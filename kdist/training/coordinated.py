@@ -7,8 +7,9 @@
             logs = function()                       # waits until one more of them has ended
 
 Workers take groups as they come, so that a slow one holds up nobody. What a group adds to the
-metrics is added to the shared ones at its end, atomically; a group whose worker dies is done again
-by another. A step that a dead worker had done by then counts as done twice.
+metrics is added to the shared ones at its end, atomically. A group whose worker dies is done again
+by another: the updates that the dead one had made stay, so that a few examples weigh twice, and
+`optimizer.iterations` is put right at the epoch's end.
 """
 
 import collections
@@ -16,6 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 
+import keras
 import tensorflow as tf
 
 from kdist.tensorflow_internals import traced_for_workers
@@ -68,24 +70,42 @@ class CoordinatedFunction:
         self._logs_are_metrics = logs_are_metrics
         self._gives_outputs = gives_outputs
         self._watch = watch
+        self._updates = updates
         self._on_worker = OnWorker(trainer, step, updates, logs_are_metrics, micro_steps)
         self._functions = {}
         self._bundle = 1  # groups that are handed out together
-        self._handed = {}  # what is under way: number -> (place of its first group, groups)
+        self._handed = {}  # what is under way: number -> (place of its first group, groups, steps)
         self._places = []  # of those that have ended
+        self._steps = 0  # that they made
         self._ended_besides, self._logs_now = 0, None  # groups that ended with the last one
 
     @contextlib.contextmanager
     def under_way(self, groups):
         """A context that gives the groups; several at a time are run while it lasts."""
         self._places, self._ended_besides = [], 0
+        self._steps, counted = 0, self._count()
+        self._dispatcher.repeats()
         try:
             yield self._handed_out(groups)
             while not self._dispatcher.is_idle:
                 self._ended_besides = 0
                 self()
+            if counted is not None and self._dispatcher.repeats():
+                self._trainer.optimizer.iterations.assign(counted + self._steps)
         finally:
             self._dispatcher.forget()
+
+    def _count(self):
+        """The optimizer's count of updates, if each step adds one to it; else None."""
+        optimizer = self._trainer.optimizer
+        # A loss scale's leaves steps out whose gradients are not finite; a step of the user's own
+        # may make several updates.
+        counts_each = isinstance(optimizer, keras.optimizers.Optimizer) and not isinstance(
+            optimizer, keras.optimizers.LossScaleOptimizer
+        )
+        if not (self._updates and self._logs_are_metrics and counts_each):
+            return None
+        return int(optimizer.iterations)
 
     def _handed_out(self, groups):
         """Each group, after as many as may be under way have been handed out."""
@@ -125,7 +145,8 @@ class CoordinatedFunction:
             self._ended_besides -= 1
             return self._logs_now
         number, results, seconds = self._dispatcher.wait()
-        place, groups = self._handed.pop(number)
+        place, groups, steps = self._handed.pop(number)
+        self._steps += steps
         self._places.append(place)
         if self._gives_outputs:
             return results
@@ -155,7 +176,7 @@ class CoordinatedFunction:
     def _start(self, batches, place, groups):
         function = self._function_of(batches)
         number = self._dispatcher.start(function, batches.tensors, batches.arrays, batches.length)
-        self._handed[number] = place, groups
+        self._handed[number] = place, groups, batches.length
 
     def _function_of(self, batches):
         """The function of such a group, traced once."""

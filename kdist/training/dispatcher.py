@@ -6,6 +6,7 @@ copies of data that a worker keeps, and a bound on staleness.
 """
 
 import collections
+import itertools
 import queue
 import time
 
@@ -35,6 +36,7 @@ class Dispatcher:
         self._under_way: dict[int, int] = {}  # group -> its steps
         self._passed: dict[int, int] = {}  # group -> steps that ended since it was handed out
         self._groups = 0
+        self._repeats = 0
         self._copies: dict[str, dict] = collections.defaultdict(dict)
 
     def may_start(self, steps: int) -> bool:
@@ -67,8 +69,10 @@ class Dispatcher:
         """
         group, self._groups = self._groups, self._groups + 1
         self._under_way[group], self._passed[group] = steps, 0
+        attempts = itertools.count()
 
         def on_worker():
+            self._repeats += next(attempts) > 0
             device, began = current_device(), time.perf_counter()
             try:
                 results = function(*arguments, *self._copies_on(device, arrays))
@@ -99,6 +103,11 @@ class Dispatcher:
                 for other in self._passed:
                     self._passed[other] += steps
                 return group, results, seconds
+
+    def repeats(self) -> int:
+        """How many groups a worker began that another had begun and not ended, since last asked."""
+        repeats, self._repeats = self._repeats, 0
+        return repeats
 
     @property
     def is_idle(self) -> bool:

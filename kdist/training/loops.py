@@ -14,6 +14,7 @@ from contextlib import nullcontext
 import keras
 import tensorflow as tf
 
+from kdist import heartbeat
 from kdist.training import inputs
 from kdist.training.clock import StepClock
 from kdist.training.coordinated import has_parameter_servers
@@ -292,8 +293,9 @@ class Loops:
 
     def _run_groups(self, groups, function, call, at_begin, at_end, stopped, clock):
         """Has `function` run each group of one epoch, by `call`; gives the last one's logs."""
-        logs = {}
+        logs, is_first = {}, True
         now = time.perf_counter
+        heartbeat.start()
         with (
             clock.running(),
             groups.catch_stop_iteration(),
@@ -305,7 +307,9 @@ class Loops:
                 called = now()
                 # As Keras counts them, also for a group that is cut short at the epoch's end.
                 last = group.first + groups.steps_per_execution - 1
-                logs = call(group.iterator, group.length, group.may_run_out)
+                with heartbeat.step(function, group.first, group.length, is_first):
+                    logs = call(group.iterator, group.length, group.may_run_out)
+                is_first = False
                 returned = now()
                 clock.note_call(group.length, returned - called)
                 if function is self.train_function:
