@@ -19,10 +19,16 @@ import tensorflow as tf
 from kdist.agreement import first_task
 from kdist.cluster import Cluster
 from kdist.devices import find_devices
+from kdist.exposure import check_allowed, shut_out_others
 from kdist.join import join
 from kdist.parameter_servers import coordinate, serve
 from kdist.telemetry.collector import note_collector
-from kdist.tensorflow_internals import each_worker_has, number_of_workers
+from kdist.tensorflow_internals import (
+    each_worker_has,
+    number_of_workers,
+    reuse_collective_keys,
+    silence_is_borne,
+)
 from kdist.training.served_embedding import Partitioner, serve_embeddings
 from kdist.training.sidecar import is_evaluator, make_evaluator, note_evaluator
 from kdist.training.step_limit import limit_steps
@@ -47,6 +53,10 @@ _NO_STRATEGIES = {
 }
 
 
+# After which a task of `multi_worker` counts as gone; the launcher, which can tell which one hangs,
+# comes first.
+_SILENT_SECONDS = 65.0
+
 # Strategies of several tasks.
 _OF_JOBS = ("multi_worker", "parameter_server")
 
@@ -60,6 +70,7 @@ def create_strategy(
     cluster: Cluster | None = None,
     cluster_timeout_seconds: float = 60.0,
     step_timeout_seconds: float = 600.0,
+    allow_remote: bool = False,
     partitioner: Partitioner | None = None,
 ) -> tf.distribute.Strategy:
     """Makes the strategy called `name` on `devices`.
@@ -81,13 +92,16 @@ def create_strategy(
             Slurm says.
         cluster_timeout_seconds: how long `multi_worker` waits for the other tasks to come.
         step_timeout_seconds: how long `multi_worker` waits for them in a step; then it raises.
+        allow_remote: whether other machines may reach this task of a job; without it all tasks
+            have to be on this machine. TensorFlow's servers let everybody in who reaches them.
         partitioner: `parameter_server`: into how many parts an embedding's table is cut, such as
             `tf.distribute.experimental.partitioners.MinSizePartitioner(max_shards=2)`. None, the
             default, keeps it whole; other variables are whole in any case.
 
     Raises:
         ValueError: an unknown name or reduction, options that do not go together, or more devices
-            than there are; tasks of the job that are missing, or were told different things.
+            than there are; tasks of the job that are missing, were told different things, or are
+            on other machines without `allow_remote`.
         TimeoutError: another task did not come.
         RuntimeError: TensorFlow's context was configured otherwise before.
     """
@@ -100,6 +114,7 @@ def create_strategy(
     }
     if name in _OF_JOBS:
         cluster = Cluster.resolve() if cluster is None else cluster
+        check_allowed(cluster, allow_remote)
         if cluster.role == "evaluator":
             return _evaluator(name, devices, cluster, cluster_timeout_seconds)
     if name == "multi_worker":
@@ -193,8 +208,10 @@ def _multi_worker(devices, communication, cluster, cluster_timeout_seconds, step
     collector = join(cluster, "multi_worker", cluster_timeout_seconds, facts)
     implementation = tf.distribute.experimental.CommunicationImplementation[communication]
     options = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
-    with each_worker_has(names):
+    with each_worker_has(names), silence_is_borne(_SILENT_SECONDS):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    reuse_collective_keys(strategy)
+    shut_out_others(cluster)
     limit_steps(strategy, step_timeout_seconds)
     note_collector(strategy, collector)
     if "evaluator" in cluster.tasks:
@@ -207,6 +224,7 @@ def _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner):
     if not cluster.is_chief:
         serve(cluster, devices)
     strategy = coordinate(cluster)
+    shut_out_others(cluster)
     note_collector(strategy, collector)
     serve_embeddings(strategy, partitioner)
     if "evaluator" in cluster.tasks:

@@ -1,6 +1,9 @@
 """What kdist needs of TensorFlow that is private; its test fails when TensorFlow changes it."""
 
+import collections
 import contextlib
+import functools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
@@ -40,6 +43,74 @@ def each_worker_has(devices: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         CollectiveAllReduceExtended._initialize_local_devices = tensorflows_own
+
+
+# TensorFlow counts its own keys from 100 on.
+_FIRST_KEY = 1 << 30
+
+
+def reuse_collective_keys(strategy: tf.distribute.Strategy):
+    """Has each all-reduce of a function keep its key from call to call, under `multi_worker`.
+
+    TensorFlow takes a new key for each call. Over each, the tasks exchange a message, which costs a
+    small model a millisecond a step, and the first task remembers it for good: 1.5 KB a call. Here
+    a key is made of what is sent, its type and shape, and of how many of the same kind the function
+    has before it. It is no running number: tasks need not trace the same functions equally often.
+    """
+    for launcher in strategy.extended._cross_device_ops._launchers:
+        _reuse_keys(launcher)
+
+
+def _reuse_keys(launcher):
+    tensorflows_own, next_key = launcher.all_reduce, launcher._next_instance_key
+    key = None
+
+    def all_reduce(input_tensor, control_input=None, options=None):
+        nonlocal key
+        key = _key_of(input_tensor, launcher._device)
+        try:
+            return tensorflows_own(input_tensor, control_input, options)
+        finally:
+            key = None
+
+    launcher.all_reduce = all_reduce
+    launcher._next_instance_key = lambda: next_key() if key is None else tf.constant(key)
+
+
+def _key_of(tensor, device):
+    """The key of an all-reduce; None for TensorFlow's own, outside of functions and without shape.
+
+    A key means one shape: TensorFlow refuses another.
+    """
+    if tf.executing_eagerly() or not tensor.shape.is_fully_defined():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    if not hasattr(graph, "_kdist_collectives"):
+        graph._kdist_collectives = collections.Counter()
+    kind = f"{tensor.dtype.name} {tensor.shape.as_list()}"
+    number = graph._kdist_collectives[device, kind]
+    graph._kdist_collectives[device, kind] += 1
+    return _FIRST_KEY + zlib.crc32(f"{kind} {number}".encode()) % _FIRST_KEY
+
+
+@contextlib.contextmanager
+def silence_is_borne(seconds: float) -> Iterator[None]:
+    """A MultiWorkerMirroredStrategy that is made meanwhile gives a silent task so long.
+
+    By itself TensorFlow ends the job when a task has been silent for 10 s, less than it takes some
+    virtual machines to move to another host.
+    """
+    owner = context.context()
+    configure = owner.configure_coordination_service
+    owner.configure_coordination_service = functools.partial(
+        configure, heartbeat_timeout_in_ms=int(1000 * seconds)
+    )
+    try:
+        yield
+    finally:
+        del owner.configure_coordination_service
 
 
 def first_replica(strategy: tf.distribute.Strategy) -> int:

@@ -7,7 +7,7 @@
   python scripts/train.py --strategy=one_device --local_batch_size=128
 
   # the same on two hosts: this on each of them, TF_CONFIG naming both (or by srun)
-  python scripts/train.py --strategy=multi_worker --local_batch_size=64
+  python scripts/train.py --strategy=multi_worker --local_batch_size=64 --allow_remote
 
   # asynchronously: a chief hands steps to two workers, a parameter server keeps the weights
   python scripts/launch.py --workers=2 --ps=1 -- scripts/train.py --strategy=parameter_server \
@@ -93,6 +93,12 @@ flags.DEFINE_float(
     600.0,
     "How long a worker waits for the others in a step.",
     lower_bound=0,
+)
+flags.DEFINE_boolean(
+    "allow_remote",
+    False,
+    "Whether other machines may reach this task of a job, as they have to where it runs on several "
+    "hosts: TensorFlow's servers let everybody in who reaches them.",
 )
 
 # How.
@@ -233,6 +239,7 @@ def main(_):
         num_packs=FLAGS.num_packs,
         cluster_timeout_seconds=FLAGS.cluster_timeout_seconds,
         step_timeout_seconds=FLAGS.step_timeout_seconds,
+        allow_remote=FLAGS.allow_remote,
     )
     is_chief = kdist.strategies.is_chief(strategy)
     batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync, FLAGS.accumulate)

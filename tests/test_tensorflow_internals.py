@@ -1,5 +1,6 @@
 import inspect
 
+import pytest
 import tensorflow as tf
 from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
@@ -8,12 +9,14 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
 
+import kdist.launch
 from kdist.strategies import create_strategy
 from kdist.tensorflow_internals import (
     current_device,
     each_worker_has,
     first_replica,
     has_started,
+    silence_is_borne,
     watch_on_tapes,
 )
 from kdist.testing import python
@@ -74,6 +77,55 @@ def test_what_the_coordinator_is_asked_for_is_there():
     assert "self._being_scheduled = " in extended
 
 
+def test_how_long_tasks_may_be_silent():
+    own = CollectiveAllReduceExtended._initialize_multi_worker
+    assert "context.context().configure_coordination_service(" in inspect.getsource(own)
+    with silence_is_borne(30):
+        ours = context.context().configure_coordination_service
+        assert ours.keywords == {"heartbeat_timeout_in_ms": 30000}
+        assert "heartbeat_timeout_in_ms" in inspect.signature(ours.func).parameters
+    assert context.context().configure_coordination_service == ours.func
+
+
 def test_collectives_can_be_aborted():
     parameters = inspect.signature(context.Context.abort_collective_ops).parameters
     assert list(parameters) == ["self", "code", "message"]
+
+
+def sums_of_two_workers():
+    """On worker 1, another function was traced before: its keys are the same all the same."""
+    import tensorflow as tf
+
+    import kdist
+    from kdist.training.reduction import all_reduce_sum
+
+    strategy = kdist.create_strategy("multi_worker")
+    worker = kdist.Cluster.resolve().index
+
+    def on_replica(x):
+        total = all_reduce_sum([1 * x, tf.cast(x[:1], tf.float64)])
+        return all_reduce_sum([total[0]])[0] / 2
+
+    @tf.function
+    def sums(x):
+        total = strategy.run(on_replica, args=(x,))
+        for _ in tf.range(3):
+            total = strategy.run(on_replica, args=(total / 2,))
+        return total
+
+    if worker == 1:
+        sums.get_concrete_function(tf.ones([7]))
+    right = all(
+        (sums(tf.fill([5], float(n + worker))).numpy() == 2 * n + 1).all() for n in range(20)
+    )
+    operations = sums.get_concrete_function(tf.ones([5])).graph.get_operations()
+    keys = [op.inputs[3] for op in operations if op.type == "CollectiveReduceV2"]
+    return right, [int(tf.get_static_value(key)) for key in keys]
+
+
+@pytest.mark.slow
+def test_sums_over_workers_keep_their_keys():
+    right, keys = kdist.launch.local(sums_of_two_workers, workers=2, timeout_seconds=120)
+    assert right
+    assert len(keys) == len(set(keys)) == 3  # those in the loop are in a graph of its own
+    assert min(keys) >= 1 << 30

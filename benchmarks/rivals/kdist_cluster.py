@@ -12,7 +12,8 @@ import kdist
 
 
 def main():
-    strategy = kdist.create_strategy(given.strategy, given.devices)  # here a server's program ends
+    # Here a server's program ends. The two hosts of a slow link are alone in their network.
+    strategy = kdist.create_strategy(given.strategy, given.devices, allow_remote=True)
     keras.utils.set_random_seed(given.seed)
     batch = kdist.Batch(given.local_batch_size, strategy.num_replicas_in_sync)
     train, test = pipelines(batch)

@@ -1,0 +1,128 @@
+"""Who reaches the servers of a job; by the machine's own addresses, in a network of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kdist.cluster import Cluster
+from kdist.exposure import check_allowed, is_local, shut_out_others
+
+
+def of(*hosts):
+    return Cluster({"worker": [f"{host}:{4000 + n}" for n, host in enumerate(hosts)]}, "worker", 0)
+
+
+def test_addresses_of_this_machine_alone_are_local():
+    assert is_local(of("127.0.0.1", "localhost", "[::1]", "127.3.2.1"))
+    assert not is_local(of("127.0.0.1", "10.0.0.2"))
+    assert not is_local(of("a-host", "another"))
+
+
+def test_other_machines_are_let_in_only_where_that_is_said():
+    check_allowed(of("127.0.0.1", "127.0.0.1"), allow_remote=False)
+    check_allowed(Cluster(), allow_remote=False)
+    check_allowed(of("10.0.0.1", "10.0.0.2"), allow_remote=True)
+    with pytest.raises(ValueError, match="worker 0's address 10.0.0.1:4000 .* --allow_remote"):
+        check_allowed(of("10.0.0.1", "10.0.0.2"), allow_remote=False)
+
+
+@pytest.fixture(scope="module")
+def own_address():
+    """An address of this machine that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+        try:
+            one.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this machine has no network")
+        return one.getsockname()[0]
+
+
+def reaches(host, port):
+    try:
+        socket.create_connection((host, port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a filter of Linux")
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_the_filter_drops_what_comes_to_another_address(family, own_address):
+    wildcard = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    both = family == socket.AF_INET6
+    with socket.create_server((wildcard, 0), family=family, dualstack_ipv6=both) as server:
+        port = server.getsockname()[1]
+        assert reaches("127.0.0.1", port)
+        assert reaches(own_address, port)
+        shut_out_others(Cluster({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}, "worker", 0))
+        assert reaches("127.0.0.1", port)
+        assert reaches("127.0.0.1", port)
+        if both:
+            assert reaches("::1", port)
+        assert not reaches(own_address, port)
+
+
+TASK = """
+import pathlib, sys, time
+import kdist
+strategy = kdist.create_strategy(sys.argv[1])
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="by /proc")
+@pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
+def test_no_task_of_a_job_listens_to_others(strategy, own_address, tmp_path):
+    (tmp_path / "task.py").write_text(TASK)
+    launch = os.path.join(os.path.dirname(__file__), "..", "scripts", "launch.py")
+    flags = ["--workers=2", *(["--ps=1"] if strategy == "parameter_server" else [])]
+    ready = tmp_path / "ready"
+    command = [launch, *flags, f"--run_dir={tmp_path}", "--", tmp_path / "task.py", strategy, ready]
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen([sys.executable, *map(str, command)], stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 60
+            while not ready.exists():
+                assert job.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.1)
+            time.sleep(1)  # the others come as far
+            ports = _listening_ports(_descendants(job.pid))
+        finally:
+            tasks = 4 if strategy == "parameter_server" else 2
+            try:
+                assert len(ports) >= tasks
+                assert all(not reaches(own_address, port) for port in ports)
+            finally:
+                job.terminate()
+                job.wait(30)
+
+
+def _descendants(pid):
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    children = list(map(int, found.stdout.split()))
+    return children + [other for child in children for other in _descendants(child)]
+
+
+def _listening_ports(pids):
+    """The ports of all sockets that these processes listen on."""
+    inodes = set()
+    for pid in pids:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            name = os.readlink(entry.path)
+            if name.startswith("socket:["):
+                inodes.add(name[8:-1])
+    ports = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table) as lines:
+            for line in list(lines)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in inodes:
+                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
