@@ -20,10 +20,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from kdist.locks import Lock
 
 # An environment variable: the run directory that a launcher has chosen for all tasks of a job.
 RUN_DIR = "KDIST_RUN_DIR"
@@ -112,11 +109,8 @@ class RunDirectory:
 
     def _lock(self):
         """Holds the run's config until the process ends, in whatever way."""
-        if fcntl is None:
-            return
-        self._held = open(self.config, "rb")  # noqa: SIM115
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock_held = Lock(self.config)
         except BlockingIOError as error:
             raise FileExistsError(
                 f"another process is at work in {self.path}; let it end, or take another --run_dir"

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 _SECONDS = 20
 _LINK = "wire"  # its name on either host
 _NETWORK = "10.83.71"  # nobody but the two hosts sees it
+_BUFFER = ("burst", "32kbit", "latency", "400ms")
 _REMEDY = "run this as root with iproute2 installed, or leave the part out (--only=…)"
 
 
@@ -77,6 +78,31 @@ def two_hosts(rate_mbit: int) -> Iterator[tuple[Host, Host]]:
             _remove(name)
 
 
+def cut(host: Host):
+    """Takes the link away from a host."""
+    _run("ip", "-netns", host.namespace, "link", "set", _LINK, "down")
+
+
+def heal(host: Host):
+    """Gives it back."""
+    _run("ip", "-netns", host.namespace, "link", "set", _LINK, "up")
+
+
+def limit(host: Host, rate_mbit: int):
+    """Changes the rate at which a host sends, in Mbit/s."""
+    _shape(host, "change", "tbf", "rate", f"{rate_mbit}mbit", *_BUFFER)
+
+
+def delay(host: Host, milliseconds: int):
+    """Has all that a host sends come later, at any rate; the kernel needs netem."""
+    _shape(host, "replace", "netem", "delay", f"{milliseconds}ms")
+
+
+def _shape(host, verb, *discipline):
+    where = ("-netns", host.namespace, "qdisc", verb, "dev", _LINK, "root")
+    _run("tc", *where, *discipline)
+
+
 def _name(pid, side):
     return f"kdist-{pid}-{side}"
 
@@ -94,8 +120,7 @@ def _set_up(host, rate_mbit):
     ip("address", "add", f"{host.address}/24", "dev", _LINK)
     ip("link", "set", "lo", "up")
     ip("link", "set", _LINK, "up")
-    limit = ("rate", f"{rate_mbit}mbit", "burst", "32kbit", "latency", "400ms")
-    _run("tc", "-netns", host.namespace, "qdisc", "add", "dev", _LINK, "root", "tbf", *limit)
+    _shape(host, "add", "tbf", "rate", f"{rate_mbit}mbit", *_BUFFER)
 
 
 def _remove_leftovers():

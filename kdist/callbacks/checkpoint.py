@@ -24,6 +24,7 @@ from kdist.checkpoint import snapshot, surroundings
 from kdist.checkpoint.background import BackgroundWriter
 from kdist.checkpoint.broadcast import of_chief
 from kdist.checkpoint.files import CheckpointError, CheckpointFiles, opened
+from kdist.locks import Lock
 from kdist.run_directory import checkpoint_step
 from kdist.strategies import is_chief
 from kdist.training.resume import Position
@@ -73,6 +74,8 @@ class Checkpoint(keras.callbacks.Callback):
     Raises:
         ValueError: `keep`, `every_steps` or `every_minutes` is not positive.
         TypeError: from `fit`, with a model that kdist does not train.
+        CheckpointError: from `fit`, while another process writes into `directory`; or what is there
+            is no whole checkpoint, or of another model or other data.
     """
 
     # So that it knows what the others have decided, and gives them back what they knew.
@@ -98,6 +101,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._resume, self._at_resume = resume, at_resume
         self.resumed_from: int | None = None
         self._writer: BackgroundWriter | None = None
+        self._lock: Lock | None = None
         self._state: Any = None
         self._signal: int | None = None
         self._handlers: dict[int, Any] = {}
@@ -157,6 +161,9 @@ class Checkpoint(keras.callbacks.Callback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     # Called by Keras.
 
@@ -179,6 +186,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._trains = True
         self._signal = None
         if self._is_chief:
+            self._lock = _lock(self._files.directory)
             self._writer = BackgroundWriter(self._files)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -309,6 +317,18 @@ class Checkpoint(keras.callbacks.Callback):
             for name, array in self._arrays.items()
             if name.startswith(prefix)
         }
+
+
+def _lock(directory):
+    """Keeps others from writing into the directory, and from removing what is in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        return Lock(directory)
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"another run writes its checkpoints into {directory}; let it end, or take another "
+            "directory"
+        ) from error
 
 
 def _read(files, resume):

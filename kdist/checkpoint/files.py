@@ -30,6 +30,7 @@ import tensorflow as tf
 from kdist.run_directory import CHECKPOINT_PREFIX, checkpoint_step
 
 _UNFINISHED = "unfinished-"
+_REPLACED = f"{_UNFINISHED}replaced-"
 _STATE, _CHECKSUMS, _TENSORS = "state.json", "checksums.json", "tensors"
 _BLOCK_BYTES = 1 << 20
 
@@ -127,6 +128,7 @@ class CheckpointFiles:
 
     def newest(self) -> Saved | None:
         """The newest one that is whole; of those that are not, a line on stderr each."""
+        self._put_back()
         for path in reversed(self.paths()):
             try:
                 return opened(path)
@@ -141,13 +143,21 @@ class CheckpointFiles:
 
     def _put_in_place(self, unfinished, target):
         if target.exists():
-            replaced = target.with_name(f"{_UNFINISHED}replaced-{target.name}")
+            replaced = target.with_name(f"{_REPLACED}{target.name}")
+            shutil.rmtree(replaced, ignore_errors=True)
             os.rename(target, replaced)
             os.rename(unfinished, target)
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             os.rename(unfinished, target)
         _to_disk(self.directory)
+
+    def _put_back(self):
+        """If a process was killed when it had put one away and not yet another in its place."""
+        for replaced in self.directory.glob(f"{_REPLACED}*"):
+            target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
+            if not target.exists():
+                os.rename(replaced, target)
 
     def _remove_old(self, best):
         *old, _ = paths = self.paths()

@@ -54,6 +54,19 @@ def test_the_same_step_again_takes_the_others_place(tmp_path):
     assert steps(files) == [3]
 
 
+def test_one_that_was_killed_while_it_replaced_another_loses_neither(tmp_path):
+    """Before the new one is in its place, and before the old one is removed."""
+    files = write(tmp_path, 3, 7)
+    (tmp_path / "step-0000000007").rename(tmp_path / "unfinished-replaced-step-0000000007")
+    assert files.newest().step == 7
+    leftover = tmp_path / "unfinished-replaced-step-0000000007"
+    leftover.mkdir()
+    (leftover / "state.json").touch()
+    files.write(7, ARRAYS, {"number": "second"})
+    assert files.newest().state["number"] == "second"
+    assert list(tmp_path.glob("unfinished*")) == []
+
+
 def flip_a_bit(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -1,13 +1,15 @@
-"""A training that a test kills: three epochs with all that a checkpoint has to hold.
+"""A training that a test disturbs: three epochs with all that a checkpoint has to hold.
 
-python trained.py STRATEGY DIRECTORY OUTPUT JOB
+python trained.py STRATEGY DIRECTORY OUTPUT
 
-What each step took of the data goes to DIRECTORY/seen/JOB/<replica>.txt; when training is through,
-the weights' digest and the history go to OUTPUT.
+Checkpoints go to DIRECTORY; when training is through, the weights' digest and the history go to
+OUTPUT, and beside it, in seen/<attempt>/<replica>.txt, what each step took of the data.
+KDIST_FAULT=NAME:WORKER:STEP in the environment has one thing go wrong, once: see `Fault`.
 """
 
 import hashlib
 import json
+import os
 import pathlib
 import sys
 import time
@@ -17,7 +19,7 @@ import tensorflow as tf
 
 import kdist
 
-# A step of this model takes a millisecond: kills are to meet training, not the imports.
+# A step of this model takes a millisecond: faults are to meet training, not the imports.
 SECONDS_A_STEP = 0.03
 EXAMPLES, BATCH, EPOCHS = 1280, 64, 3
 
@@ -33,6 +35,32 @@ class Noting(kdist.Model):
         return super().train_step(data)
 
 
+class Fault(keras.callbacks.Callback):
+    """On one worker, after one step: `raise`s, `sleep`s for ever, or makes a weight `nan`."""
+
+    def __init__(self, given, worker, done):
+        super().__init__()
+        self._name, on, step = given.split(":")
+        self._step, self._is_here = int(step), int(on) == worker
+        self._done = done
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not self._is_here or self._done.exists() or self.model.position.batch < self._step:
+            return
+        self._done.touch()
+        getattr(self, f"_{self._name}")()
+
+    def _raise(self):
+        raise RuntimeError("a mistake of the user's")
+
+    def _sleep(self):
+        time.sleep(1000)
+
+    def _nan(self):
+        weight = self.model.trainable_weights[-1]  # a ReLU may swallow it
+        weight.assign(keras.ops.full_like(weight, float("nan")))
+
+
 def marks_of(images):
     """An integer for each image, which flipping from left to right does not change."""
     rows = tf.reduce_sum(tf.cast(images, tf.int64), (2, 3))
@@ -46,33 +74,45 @@ def pipelines(strategy):
     return kdist.data.load("digits", batch=batch, examples=EXAMPLES, operations="random_flip()")
 
 
-def main(kind, directory, output, job):
+def main(kind, directory, output):
     """Trains, or goes on."""
-    strategy = kdist.create_strategy(kind, 2 if kind == "mirrored" else None)
+    strategy = kdist.create_strategy(
+        kind, 2 if kind == "mirrored" else None, step_timeout_seconds=20, allow_remote=True
+    )
     keras.utils.set_random_seed(1)
     train, test = pipelines(strategy)
     with strategy.scope():
         model = _model(train.image_shape)
-    model.noted_in = pathlib.Path(directory, "seen", job).absolute()
-    model.noted_in.mkdir(parents=True, exist_ok=True)
+    worker = kdist.Cluster.resolve().index
+    here = pathlib.Path(output).absolute().parent
+    model.noted_in = _new_directory(here / "seen", worker)
     slow = keras.callbacks.Callback()
     slow.on_train_batch_end = lambda batch, logs: time.sleep(SECONDS_A_STEP)
+    callbacks = [
+        kdist.callbacks.Checkpoint(directory, every_steps=5),
+        keras.callbacks.ReduceLROnPlateau(patience=0),
+        keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
+        kdist.callbacks.StopOnNonFiniteLoss(),
+        slow,
+    ]
+    if os.environ.get("KDIST_FAULT"):
+        callbacks.append(Fault(os.environ["KDIST_FAULT"], worker, here / "fault-done"))
     history = model.fit(
-        train,
-        validation_data=test,
-        epochs=EPOCHS,
-        callbacks=[
-            kdist.callbacks.Checkpoint(directory, every_steps=5),
-            keras.callbacks.ReduceLROnPlateau(patience=0),
-            keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
-            slow,
-        ],
-        verbose=0,
+        train, validation_data=test, epochs=EPOCHS, callbacks=callbacks, verbose=0
     ).history
     if kdist.strategies.is_chief(strategy):
         weights = b"".join(weight.tobytes() for weight in model.get_weights())
         result = {"digest": hashlib.sha256(weights).hexdigest(), "history": history}
         pathlib.Path(output).write_text(json.dumps(result))
+
+
+def _new_directory(parent, worker):
+    """One that this worker has not used before; the name is the number of its attempts."""
+    attempt = 0
+    while (parent / f"{attempt:03d}" / f"worker-{worker}").exists():
+        attempt += 1
+    (parent / f"{attempt:03d}" / f"worker-{worker}").mkdir(parents=True)
+    return parent / f"{attempt:03d}"
 
 
 def _model(shape):

@@ -1,0 +1,46 @@
+"""A training under parameter servers that a test disturbs.
+
+python served.py parameter_server DIRECTORY OUTPUT
+"""
+
+import json
+import pathlib
+import sys
+import time
+
+import keras
+
+import kdist
+
+SECONDS_A_STEP = 0.05
+EPOCHS, BATCH = 40, 32
+
+
+def main(kind, directory, output):
+    """Trains, or goes on; workers and parameter servers end in `create_strategy`."""
+    strategy = kdist.create_strategy(kind)
+    keras.utils.set_random_seed(1)
+    train, test = kdist.data.load("digits", batch=kdist.Batch(BATCH, 1))
+    layers = keras.layers
+    with strategy.scope():
+        inputs = keras.Input(train.image_shape)
+        x = layers.Flatten()(layers.Conv2D(32, 3, activation="relu")(inputs))
+        x = layers.Dropout(0.5)(layers.Dense(64, activation="relu")(x))
+        model = kdist.Model(inputs, layers.Dense(10, activation="softmax")(x))
+        model.compile(
+            keras.optimizers.Adam(1e-3), "sparse_categorical_crossentropy", metrics=["accuracy"]
+        )
+    slow = keras.callbacks.Callback()
+    slow.on_train_batch_end = lambda batch, logs: time.sleep(SECONDS_A_STEP)
+    checkpoint = kdist.callbacks.Checkpoint(directory, every_steps=100)
+    model.fit(train, epochs=EPOCHS, callbacks=[checkpoint, slow], verbose=0)
+    result = {
+        "iterations": int(model.optimizer.iterations),
+        "steps": EPOCHS * train.steps_per_epoch,
+        "accuracy": model.evaluate(test, verbose=0, return_dict=True)["accuracy"],
+    }
+    pathlib.Path(output).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

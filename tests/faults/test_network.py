@@ -1,0 +1,126 @@
+"""Two workers on two hosts, and what happens to the link between them: network namespaces."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.clusters import network
+from tests.faults.jobs import ROOT, TRAINED, Run, check_equal
+
+pytestmark = pytest.mark.slow
+
+PORT = 4567
+
+
+class TwoHosts(Run):
+    """A job of a worker on each of two hosts, started by hand, as two people would."""
+
+    def __init__(self, directory, hosts):
+        super().__init__(directory, "multi_worker")
+        self._hosts, self.processes = hosts, []
+
+    def start(self, fault=""):
+        """Starts both."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        cluster = {"worker": [f"{host.address}:{PORT}" for host in self._hosts]}
+        command = [sys.executable, TRAINED, "multi_worker", self.checkpoints, self.output]
+        self.processes = []
+        for index, host in enumerate(self._hosts):
+            config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
+            with open(self.directory / "log.txt", "a") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*host.prefix, *map(os.fspath, command)],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        env={
+                            **os.environ,
+                            "PYTHONPATH": os.fspath(ROOT),
+                            "TF_CONFIG": json.dumps(config),
+                        },
+                    )
+                )
+        self.process = self.processes[0]
+        return self
+
+    def both_end(self, seconds=240):
+        """Waits until both have, and gives their exit codes."""
+        deadline = time.monotonic() + seconds
+        return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
+
+    def stop(self):
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts, joined by a fast link."""
+    with contextlib.ExitStack() as stack:
+        try:
+            both = stack.enter_context(network.two_hosts(rate_mbit=1000))
+        except (OSError, RuntimeError) as error:
+            pytest.skip(str(error))
+        yield both
+
+
+@pytest.fixture
+def run(tmp_path, hosts):
+    run = TwoHosts(tmp_path, hosts)
+    yield run.start()
+    run.stop()
+
+
+def test_a_link_that_is_cut_for_a_while(run, hosts, whole, row):
+    run.wait_for_checkpoint(10)
+    network.cut(hosts[1])
+    time.sleep(6)
+    network.heal(hosts[1])
+    assert run.both_end() == [0, 0], run.said()
+    check_equal(run, whole("multi_worker"))
+    assert run.attempts() == 1
+    row("the link is cut for 6 s", "multi_worker", "waited for", None, 0, "yes")
+
+
+def test_a_link_that_is_cut_for_good(run, hosts, whole, row):
+    """Both end within the limit for a step, 20 s here; started again, they go on."""
+    run.wait_for_checkpoint(10)
+    network.cut(hosts[1])
+    began = time.monotonic()
+    codes = run.both_end(60)
+    noticed = time.monotonic() - began
+    assert 0 not in codes
+    assert run.told("a step took longer than 20 s: another worker has stopped") > 0, run.said()
+    network.heal(hosts[1])
+    run.start()
+    assert run.both_end() == [0, 0], run.said()
+    check_equal(run, whole("multi_worker"))
+    happens = "both end and say so; started again they go on"
+    fault = "the link is cut for good, --step_timeout_seconds=20"
+    row(fault, "multi_worker", happens, noticed, run.lost(), "yes")
+
+
+def test_a_link_that_becomes_slow(run, hosts, whole, row):
+    run.wait_for_checkpoint(10)
+    network.limit(hosts[1], rate_mbit=1)
+    assert run.both_end() == [0, 0], run.said()
+    check_equal(run, whole("multi_worker"))
+    row("the link falls to 1 Mbit/s", "multi_worker", "slower", None, 0, "yes")
+
+
+def test_a_link_that_delays(run, hosts, whole, row):
+    run.wait_for_checkpoint(10)
+    try:
+        network.delay(hosts[1], milliseconds=50)
+    except RuntimeError as error:
+        pytest.skip(str(error))  # a kernel without netem
+    assert run.both_end() == [0, 0], run.said()
+    check_equal(run, whole("multi_worker"))
+    row("the link delays by 50 ms", "multi_worker", "slower", None, 0, "yes")
