@@ -1,14 +1,18 @@
-"""Times kdist's `fit` with telemetry beside the same without: what does it cost to watch?
+"""Times kdist's `fit` with telemetry, or checkpoints, beside the same without: what do they cost?
 
   # LeNet and ResNet-18, about half an hour on two cores; from the repository's root
   python -m benchmarks.compare_telemetry --save
 
+  # what checkpoints cost
+  python -m benchmarks.compare_telemetry --models=resnet18 --variants=checkpoint --steps=50
+
   # one model, fewer steps
   python -m benchmarks.compare_telemetry --models=lenet --steps=500
 
-Every variant runs in processes of its own, in turn, so that a slow phase of the machine hits all of
-them. Each trains twice, and the second time counts. Ratios are step times divided by those without
-telemetry within the same repetition; their median is shown. The variants:
+Every variant has a process of its own. They take turns of some seconds (`benchmarks.turns`), so
+that a slow phase of the machine hits all of them. Ratios are step times divided by those without
+telemetry in the same round; their median is shown, and how far it may be off: the interval that
+holds the true median with a probability of 95 %, by order statistics. The variants:
 
   off        no telemetry
   run        the run directory
@@ -16,22 +20,24 @@ telemetry within the same repetition; their median is shown. The variants:
   healthy    and W&B, online; a stand-in for its server answers on loopback
   frozen, refusing, dead   the same, but before the clock starts the server stops to answer, answers
              with 503, or is gone
+  checkpoint no telemetry, a checkpoint every 50 steps: give it --steps=50 or more
 """
 
 import pathlib
+import statistics
 import sys
 
 from absl import flags
 
-from benchmarks import measuring, tables
+from benchmarks import measuring, tables, turns
 from benchmarks.measuring import Variant
 from benchmarks.rivals.workload import Workload
 from kdist import program
 
 FLAGS = flags.FLAGS
 
-# Examples that a replica takes in a step, and steps that take some ten seconds on two cores.
-SIZES = {"lenet": (16, 3000), "resnet18": (16, 30)}
+# Examples that a replica takes in a step, and steps that take some seconds on two cores.
+SIZES = {"lenet": (16, 1000), "resnet18": (16, 6)}
 
 NAMES = {
     "off": "no telemetry",
@@ -41,23 +47,27 @@ NAMES = {
     "frozen": "W&B, server frozen",
     "refusing": "W&B, server refusing",
     "dead": "W&B, server dead",
+    "checkpoint": "a checkpoint every 50 steps",
 }
 VARIANTS = {
     name: Variant(text, "", "kdist_telemetry", {"telemetry": name}) for name, text in NAMES.items()
 }
 
 flags.DEFINE_list("models", list(SIZES), f"Of {', '.join(SIZES)}.")
-flags.DEFINE_list("variants", list(VARIANTS), f"Of {', '.join(VARIANTS)}; off is always there.")
-flags.DEFINE_integer("repetitions", 3, "Processes for each variant.", lower_bound=1)
+flags.DEFINE_list(
+    "variants",
+    [name for name in VARIANTS if name != "checkpoint"],
+    f"Of {', '.join(VARIANTS)}; off is always there.",
+)
+flags.DEFINE_integer("turns", 30, "How often each variant is timed.", lower_bound=6)
 flags.DEFINE_integer(
     "steps",
     None,
-    "Steps that are timed, after as many to warm up; by default as many as take some seconds.",
+    "Steps of a turn; by default as many as take some seconds.",
     lower_bound=1,
 )
 flags.DEFINE_integer("num_devices", 2, "Replicas; GPUs are not used.", lower_bound=1)
 flags.DEFINE_integer("cores", 2, "CPU cores for everything.", lower_bound=1)
-flags.DEFINE_float("timeout", 600, "Seconds after which a process is given up.", lower_bound=1)
 flags.DEFINE_boolean("save", False, "Write the tables to --results_dir, with commit and machine.")
 flags.DEFINE_string(
     "results_dir", str(pathlib.Path(__file__).parent / "results"), "Where --save writes to."
@@ -67,7 +77,6 @@ flags.DEFINE_string(
 def main(_):
     _check("models", SIZES)
     _check("variants", VARIANTS)
-    python = measuring.Python(None, FLAGS.timeout)
     chosen = {
         name: variant
         for name, variant in VARIANTS.items()
@@ -76,9 +85,7 @@ def main(_):
     texts, versions = [], {}
     for model in FLAGS.models:
         workload = _workload(model)
-        rows, found = measuring.measure(
-            chosen, workload, FLAGS.repetitions, python, _progress(workload)
-        )
+        rows, found = turns.measure(chosen, workload, FLAGS.turns, _progress(workload))
         versions.update(found)
         texts.append(table(workload, rows))
         print(f"{texts[-1]}\n", flush=True)
@@ -88,17 +95,26 @@ def main(_):
 
 def table(workload: Workload, rows: list[tables.Row]) -> str:
     """One workload: a row for each variant, the first without telemetry."""
-    head = ["telemetry", "ms a step", "min–max", "of the time without"]
-    lines = [
-        [
-            row.name,
-            f"{row.median:.2f}",
-            f"{min(row.times):.2f}–{max(row.times):.2f}",
-            f"{rows[0].times_as_fast_as(row):.3f}",
-        ]
-        for row in rows
-    ]
+    head = ["telemetry", "ms a step", "min–max", "of the time without", "95 %"]
+    lines = []
+    for row in rows:
+        ratio, low, high = _median(row.times, rows[0].times)
+        spread = f"{min(row.times):.2f}–{max(row.times):.2f}"
+        texts = [f"{row.median:.2f}", spread, f"{ratio:.3f}", f"{low:.3f}–{high:.3f}"]
+        lines.append([row.name, *texts])
     return "\n\n".join([tables.title(workload), tables.markdown([head, *lines])])
+
+
+def _median(times, without):
+    """The median of the ratios in each round, and the interval that holds the true one.
+
+    Of n ratios in order, the median lies between the k-th and the k-th from the end with the
+    probability 1 - 2 P(X < k), X binomial of n and 1/2; the normal law gives k at 95 %.
+    """
+    ratios = sorted(one / other for one, other in zip(times, without, strict=True))
+    n = len(ratios)
+    k = max(0, int((n - 1.96 * n**0.5) / 2))
+    return statistics.median(ratios), ratios[k], ratios[n - 1 - k]
 
 
 def _check(flag, known):
@@ -121,8 +137,7 @@ def _workload(model):
 
 def _progress(workload):
     def say(number):
-        of = f"repetition {number + 1} of {FLAGS.repetitions}"
-        print(f"{workload.model}: {of}", file=sys.stderr)
+        print(f"{workload.model}: turn {number + 1} of {FLAGS.turns}", file=sys.stderr)
 
     return say
 
@@ -131,7 +146,7 @@ def _save(text, versions):
     about = {
         "libraries": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "cores used": FLAGS.cores,
-        "repetitions": FLAGS.repetitions,
+        "turns": FLAGS.turns,
     }
     title = "Telemetry compared"
     path = tables.save(text, pathlib.Path(FLAGS.results_dir), measuring.ROOT, about, title)

@@ -1,7 +1,8 @@
-"""kdist's `fit` with its measurements going somewhere, or nowhere.
+"""kdist's `fit` with its measurements going somewhere, or nowhere; or with checkpoints.
 
 Where to, as `telemetry` of the workload says:
   off        nowhere
+  checkpoint nowhere, and a checkpoint is written every 50 steps
   run        to the run directory
   offline    and to W&B, offline
   healthy    and to W&B, online, at a stand-in for its server in a process of its own
@@ -10,7 +11,6 @@ Where to, as `telemetry` of the workload says:
 
 import contextlib
 import os
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -20,6 +20,8 @@ from benchmarks.measuring import ROOT
 from benchmarks.rivals import workload
 
 STUB = ROOT / "tests" / "telemetry" / "wandb_stub.py"
+
+STEPS_BETWEEN_CHECKPOINTS = 50
 
 # W&B's process starts beside the first training; the clock runs when it is there.
 START_SECONDS = 60.0
@@ -72,7 +74,10 @@ def main():
         directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         run = RunDirectory(ends.enter_context(directory))
         callbacks, between = [], lambda: None
-        if given.telemetry != "off":
+        if given.telemetry == "checkpoint":
+            checkpoint = kdist.callbacks.Checkpoint(run.checkpoints, STEPS_BETWEEN_CHECKPOINTS)
+            callbacks = [checkpoint]
+        elif given.telemetry != "off":
             writers = [RunWriter(run)]
             if given.telemetry != "run":
                 online = given.telemetry != "offline"
@@ -103,7 +108,11 @@ def main():
         with kdist.create_strategy("mirrored", given.replicas).scope():
             model = parts.new_model(given)
         parts.time_fit(given, model, callbacks, between)
-        if callbacks and not pathlib.Path(run.metrics).read_text().count('"epoch"'):
+        if given.telemetry == "checkpoint":
+            written = list(run.checkpoints.glob("step-*"))
+        else:
+            written = not callbacks or '"epoch"' in run.metrics.read_text()
+        if not written:
             raise RuntimeError("nothing was written")
 
 

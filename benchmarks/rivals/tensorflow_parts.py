@@ -1,6 +1,7 @@
 """What the rivals on TensorFlow share: devices, model, and the clock around `fit`."""
 
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -54,12 +55,12 @@ def time_fit(
     more_callbacks: Sequence[keras.callbacks.Callback] = (),
     between: Callable[[], None] = lambda: None,
 ):
-    """Compiles the model, trains it twice, and reports the second time.
+    """Compiles the model, trains it once, and then reports how long it trains, in each turn.
 
     Args:
         workload: what to train.
         model: the model, not compiled.
-        more_callbacks: those of both trainings.
+        more_callbacks: those of all trainings.
         between: what is done after the first.
     """
     model.compile(
@@ -84,8 +85,13 @@ def time_fit(
         report_profile(workload, fit)
         return
     clock = _Clock()
-    history = fit(clock)
-    report(workload, clock.seconds, history.history["loss"][-1], VERSIONS)
+    if workload.turns > 1:
+        print("ready", flush=True)
+    for _ in range(workload.turns):
+        if workload.turns > 1:
+            sys.stdin.readline()
+        history = fit(clock)
+        report(workload, clock.seconds, history.history["loss"][-1], VERSIONS)
 
 
 def report_profile(workload: Workload, train):
@@ -96,10 +102,10 @@ def report_profile(workload: Workload, train):
 
 
 class _Clock(keras.callbacks.Callback):
-    """From on_train_begin to on_train_end: tf.data's autotuning may hold fit up after it."""
+    """From an epoch's begin to its end: tf.data's autotuning may hold fit up after it."""
 
-    def on_train_begin(self, logs=None):
+    def on_epoch_begin(self, epoch, logs=None):
         self._began = time.perf_counter()
 
-    def on_train_end(self, logs=None):
+    def on_epoch_end(self, epoch, logs=None):
         self.seconds = time.perf_counter() - self._began

@@ -33,6 +33,7 @@ class Workload:
         compiled: whether PyTorch compiles the model.
         profile: whether to answer with the operations and their times as well.
         telemetry: where measurements go; see `kdist_telemetry`.
+        turns: how often it is timed; if more than once, each time after a line on standard input.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Workload:
     compiled: bool = False
     profile: bool = False
     telemetry: str = "off"
+    turns: int = 1
 
     def arrays(self, replica: int | None = None):
         """Batches of images, uint8 (N, B, 28, 28, 1), and labels, int32 (N, B).
@@ -99,4 +101,7 @@ def report(workload: Workload, seconds: float, loss: float, versions: dict, **mo
     if not math.isfinite(loss):
         raise ArithmeticError(f"the loss is {loss}: this is no training that could be compared")
     milliseconds = seconds / workload.steps * 1000
-    print(json.dumps({"ms_per_step": milliseconds, "loss": loss, "versions": versions, **more}))
+    print(
+        json.dumps({"ms_per_step": milliseconds, "loss": loss, "versions": versions, **more}),
+        flush=True,
+    )

@@ -12,7 +12,7 @@ compare = functools.partial(programs.run, "compare_telemetry")
 @pytest.mark.slow
 def test_a_row_for_each_variant_beside_none(tmp_path):
     process = compare(
-        *("--models=lenet", "--variants=run,refusing", "--steps=4", "--repetitions=1"),
+        *("--models=lenet", "--variants=run,refusing", "--steps=4", "--turns=6"),
         *("--save", f"--results_dir={tmp_path}"),
     )
     assert process.returncode == 0, process.stderr[-3000:]
