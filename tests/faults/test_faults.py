@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.faults import trained
 from tests.faults.jobs import Run, check_equal
 
 pytestmark = pytest.mark.slow
@@ -195,3 +196,45 @@ def test_an_out_of_memory_kill(memory_group, start, whole, row):
     run.ends()
     check_equal(run, whole("one_device"))
     row("the kernel kills for want of memory", "one_device", RESTARTED, noticed, run.lost(), "yes")
+
+
+@pytest.fixture
+def images(tmp_path, monkeypatch):
+    """The digits as a directory of PNG files, which runs then train on."""
+    import keras
+    import sklearn.datasets
+
+    digits = sklearn.datasets.load_digits()
+    for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        part = "train" if number < trained.EXAMPLES else "test"
+        folder = tmp_path / "images" / part / str(label)
+        folder.mkdir(parents=True, exist_ok=True)
+        in_colours = (15 * image[..., None]).repeat(3, axis=-1)
+        keras.utils.save_img(folder / f"{number:04d}.png", in_colours, scale=False)
+    monkeypatch.setenv("KDIST_DATA", str(tmp_path / "images"))
+    return tmp_path / "images"
+
+
+def test_a_data_file_that_vanishes(images, start, row):
+    expected = start("one_device").ends()
+    run = start("one_device")
+    run.wait_for_checkpoint(10)
+    file = min((images / "train" / "3").iterdir())
+    kept = file.rename(images / "kept")
+    noticed = run.wait_until(lambda: run.process.poll() is not None or file.name in run.said())
+    run.fails()
+    assert str(file) in run.said()
+    kept.rename(file)
+    assert run.start().ends() == expected
+    happens = "the file is named, the run ends; started again it goes on"
+    row("a data file vanishes", "one_device", happens, noticed, run.lost(), "yes")
+
+
+def test_a_clock_that_jumps(start, whole, row):
+    """By a day, on one worker: nothing here goes by the time of day."""
+    run = start("multi_worker", fault="jump:1:12")
+    run.ends()
+    assert (run.directory / "fault-done").exists()
+    check_equal(run, whole("multi_worker"))
+    assert run.attempts() == 1
+    row("one worker's clock jumps by a day", "multi_worker", "nothing", None, 0, "yes")

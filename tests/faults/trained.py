@@ -36,7 +36,10 @@ class Noting(kdist.Model):
 
 
 class Fault(keras.callbacks.Callback):
-    """On one worker, after one step: `raise`s, `sleep`s for ever, or makes a weight `nan`."""
+    """On one worker, after one step, once.
+
+    It `raise`s, `sleep`s for ever, makes a weight `nan`, or has Python's clock `jump` by a day.
+    """
 
     def __init__(self, given, worker, done):
         super().__init__()
@@ -60,6 +63,10 @@ class Fault(keras.callbacks.Callback):
         weight = self.model.trainable_weights[-1]  # a ReLU may swallow it
         weight.assign(keras.ops.full_like(weight, float("nan")))
 
+    def _jump(self):
+        now = time.time
+        time.time = lambda: now() + 86400
+
 
 def marks_of(images):
     """An integer for each image, which flipping from left to right does not change."""
@@ -68,10 +75,19 @@ def marks_of(images):
 
 
 def pipelines(strategy):
-    """Training and test data, with augmentation; steps of two micro-steps."""
+    """Training and test data, with augmentation; steps of two micro-steps.
+
+    KDIST_DATA in the environment is a directory of images to take in place of the digits.
+    """
     replicas = strategy.num_replicas_in_sync
     batch = kdist.Batch(BATCH // 2 // replicas, replicas, 2)
-    return kdist.data.load("digits", batch=batch, examples=EXAMPLES, operations="random_flip()")
+    operations = "resize(8, 8)|random_flip()" if "KDIST_DATA" in os.environ else "random_flip()"
+    return kdist.data.load(
+        os.environ.get("KDIST_DATA", "digits"),
+        batch=batch,
+        examples=EXAMPLES,
+        operations=operations,
+    )
 
 
 def main(kind, directory, output):
