@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from typing import NamedTuple
 
 # In a task's environment: the pipe to the launcher, as `pipe_name` names it.
 PIPE = "KDIST_HEARTBEAT"
@@ -63,11 +64,23 @@ class Beat:
             return None
 
 
+class _Call(NamedTuple):
+    """A call of a step function that is under way, or, with `durations` None, the last one."""
+
+    number: int
+    steps: int
+    is_first: bool
+    durations: collections.deque | None
+
+
 class Heartbeat:
-    """Keeps what this process does, and a thread that tells it."""
+    """Keeps what this process does, and a thread that tells it.
+
+    A step may take a millisecond: what the thread can work out, the step leaves to it.
+    """
 
     def __init__(self):
-        self._now = Beat(), time.monotonic()  # what it does, and since when
+        self._now: tuple[str | _Call, float] = "starting", time.monotonic()  # since when
         self._durations = weakref.WeakKeyDictionary()
         self._reported = 0.0  # the beginning of the step that was reported last
         self._thread = None
@@ -94,30 +107,27 @@ class Heartbeat:
             steps: how many it makes.
             begins: it is the first one of an epoch.
         """
-        durations = self._durations.setdefault(
-            function, collections.deque(maxlen=_STEPS_REMEMBERED)
-        )
-        is_known = len(durations) >= _STEPS_UNTIL_USUAL
-        usual = statistics.median(durations) * steps if is_known else None
-        self._does(Beat(f"in step {number + 1}", 0.0, True, begins or not durations, usual))
+        durations = self._durations.get(function)
+        if durations is None:
+            durations = self._durations[function] = collections.deque(maxlen=_STEPS_REMEMBERED)
+        began = time.monotonic()
+        self._now = _Call(number, steps, begins or not durations, durations), began
         try:
             yield
         finally:
             # The first is traced, and counts little among the others that follow.
-            durations.append((time.monotonic() - self._now[1]) / steps)
-            self._does(Beat(f"between steps, after step {number + steps}"))
+            ended = time.monotonic()
+            durations.append((ended - began) / steps)
+            self._now = _Call(number, steps, False, None), ended
 
     def does(self, what: str):
         """This process does something that is no step."""
-        self._does(Beat(what))
-
-    def _does(self, beat):
-        self._now = beat, time.monotonic()
+        self._now = what, time.monotonic()
 
     def _run(self):
         while True:
-            beat, since = self._now
-            beat = dataclasses.replace(beat, seconds=time.monotonic() - since)
+            what, since = self._now
+            beat = _beat(what, time.monotonic() - since)
             if since != self._reported:
                 self._report(beat, since)
             self._tell(beat)
@@ -144,6 +154,17 @@ class Heartbeat:
             pass
         except OSError:
             self._pipe = None
+
+
+def _beat(what, seconds):
+    if not isinstance(what, _Call):
+        return Beat(what, seconds)
+    if what.durations is None:
+        return Beat(f"between steps, after step {what.number + what.steps}", seconds)
+    durations = list(what.durations)
+    is_known = len(durations) >= _STEPS_UNTIL_USUAL
+    usual = statistics.median(durations) * what.steps if is_known else None
+    return Beat(f"in step {what.number + 1}", seconds, True, what.is_first, usual)
 
 
 def pipe_name(descriptor: int) -> str:

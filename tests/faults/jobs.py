@@ -16,6 +16,9 @@ from tests.faults import trained
 ROOT = pathlib.Path(__file__).parents[2]
 TRAINED = pathlib.Path(trained.__file__)
 
+# What the launcher does about most faults, for the table.
+RESTARTED = "named; the job is started again from its last checkpoint"
+
 
 class Run:
     """A training in a directory; several workers are started by the launcher.

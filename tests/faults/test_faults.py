@@ -11,11 +11,9 @@ import time
 import pytest
 
 from tests.faults import trained
-from tests.faults.jobs import Run, check_equal
+from tests.faults.jobs import RESTARTED, Run, check_equal
 
 pytestmark = pytest.mark.slow
-
-RESTARTED = "named; the job is started again from its last checkpoint"
 
 
 def test_a_stopped_worker_that_comes_back(start, whole, row):
@@ -80,7 +78,7 @@ def test_a_weight_that_is_nan(kind, start, whole, row):
     noticed = run.wait_to_be_told("NonFiniteLossError")
     run.ends()
     check_equal(run, whole(kind))
-    row("the loss becomes NaN", kind, "the step is named; as above", noticed, run.lost(), "yes")
+    row("the loss becomes NaN", kind, RESTARTED, noticed, run.lost(), "yes")
 
 
 def test_a_torn_checkpoint_is_passed_over(start, whole, row):

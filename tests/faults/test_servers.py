@@ -12,8 +12,6 @@ from tests.faults import served
 KILLS = int(os.environ.get("KDIST_KILLS", "3"))
 SERVED = pathlib.Path(served.__file__)
 
-RESTARTED = "named; the job is started again from its last checkpoint"
-
 pytestmark = pytest.mark.slow
 
 
