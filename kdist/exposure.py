@@ -70,20 +70,23 @@ def is_local(cluster: Cluster) -> bool:
 def shut_out_others(cluster: Cluster):
     """Of a job on this machine, lets nobody else reach the server that this task has started.
 
-    On Linux; elsewhere nothing is done, and a line says so.
+    On Linux; elsewhere, and where the kernel refuses, a line says that nothing was done.
     """
     if cluster.is_alone or not is_local(cluster):
         return
-    if sys.platform != "linux":
+    port = host_and_port(cluster.address)[1]
+    try:
+        if sys.platform != "linux":
+            raise OSError(f"there is no filter for {sys.platform}")
+        for listener in _listeners(port):
+            with listener:
+                _attach(listener)
+    except OSError as error:
         print(
-            f"kdist: TensorFlow listens on port {host_and_port(cluster.address)[1]} of all of this "
-            "machine's addresses; let a firewall close it",
+            f"kdist: TensorFlow listens on port {port} of all of this machine's addresses "
+            f"({error}); let a firewall close it",
             file=sys.stderr,
         )
-        return
-    for listener in _listeners(host_and_port(cluster.address)[1]):
-        with listener:
-            _attach(listener)
 
 
 def _is_loopback(host):

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from kdist import exposure
 from kdist.cluster import Cluster
 from kdist.exposure import check_allowed, is_local, shut_out_others
 
@@ -64,6 +65,17 @@ def test_the_filter_drops_what_comes_to_another_address(family, own_address):
         if both:
             assert reaches("::1", port)
         assert not reaches(own_address, port)
+
+
+def test_a_kernel_that_refuses_is_said(monkeypatch, capsys):
+    def refuses(listener):
+        raise OSError("Protocol not available")
+
+    monkeypatch.setattr(exposure, "_attach", refuses)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        shut_out_others(Cluster({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}, "worker", 0))
+    assert f"port {port} of all of this machine's addresses" in capsys.readouterr().err
 
 
 TASK = """

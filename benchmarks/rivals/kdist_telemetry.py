@@ -2,7 +2,7 @@
 
 Where to, as `telemetry` of the workload says:
   off        nowhere
-  checkpoint nowhere, and a checkpoint is written every 50 steps
+  checkpoint nowhere, and one checkpoint is written, from the middle of the steps on
   run        to the run directory
   offline    and to W&B, offline
   healthy    and to W&B, online, at a stand-in for its server in a process of its own
@@ -20,8 +20,6 @@ from benchmarks.measuring import ROOT
 from benchmarks.rivals import workload
 
 STUB = ROOT / "tests" / "telemetry" / "wandb_stub.py"
-
-STEPS_BETWEEN_CHECKPOINTS = 50
 
 # W&B's process starts beside the first training; the clock runs when it is there.
 START_SECONDS = 60.0
@@ -75,8 +73,9 @@ def main():
         run = RunDirectory(ends.enter_context(directory))
         callbacks, between = [], lambda: None
         if given.telemetry == "checkpoint":
-            checkpoint = kdist.callbacks.Checkpoint(run.checkpoints, STEPS_BETWEEN_CHECKPOINTS)
-            callbacks = [checkpoint]
+            # The rest of the steps is there for the writing, which goes on beside them.
+            middle = given.steps // 2 + 1
+            callbacks = [kdist.callbacks.Checkpoint(run.checkpoints, every_steps=middle)]
         elif given.telemetry != "off":
             writers = [RunWriter(run)]
             if given.telemetry != "run":
