@@ -74,6 +74,7 @@ def test_a_slow_step_is_reported_before_it_is_judged(launcher, beating):
     assert "worker 0 hung: it was in step 6 for 8 s, usually 0.2 s" in err
 
 
+@pytest.mark.slow
 def test_what_usually_takes_long_and_first_steps_have_their_time(launcher, beating):
     code, _, err, _ = launcher.run(
         beating + "steps([0.3] * 5)\nsteps([3], 5)\nsteps([4], 0, begins=True)",
@@ -83,6 +84,7 @@ def test_what_usually_takes_long_and_first_steps_have_their_time(launcher, beati
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_a_task_that_comes_back_is_not_ended(launcher, beating):
     process = launcher.start(
         beating + "steps([0.1] * 5)\nnote('ready', os.getpid())\nsteps([0.1] * 100, 5)",
