@@ -48,9 +48,8 @@ class Runner:
 
     def end(self):
         """Ends it and its children."""
-        children = self._family()
-        for process in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in reversed(self._family()):
                 process.kill()
         self._process.wait()
 

@@ -27,7 +27,7 @@ _SO_ATTACH_FILTER = 26
 _NETWORK_HEADER = 0xFFF00000
 
 # A program of classic BPF (linux/filter.h): operation, jump if true, jump if false, operand. It
-# takes packets to 127.0.0.0/8, ::1 and, as IPv6 writes the former, ::ffff:127.0.0.0/104.
+# takes packets to 127.0.0.0/8 and to ::1.
 _LOAD_WORD, _LOAD_BYTE, _AND, _EQUALS, _RETURN = 0x20, 0x30, 0x54, 0x15, 0x06
 _TO_THIS_MACHINE = [
     (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 # In a task's environment: the pipe to the launcher, as `pipe_name` names it.
@@ -42,9 +42,10 @@ class Beat:
         doing: in words, such as "in step 313" or "between steps".
         seconds: for how long it has.
         in_step: it is in a call of a step function, where it may wait for other tasks.
-        is_first: that call is the first of its kind or of an epoch, which may take long: the
-            function is traced, a data set is read from its beginning.
-        usual_seconds: of such a call; None where not known.
+        is_first: that call is one of the first of its kind, or the first of an epoch, which may
+            take long: the function is traced, a data set is read from its beginning.
+        usual_seconds: of such a call, the median; None where not known.
+        longest_seconds: of such calls, lately; 0 where not known.
         is_last: the process ends; no more of them come.
     """
 
@@ -53,6 +54,7 @@ class Beat:
     in_step: bool = False
     is_first: bool = False
     usual_seconds: float | None = None
+    longest_seconds: float = 0.0
     is_last: bool = False
 
     @classmethod
@@ -65,12 +67,13 @@ class Beat:
 
 
 class _Call(NamedTuple):
-    """A call of a step function that is under way, or, with `durations` None, the last one."""
+    """A call that is under way and may wait for others: of a step function, or what it says."""
 
-    number: int
-    steps: int
-    is_first: bool
-    durations: collections.deque | None
+    what: str | None
+    number: int = 0
+    steps: int = 1
+    begins: bool = True
+    durations: Sequence[float] = ()
 
 
 class Heartbeat:
@@ -92,8 +95,8 @@ class Heartbeat:
             return
         self._pipe = _pipe_of_environment()
         if self._pipe is not None:
-            faulthandler.enable()  # the launcher ends what hangs by a signal that shows where
-            atexit.register(lambda: self._tell(Beat("ending", is_last=True)))
+            _show_where_it_hangs()
+            atexit.register(self._tell_the_last)
         self._thread = threading.Thread(target=self._run, name="kdist-heartbeat", daemon=True)
         self._thread.start()
 
@@ -111,14 +114,22 @@ class Heartbeat:
         if durations is None:
             durations = self._durations[function] = collections.deque(maxlen=_STEPS_REMEMBERED)
         began = time.monotonic()
-        self._now = _Call(number, steps, begins or not durations, durations), began
+        self._now = _Call(None, number, steps, begins, durations), began
         try:
             yield
         finally:
-            # The first is traced, and counts little among the others that follow.
             ended = time.monotonic()
             durations.append((ended - began) / steps)
-            self._now = _Call(number, steps, False, None), ended
+            self._now = f"between steps, after step {number + steps}", ended
+
+    @contextlib.contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """A context for what all workers do together outside of steps, and may take long."""
+        before, self._now = self._now, (_Call(what), time.monotonic())
+        try:
+            yield
+        finally:
+            self._now = before[0], time.monotonic()
 
     def does(self, what: str):
         """This process does something that is no step."""
@@ -138,12 +149,17 @@ class Heartbeat:
             return
         if beat.seconds > max(_TIMES_THE_USUAL * beat.usual_seconds, _SHORTEST_REPORTED):
             self._reported = since
-            print(
-                f"kdist: {beat.doing} for {beat.seconds:.0f} s by now; the usual is "
-                f"{beat.usual_seconds:.2g} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                print(
+                    f"kdist: {beat.doing} for {beat.seconds:.0f} s by now; the usual is "
+                    f"{beat.usual_seconds:.2g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+    def _tell_the_last(self):
+        self._tell(Beat("ending", is_last=True))
+        self._pipe = None
 
     def _tell(self, beat):
         if self._pipe is None:
@@ -159,12 +175,19 @@ class Heartbeat:
 def _beat(what, seconds):
     if not isinstance(what, _Call):
         return Beat(what, seconds)
-    if what.durations is None:
-        return Beat(f"between steps, after step {what.number + what.steps}", seconds)
+    doing = what.what or f"in step {what.number + 1}"
     durations = list(what.durations)
-    is_known = len(durations) >= _STEPS_UNTIL_USUAL
-    usual = statistics.median(durations) * what.steps if is_known else None
-    return Beat(f"in step {what.number + 1}", seconds, True, what.is_first, usual)
+    if len(durations) < _STEPS_UNTIL_USUAL:
+        return Beat(doing, seconds, in_step=True, is_first=True)
+    usual, longest = statistics.median(durations), max(durations[1:])  # the first is traced
+    return Beat(doing, seconds, True, what.begins, usual * what.steps, longest * what.steps)
+
+
+def _show_where_it_hangs():
+    """The launcher ends what hangs by a signal; Python then writes where it was."""
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):
+            faulthandler.enable(sys.__stderr__)
 
 
 def pipe_name(descriptor: int) -> str:
@@ -187,4 +210,5 @@ def _pipe_of_environment():
 
 
 _of_this_process = Heartbeat()
-start, step, does = _of_this_process.start, _of_this_process.step, _of_this_process.does
+start, step = _of_this_process.start, _of_this_process.step
+meeting, does = _of_this_process.meeting, _of_this_process.does

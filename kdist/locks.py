@@ -9,13 +9,13 @@ except ImportError:  # Windows
 
 
 class Lock:
-    """Held until it is released, or the process ends in whatever way.
+    """Held until it is released, or the process and those that it forked have ended.
 
     Args:
         path: a file or a directory that exists.
 
     Raises:
-        BlockingIOError: another process holds it.
+        BlockingIOError: it is held, by another process or by this one.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -33,5 +33,6 @@ class Lock:
     def release(self):
         """Lets others have it."""
         if self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also if a forked child has it
             os.close(self._descriptor)
             self._descriptor = None

@@ -61,7 +61,7 @@ flags.DEFINE_float(
 flags.DEFINE_float(
     "hang_seconds",
     60.0,
-    "For a step of kdist's fit (ten times that for an epoch's first one, twenty times the usual in "
+    "For a step of kdist's fit (ten times that for an epoch's first one, five times the longest in "
     "any case), and for a task's sign of life. Then the task that others wait for is ended, and "
     "shows where it was. 0: for ever.",
     lower_bound=0,

@@ -2,7 +2,7 @@
 
 Where to, as `telemetry` of the workload says:
   off        nowhere
-  checkpoint nowhere, and one checkpoint is written, from the middle of the steps on
+  checkpoint nowhere, and a checkpoint is written, from the middle of the steps on
   run        to the run directory
   offline    and to W&B, offline
   healthy    and to W&B, online, at a stand-in for its server in a process of its own

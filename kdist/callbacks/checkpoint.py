@@ -20,6 +20,7 @@ from typing import Any
 
 import keras
 
+from kdist import heartbeat
 from kdist.checkpoint import snapshot, surroundings
 from kdist.checkpoint.background import BackgroundWriter
 from kdist.checkpoint.broadcast import of_chief
@@ -283,7 +284,8 @@ class Checkpoint(keras.callbacks.Callback):
         if model.first_nonfinite_step() is not None:  # nobody wants to go on from there
             return
         position = model.position.next_epoch if at_epochs_end else model.position
-        arrays = snapshot.take(model)  # by all workers
+        with heartbeat.meeting("taking a checkpoint"):
+            arrays = snapshot.take(model)  # by all workers
         self._saved, self._saved_at = position.batch, time.monotonic()
         if not self._is_chief:
             return

@@ -54,7 +54,7 @@ class Saved:
     @property
     def step(self) -> int:
         """The step that it was written after."""
-        step = checkpoint_step(self.path)
+        step = _step(self.path)
         if step is None:
             raise CheckpointError(f"{self.path} is not named after its step, as step-0000000150")
         return step
@@ -113,6 +113,7 @@ class CheckpointFiles:
         unfinished = self.directory / f"{_UNFINISHED}{target.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
+            self._clear_up()
             unfinished.mkdir()
             _write_tensors(unfinished, tensors)
             _write_json(unfinished / _STATE, {**state, "is_best": is_best})
@@ -128,8 +129,7 @@ class CheckpointFiles:
 
     def newest(self) -> Saved | None:
         """The newest one that is whole; of those that are not, a line on stderr each."""
-        self._put_back()
-        for path in reversed(self.paths()):
+        for path in sorted([*self.paths(), *self._put_away()], key=_step, reverse=True):
             try:
                 return opened(path)
             except CheckpointError as error:
@@ -144,7 +144,6 @@ class CheckpointFiles:
     def _put_in_place(self, unfinished, target):
         if target.exists():
             replaced = target.with_name(f"{_REPLACED}{target.name}")
-            shutil.rmtree(replaced, ignore_errors=True)
             os.rename(target, replaced)
             os.rename(unfinished, target)
             shutil.rmtree(replaced, ignore_errors=True)
@@ -152,12 +151,16 @@ class CheckpointFiles:
             os.rename(unfinished, target)
         _to_disk(self.directory)
 
-    def _put_back(self):
-        """If a process was killed when it had put one away and not yet another in its place."""
-        for replaced in self.directory.glob(f"{_REPLACED}*"):
-            target = replaced.with_name(replaced.name.removeprefix(_REPLACED))
-            if not target.exists():
-                os.rename(replaced, target)
+    def _put_away(self):
+        """Those that were to be replaced when the process was killed, and that none replaces."""
+        return [p for p in self.directory.glob(f"{_REPLACED}*") if not _named(p).exists()]
+
+    def _clear_up(self):
+        """What processes have left that were killed while they replaced a checkpoint."""
+        for path in self._put_away():
+            os.rename(path, _named(path))
+        for path in self.directory.glob(f"{_REPLACED}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self, best):
         *old, _ = paths = self.paths()
@@ -169,6 +172,15 @@ class CheckpointFiles:
                 with contextlib.suppress(OSError):
                     os.rename(path, gone)
                 shutil.rmtree(gone, ignore_errors=True)
+
+
+def _named(path):
+    """The path that a checkpoint has when it has not been put away."""
+    return path.with_name(path.name.removeprefix(_REPLACED))
+
+
+def _step(path):
+    return checkpoint_step(_named(path))
 
 
 def opened(path: str | os.PathLike) -> Saved:

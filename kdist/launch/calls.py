@@ -70,8 +70,8 @@ def local(
         share_gpus: whether more workers than GPUs share them.
         timeout_seconds: for the whole job; None is without end.
         wait_seconds: for the others, when the deciding task has ended.
-        hang_seconds: for a step of `fit` (ten times that for an epoch's first one, and twenty
-            times the usual in any case), and for a task's sign of life; 0 is for ever.
+        hang_seconds: for a step of `fit` (ten times that for an epoch's first one, and five
+            times the longest in any case), and for a task's sign of life; 0 is for ever.
         log_dir: gets a file of each task's output; by default they are not kept.
         quiet: what the tasks print is not shown; what the launcher has to say is.
 

@@ -137,7 +137,9 @@ class Job:
     def _replace(self, watchdog):
         """Starts workers again that served and are gone, if that is allowed."""
         for task in filter(self._is_replaceable, self._started):
-            if self._supervision.hung() is task:
+            found = self._supervision.hung()
+            if found and found[0] is task:
+                task.hung = found[1]
                 task.signal(signal.SIGKILL)
             if not task.returncode:
                 continue
@@ -162,7 +164,7 @@ class Job:
             self._screen.show(task.name, line)
         if not more:
             self._readable.unregister(task.output)
-            task.close()
+            task.close_output()
 
     def _is_over(self):
         running = [task for task in self._started if not task.has_ended()]
@@ -183,8 +185,11 @@ class Job:
         return min(failed, key=lambda task: task.returncode > 0, default=None)
 
     def _first_hung(self):
-        hung = self._supervision.hung()
-        return None if hung is None or self._is_replaceable(hung) else hung
+        found = self._supervision.hung()
+        if found is None or self.stopped_by is not None or self._is_replaceable(found[0]):
+            return None
+        task, task.hung = found
+        return task
 
     def _may_fail(self, task):
         """What only serves loses its coordinator when that has ended well, and may say so."""
@@ -196,6 +201,7 @@ class Job:
         serves_a_coordinator = task.only_serves and task.cluster.role == "worker"
         return (
             serves_a_coordinator
+            and task.beat is not None  # before, the tasks are meeting
             and self._not_replaced is not task
             and self.stopped_by is None
             and self.deciding.returncode is None
@@ -257,7 +263,7 @@ class Job:
 
     def _exit_code(self):
         if self.failed:
-            return self.failed.exit_code
+            return self.failed.exit_code or 1  # of one that hung, whatever it then did
         if self.stopped_by is not None:
             return 128 + self.stopped_by
         return TIMED_OUT if self.timed_out else 0

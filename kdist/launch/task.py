@@ -159,15 +159,19 @@ class Task:
         if beat := Beat.of_line(line):
             self.beat, self.beat_at = beat, time.monotonic()
 
-    def close(self):
-        """Reads no more."""
+    def close_output(self):
+        """Reads no more of what it writes; it may go on."""
         with contextlib.suppress(OSError):
             self._process.stdout.close()
+        if self._file:
+            self._file.close()
+
+    def close(self):
+        """Reads and hears no more."""
+        self.close_output()
         if self._beats is not None:
             os.close(self._beats)
             self._beats = None
-        if self._file:
-            self._file.close()
 
     def _keep(self, data):
         """Writes to the log; what there is to say about it."""

@@ -9,7 +9,7 @@
 Workers take groups as they come, so that a slow one holds up nobody. What a group adds to the
 metrics is added to the shared ones at its end, atomically. A group whose worker dies is done again
 by another: the updates that the dead one had made stay, so that a few examples weigh twice, and
-`optimizer.iterations` is put right at the epoch's end.
+`optimizer.iterations` is put right as soon as nothing is under way.
 """
 
 import collections
@@ -77,35 +77,39 @@ class CoordinatedFunction:
         self._handed = {}  # what is under way: number -> (place of its first group, groups, steps)
         self._places = []  # of those that have ended
         self._steps = 0  # that they made
+        self._counted: int | None = None  # the optimizer's count before them
         self._ended_besides, self._logs_now = 0, None  # groups that ended with the last one
 
     @contextlib.contextmanager
     def under_way(self, groups):
         """A context that gives the groups; several at a time are run while it lasts."""
         self._places, self._ended_besides = [], 0
-        self._steps, counted = 0, self._count()
+        self._steps, self._counted = 0, self._count()
         self._dispatcher.repeats()
         try:
             yield self._handed_out(groups)
             while not self._dispatcher.is_idle:
                 self._ended_besides = 0
                 self()
-            if counted is not None and self._dispatcher.repeats():
-                self._trainer.optimizer.iterations.assign(counted + self._steps)
         finally:
             self._dispatcher.forget()
 
     def _count(self):
         """The optimizer's count of updates, if each step adds one to it; else None."""
+        if not (self._updates and self._logs_are_metrics):
+            return None
         optimizer = self._trainer.optimizer
         # A loss scale's leaves steps out whose gradients are not finite; a step of the user's own
         # may make several updates.
         counts_each = isinstance(optimizer, keras.optimizers.Optimizer) and not isinstance(
             optimizer, keras.optimizers.LossScaleOptimizer
         )
-        if not (self._updates and self._logs_are_metrics and counts_each):
-            return None
-        return int(optimizer.iterations)
+        return int(optimizer.iterations) if counts_each else None
+
+    def _put_count_right(self):
+        """When nothing is under way: without the updates of groups that were begun twice."""
+        if self._counted is not None and self._dispatcher.repeats():
+            self._trainer.optimizer.iterations.assign(self._counted + self._steps)
 
     def _handed_out(self, groups):
         """Each group, after as many as may be under way have been handed out."""
@@ -147,6 +151,8 @@ class CoordinatedFunction:
         number, results, seconds = self._dispatcher.wait()
         place, groups, steps = self._handed.pop(number)
         self._steps += steps
+        if self._dispatcher.is_idle:
+            self._put_count_right()
         self._places.append(place)
         if self._gives_outputs:
             return results

@@ -8,6 +8,7 @@ import time
 
 import keras
 
+from kdist import heartbeat
 from kdist.training.keras_internals import ProgbarLogger, pythonify_logs
 
 # Keras's bar prints no more often than this (`keras.utils.Progbar(interval=0.05)`).
@@ -34,7 +35,8 @@ class LazyLogs(dict):
         if self._read is not None:
             read, self._read = self._read, None
             super().clear()
-            super().update(pythonify_logs(read()))
+            with heartbeat.meeting("reading logs"):  # waits for the device, and so for the others
+                super().update(pythonify_logs(read()))
         return self
 
     def __bool__(self):

@@ -11,6 +11,7 @@ import warnings
 import keras
 import tensorflow as tf
 
+from kdist import heartbeat
 from kdist.training import compiled_parts, keras_hooks
 from kdist.training import step as steps
 from kdist.training.accumulation import Accumulators, optimizers_of
@@ -232,7 +233,8 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
         `train_on_batch`, before weights are read; all workers have to call it.
         """
         if self._rounds is not None:
-            self._rounds.end()
+            with heartbeat.meeting("averaging replicas"):
+                self._rounds.end()
 
     def _accumulators(self):
         if self.accumulate == 1:

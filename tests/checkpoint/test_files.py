@@ -59,11 +59,13 @@ def test_one_that_was_killed_while_it_replaced_another_loses_neither(tmp_path):
     files = write(tmp_path, 3, 7)
     (tmp_path / "step-0000000007").rename(tmp_path / "unfinished-replaced-step-0000000007")
     assert files.newest().step == 7
+    files.write(7, ARRAYS, {"number": "second"})
+    assert files.newest().state["number"] == "second"
     leftover = tmp_path / "unfinished-replaced-step-0000000007"
     leftover.mkdir()
     (leftover / "state.json").touch()
-    files.write(7, ARRAYS, {"number": "second"})
-    assert files.newest().state["number"] == "second"
+    files.write(7, ARRAYS, {"number": "third"})
+    assert files.newest().state["number"] == "third"
     assert list(tmp_path.glob("unfinished*")) == []
 
 

@@ -75,11 +75,38 @@ def test_a_slow_step_is_reported_before_it_is_judged(launcher, beating):
 
 
 @pytest.mark.slow
+def test_a_task_that_has_not_begun_is_named_not_those_that_wait_for_it(launcher, beating):
+    code, _, err, _ = launcher.run(
+        beating + "if index == 1: time.sleep(100)\nsteps([100])",
+        "--workers=2",
+        "--hang_seconds=2",
+    )
+    assert code == 128 + signal.SIGABRT
+    assert "worker 1 hung: it had not begun to train, and worker 0 waited for it" in err
+
+
+def test_what_all_do_together_outside_of_steps_is_no_idling(launcher, beating):
+    code, _, err, _ = launcher.run(
+        beating
+        + """
+steps([0.1] * 5)
+if index == 0:
+    with heartbeat.meeting("averaging replicas"): time.sleep(100)
+steps([100], 5)
+""",
+        "--workers=2",
+        "--hang_seconds=3",
+    )
+    assert code == 128 + signal.SIGABRT
+    assert "worker 1 hung: it was in step 6 for 3 s, usually 0.1 s" in err
+
+
+@pytest.mark.slow
 def test_what_usually_takes_long_and_first_steps_have_their_time(launcher, beating):
     code, _, err, _ = launcher.run(
-        beating + "steps([0.3] * 5)\nsteps([3], 5)\nsteps([4], 0, begins=True)",
+        beating + "steps([1.0] * 5)\nsteps([4], 5)\nsteps([5], 0, begins=True)",
         "--workers=1",
-        "--hang_seconds=1",
+        "--hang_seconds=2",
     )
     assert code == 0, err
 
@@ -107,6 +134,8 @@ if role == "chief":
     while not (here / "pid-again").exists(): time.sleep(0.01)
 elif role == "worker" and not (here / "died").exists():
     (here / "died").touch()
+    heartbeat.start()
+    time.sleep(1)
     os.kill(os.getpid(), signal.SIGKILL)
 else:
     if role == "worker": note("again", os.getpid())
@@ -114,15 +143,15 @@ else:
 """
 
 
-def test_a_worker_of_parameter_servers_is_started_again_alone(launcher):
-    code, _, err, _ = launcher.run(SERVING, "--workers=1", "--ps=1", "--max_restarts=1")
+def test_a_worker_of_parameter_servers_is_started_again_alone(launcher, beating):
+    code, _, err, _ = launcher.run(beating + SERVING, "--workers=1", "--ps=1", "--max_restarts=1")
     assert code == 0, err
     assert "worker 0 was ended by SIGKILL" in err
     assert "starting worker 0 again; restart 1 of 1 since there was a new checkpoint" in err
 
 
-def test_but_not_without_being_asked_to(launcher):
-    code, _, err, _ = launcher.run(SERVING, "--workers=1", "--ps=1")
+def test_but_not_without_being_asked_to(launcher, beating):
+    code, _, err, _ = launcher.run(beating + SERVING, "--workers=1", "--ps=1")
     assert code == 128 + signal.SIGKILL
     assert "again" not in err
 
