@@ -77,7 +77,7 @@ def test_a_slow_step_is_reported_before_it_is_judged(launcher, beating):
 @pytest.mark.slow
 def test_a_task_that_has_not_begun_is_named_not_those_that_wait_for_it(launcher, beating):
     code, _, err, _ = launcher.run(
-        beating + "if index == 1: time.sleep(100)\nsteps([100])",
+        "if index == 1: time.sleep(100)\n" + beating + "steps([100])",
         "--workers=2",
         "--hang_seconds=2",
     )
