@@ -32,10 +32,10 @@ class FiniteWatch:
     def reset(self):
         """Forgets what earlier training saw."""
         self._noted = None
-        self._trainer.distribute_strategy.run(self._forget)
-
-    def _forget(self):
-        self._first_bad.assign(NONE_YET)
+        # Each replica's own; by `strategy.run`, outside of a function, TensorFlow would warn.
+        strategy = self._trainer.distribute_strategy
+        for own in strategy.experimental_local_results(self._first_bad):
+            own.assign(NONE_YET)
 
     def watching(self, train_step):
         """The same step, followed by the check; to be called in replica context."""

@@ -259,8 +259,12 @@ def test_the_first_step_with_a_bad_loss_is_known(strategy, k):
     assert model.first_nonfinite_step() is None
     model.fit(dataset.take(12), verbose=0)
     assert model.first_nonfinite_step() is None
+    good = model.get_weights()
     model.fit(dataset, verbose=0)
     assert model.first_nonfinite_step() == 12 + 13
+    model.set_weights(good)
+    model.fit(dataset.take(12), verbose=0)
+    assert model.first_nonfinite_step() is None
 
 
 def test_train_on_batch_and_test_on_batch(mirrored):
