@@ -52,11 +52,8 @@ def check():
 
 
 @contextlib.contextmanager
-def two_hosts(rate_mbit: int) -> Iterator[tuple[Host, Host]]:
-    """The hosts; nothing is left of them afterwards.
-
-    Args:
-        rate_mbit: of the link in either direction, in Mbit/s.
+def apart() -> Iterator[tuple[Host, Host]]:
+    """Two hosts without a link; nothing is left of them afterwards.
 
     Raises:
         PermissionError, FileNotFoundError: as `check`.
@@ -65,17 +62,31 @@ def two_hosts(rate_mbit: int) -> Iterator[tuple[Host, Host]]:
     check()
     _remove_leftovers()
     names = [_name(os.getpid(), side) for side in (1, 2)]
-    hosts = tuple(Host(name, f"{_NETWORK}.{side}") for side, name in enumerate(names, 1))
     try:
-        for host in hosts:
-            _run("ip", "netns", "add", host.namespace)
-        _join(*names)
-        for host in hosts:
-            _set_up(host, rate_mbit)
-        yield hosts
+        for name in names:
+            _run("ip", "netns", "add", name)
+        yield tuple(Host(name, f"{_NETWORK}.{side}") for side, name in enumerate(names, 1))
     finally:
         for name in names:
             _remove(name)
+
+
+@contextlib.contextmanager
+def two_hosts(rate_mbit: int) -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a link between them.
+
+    Args:
+        rate_mbit: of the link in either direction, in Mbit/s.
+
+    Raises:
+        PermissionError, FileNotFoundError, RuntimeError: as `apart`.
+    """
+    with apart() as hosts:
+        _join(*(host.namespace for host in hosts))
+        for host in hosts:
+            set_up(host)
+            _shape(host, "add", "tbf", "rate", f"{rate_mbit}mbit", *_BUFFER)
+        yield hosts
 
 
 def cut(host: Host):
@@ -93,11 +104,6 @@ def limit(host: Host, rate_mbit: int):
     _shape(host, "change", "tbf", "rate", f"{rate_mbit}mbit", *_BUFFER)
 
 
-def delay(host: Host, milliseconds: int):
-    """Has all that a host sends come later, at any rate; the kernel needs netem."""
-    _shape(host, "replace", "netem", "delay", f"{milliseconds}ms")
-
-
 def _shape(host, verb, *discipline):
     where = ("-netns", host.namespace, "qdisc", verb, "dev", _LINK, "root")
     _run("tc", *where, *discipline)
@@ -113,14 +119,15 @@ def _join(one, other):
     _run("ip", "link", "add", _LINK, "netns", one, "type", "veth", *peer)
 
 
-def _set_up(host, rate_mbit):
+def set_up(host: Host):
+    """Gives the host its address, once it has an end of the link."""
+
     def ip(*arguments):
         _run("ip", "-netns", host.namespace, *arguments)
 
     ip("address", "add", f"{host.address}/24", "dev", _LINK)
     ip("link", "set", "lo", "up")
     ip("link", "set", _LINK, "up")
-    _shape(host, "add", "tbf", "rate", f"{rate_mbit}mbit", *_BUFFER)
 
 
 def _remove_leftovers():

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from benchmarks.clusters import network
+from tests.faults import relay
 from tests.faults.jobs import ROOT, TRAINED, Run, check_equal
 
 pytestmark = pytest.mark.slow
@@ -115,12 +117,32 @@ def test_a_link_that_becomes_slow(run, hosts, whole, row):
     row("the link falls to 1 Mbit/s", "multi_worker", "slower", None, 0, "yes")
 
 
-def test_a_link_that_delays(run, hosts, whole, row):
-    run.wait_for_checkpoint(10)
+@pytest.fixture
+def delayed():
+    """Two hosts, and the process that carries packets between them."""
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = stack.enter_context(network.apart())
+        except (OSError, RuntimeError) as error:
+            pytest.skip(str(error))
+        command = [sys.executable, relay.__file__, *(host.namespace for host in hosts), "50"]
+        process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+        stack.callback(process.kill)
+        assert process.stdout.readline() == b"ready\n"
+        for host in hosts:
+            network.set_up(host)
+        yield hosts, process
+
+
+def test_a_link_that_delays(delayed, tmp_path, whole, row):
+    hosts, carrier = delayed
+    run = TwoHosts(tmp_path, hosts)
     try:
-        network.delay(hosts[1], milliseconds=50)
-    except RuntimeError as error:
-        pytest.skip(str(error))  # a kernel without netem
-    assert run.both_end() == [0, 0], run.said()
-    check_equal(run, whole("multi_worker"))
+        run.start().wait_for_checkpoint(10)
+        carrier.send_signal(signal.SIGUSR1)
+        assert run.both_end() == [0, 0], run.said()
+        check_equal(run, whole("multi_worker"))
+        assert run.attempts() == 1
+    finally:
+        run.stop()
     row("the link delays by 50 ms", "multi_worker", "slower", None, 0, "yes")
