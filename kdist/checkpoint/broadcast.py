@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kdist.checkpoint.files import CheckpointError
 from kdist.strategies import is_chief
-from kdist.training.reduction import all_reduce_sum
+from kdist.training.reduction import sums_over_replicas
 from kdist.training.step import this_replica
 from kdist.training.together import are_several_workers, replicas_here
 
@@ -76,11 +76,8 @@ def _sums(strategy, arrays):
     if not arrays:
         return []
 
-    @tf.autograph.experimental.do_not_convert
-    def on_replica():
+    def parts():
         is_first = this_replica() % replicas_here(strategy) == 0
-        own = [tf.constant(array if is_first else np.zeros_like(array)) for array in arrays]
-        return all_reduce_sum(own)
+        return [tf.constant(array if is_first else np.zeros_like(array)) for array in arrays]
 
-    sums = strategy.run(on_replica)
-    return [strategy.experimental_local_results(total)[0].numpy() for total in sums]
+    return sums_over_replicas(strategy, parts)

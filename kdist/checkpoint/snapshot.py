@@ -17,7 +17,7 @@ import tensorflow as tf
 from kdist.checkpoint.files import CheckpointError
 from kdist.tensorflow_internals import first_replica
 from kdist.training.accumulation import optimizers_of
-from kdist.training.reduction import all_reduce_sum
+from kdist.training.reduction import sums_over_replicas
 from kdist.training.step import this_replica
 from kdist.training.together import are_several_workers, replicas_here
 
@@ -82,8 +82,7 @@ def _of_all_workers(strategy, variables):
     """For each variable an array (R, …): each replica's part."""
     replicas = strategy.num_replicas_in_sync
 
-    @tf.autograph.experimental.do_not_convert
-    def on_replica():
+    def parts():
         replica = this_replica()
         here = replica % replicas_here(strategy)
         rows = []
@@ -91,10 +90,9 @@ def _of_all_workers(strategy, variables):
             value = tf.identity(_copies(variable)[here])
             zeros = tf.zeros_like(value)
             rows.append(tf.stack([value if r == replica else zeros for r in range(replicas)]))
-        return all_reduce_sum(rows)
+        return rows
 
-    sums = strategy.run(on_replica)
-    return [strategy.experimental_local_results(rows)[0].numpy() for rows in sums]
+    return sums_over_replicas(strategy, parts)
 
 
 def _first_replica(strategy):

@@ -24,6 +24,18 @@ def all_reduce_sum(tensors):
         return _all_reduced(tensors)
 
 
+def sums_over_replicas(strategy, parts):
+    """NumPy arrays: the sums over all replicas of the tensors that `parts` gives on each.
+
+    Args:
+        strategy: all of its workers have to call this, between two steps.
+        parts: a function that is called in replica context, and gives a list.
+    """
+    on_replica = tf.autograph.experimental.do_not_convert(lambda: all_reduce_sum(parts()))
+    sums = strategy.run(on_replica)
+    return [strategy.experimental_local_results(total)[0].numpy() for total in sums]
+
+
 def _all_reduced(tensors):
     packs = defaultdict(list)
     for number, tensor in enumerate(tensors):
