@@ -84,6 +84,7 @@ print(json.dumps(result))
 """
 
 
+@pytest.mark.slow
 def test_all_at_once_they_learn_and_no_update_is_lost(tmp_path):
     tasks = {"chief": 1, "worker": 2, "ps": 2, "evaluator": 1}
     (tmp_path / "enough").touch()

@@ -86,6 +86,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.slow
 def test_an_embedding_lies_on_two_servers_and_trains_as_on_one_device():
     outcome, *_ = python_tasks(EMBEDDING, {"chief": 1, "worker": 2, "ps": 2})
     assert [rows for _, rows in outcome["small"]["parts"]] == [[51, 16], [50, 16]]
