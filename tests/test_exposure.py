@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from kdist import exposure
@@ -105,7 +106,7 @@ def test_no_task_of_a_job_listens_to_others(strategy, own_address, tmp_path):
                 assert time.monotonic() < deadline, (tmp_path / "log").read_text()
                 time.sleep(0.1)
             time.sleep(1)  # the others come as far
-            ports = _listening_ports(_descendants(job.pid))
+            ports = _listening_ports(psutil.Process(job.pid).children(recursive=True))
         finally:
             tasks = 4 if strategy == "parameter_server" else 2
             try:
@@ -116,25 +117,11 @@ def test_no_task_of_a_job_listens_to_others(strategy, own_address, tmp_path):
                 job.wait(30)
 
 
-def _descendants(pid):
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
-    children = list(map(int, found.stdout.split()))
-    return children + [other for child in children for other in _descendants(child)]
-
-
-def _listening_ports(pids):
+def _listening_ports(processes):
     """The ports of all sockets that these processes listen on."""
-    inodes = set()
-    for pid in pids:
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            name = os.readlink(entry.path)
-            if name.startswith("socket:["):
-                inodes.add(name[8:-1])
-    ports = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with open(table) as lines:
-            for line in list(lines)[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and fields[9] in inodes:
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
-    return ports
+    return {
+        connection.laddr.port
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }

@@ -136,10 +136,10 @@ class Job:
 
     def _replace(self, watchdog):
         """Starts workers again that served and are gone, if that is allowed."""
+        hung, why = self._supervision.hung() or (None, "")
         for task in filter(self._is_replaceable, self._started):
-            found = self._supervision.hung()
-            if found and found[0] is task:
-                task.hung = found[1]
+            if task is hung:
+                task.hung = why
                 task.signal(signal.SIGKILL)
             if not task.returncode:
                 continue

@@ -47,14 +47,18 @@ class Run:
         if self._launch:
             run_dir = f"--run_dir={self.directory / 'run'}"
             command = [ROOT / "scripts" / "launch.py", *self._launch, run_dir, "--", *command]
+        self.process = self._begin([*self._around, sys.executable, *command], KDIST_FAULT=fault)
+        return self
+
+    def _begin(self, command, **environment):
+        """A process that writes to the log."""
         with open(self.directory / "log.txt", "a") as log:
-            self.process = subprocess.Popen(
-                [*self._around, sys.executable, *map(os.fspath, command)],
+            return subprocess.Popen(
+                [os.fspath(part) for part in command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.fspath(ROOT), "KDIST_FAULT": fault},
+                env={**os.environ, "PYTHONPATH": os.fspath(ROOT), **environment},
             )
-        return self
 
     def ends(self, seconds=240):
         """Waits for the end, which has to be a good one; gives what the job wrote."""

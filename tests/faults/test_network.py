@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from benchmarks.clusters import network
 from tests.faults import relay
-from tests.faults.jobs import ROOT, TRAINED, Run, check_equal
+from tests.faults.jobs import TRAINED, Run, check_equal
 
 pytestmark = pytest.mark.slow
 
@@ -34,19 +33,8 @@ class TwoHosts(Run):
         self.processes = []
         for index, host in enumerate(self._hosts):
             config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
-            with open(self.directory / "log.txt", "a") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*host.prefix, *map(os.fspath, command)],
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        env={
-                            **os.environ,
-                            "PYTHONPATH": os.fspath(ROOT),
-                            "TF_CONFIG": json.dumps(config),
-                        },
-                    )
-                )
+            process = self._begin([*host.prefix, *command], TF_CONFIG=json.dumps(config))
+            self.processes.append(process)
         self.process = self.processes[0]
         return self
 
