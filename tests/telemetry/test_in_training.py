@@ -65,24 +65,24 @@ def fitted(model, data, directory, **options):
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_execution": 6}], ids=str)
 def test_a_slow_pipeline_is_called_so_with_both_rates(tmp_path, options):
-    """The pipeline takes 120 ms a batch of 32, the device 60."""
-    summary = fitted(model(0.06, **options), data(30, 0.12), tmp_path)
+    """The pipeline takes 240 ms a batch of 32, the device 120; a busy machine adds some to both."""
+    summary = fitted(model(0.12, **options), data(18, 0.24), tmp_path)
     (text,) = summary["verdict"]
     found = re.match(
         r"input-bound: the pipeline gives ([\d,]+) examples/s, the devices would take ([\d,]+)",
         text,
     )
     pipeline, devices = (int(number.replace(",", "")) for number in found.groups())
-    assert pipeline == pytest.approx(32 / 0.12, rel=0.1)
-    assert devices == pytest.approx(32 / 0.06, rel=0.1)
-    assert summary["breakdown"]["input"] == pytest.approx(0.5, abs=0.06)
+    assert 0.23 < 32 / pipeline < 0.30
+    assert 0.11 < 32 / devices < 0.18
+    assert summary["breakdown"]["input"] == pytest.approx(0.5, abs=0.15)
 
 
 def test_a_slow_device_is_not_called_input_bound(tmp_path):
     summary = fitted(model(0.06), data(20, 0.01), tmp_path)
     assert summary["verdict"] == []
     assert summary["breakdown"]["step"] > 0.9
-    assert summary["step_seconds_p50"] == pytest.approx(0.06, rel=0.2)
+    assert 0.05 < summary["step_seconds_p50"] < 0.12
 
 
 def test_windows_end_after_their_time(tmp_path):
