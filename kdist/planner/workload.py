@@ -1,0 +1,186 @@
+"""What one training step of a model has to do, layer by layer, in numbers that hold on any device.
+
+    >>> fc = LayerWork("fc", "matmul", forward_flops=20e6, backward_flops=40e6, parameters=10e6,
+    ...                trainable_parameters=10e6, kept_bytes=4096, moved_bytes=9e4, spatial=False)
+    >>> work = Workload("one", (3,), layers=(fc,), input_bytes=12, peak_bytes=9000)
+    >>> work.training_flops
+    60000000.0
+    >>> work.gradient_bytes("mixed_float16"), work.activation_bytes("mixed_float16")
+    (40000000.0, 2048.0)
+
+Read from a model by `kdist.planner.read_workload`; nothing here imports TensorFlow.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerWork:
+    """One layer's part of a training step; all but the parameters for one example.
+
+    Attributes:
+        name: the layer's, or "" for what stands outside of any.
+        kind: what most of its arithmetic is: "convolution", "depthwise", "matmul" or "elementwise".
+        forward_flops: floating-point operations of the forward pass; a multiplication and an
+            addition are two.
+        backward_flops: those of the gradients of its inputs and weights.
+        parameters: numbers in its weights, those that are not trained included.
+        trainable_parameters: those that get a gradient.
+        kept_bytes: outputs that the forward pass leaves for the backward pass, in float32.
+        moved_bytes: read and written by the operations of both passes, in float32, weights left
+            out.
+        spatial: whether its outputs have the extent of an image, so that all but the parameters
+            grows with the image's area.
+    """
+
+    name: str
+    kind: str
+    forward_flops: float
+    backward_flops: float
+    parameters: float
+    trainable_parameters: float
+    kept_bytes: float
+    moved_bytes: float
+    spatial: bool
+
+    def at_area(self, ratio: float) -> "LayerWork":
+        """The same layer on images of `ratio` times the area."""
+        if not self.spatial:
+            return self
+        return dataclasses.replace(
+            self,
+            forward_flops=self.forward_flops * ratio,
+            backward_flops=self.backward_flops * ratio,
+            kept_bytes=self.kept_bytes * ratio,
+            moved_bytes=self.moved_bytes * ratio,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A training step of one model.
+
+    Attributes:
+        name: the model's.
+        input_shape: of one example of the first input, without the batch.
+        layers: in the order in which the forward pass comes to them.
+        input_bytes: of all inputs of one example, as the model takes them.
+        peak_bytes: the most that is alive at once of what the operations of a step have put out,
+            for one example in float32, weights and their gradients left out.
+        uncounted: kinds of operations with unknown arithmetic, such as loops.
+        resizable: whether it takes images of another size with the same weights.
+    """
+
+    name: str
+    input_shape: tuple[int, ...]
+    layers: tuple[LayerWork, ...]
+    input_bytes: float
+    peak_bytes: float
+    uncounted: tuple[str, ...] = ()
+    resizable: bool = True
+
+    @property
+    def parameters(self) -> float:
+        """Numbers in all weights."""
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def trainable_parameters(self) -> float:
+        """Numbers in the weights that are trained."""
+        return sum(layer.trainable_parameters for layer in self.layers)
+
+    @property
+    def forward_flops(self) -> float:
+        """Floating-point operations of the forward pass for one example."""
+        return sum(layer.forward_flops for layer in self.layers)
+
+    @property
+    def training_flops(self) -> float:
+        """Floating-point operations of forward and backward pass for one example."""
+        return self.forward_flops + sum(layer.backward_flops for layer in self.layers)
+
+    def activation_bytes(self, precision: str = "float32") -> float:
+        """What one example's forward pass leaves for its backward pass, under a dtype policy."""
+        return sum(layer.kept_bytes for layer in self.layers) * _size(precision) / 4
+
+    def gradient_bytes(self, precision: str = "float32") -> float:
+        """What replicas exchange in an update.
+
+        Under Keras's mixed policies variables and so their gradients stay float32; only the pure
+        policies ("float16", "bfloat16") halve them.
+        """
+        return self.trainable_parameters * (2 if precision in ("float16", "bfloat16") else 4)
+
+    def gradients_as_ready(self) -> list[tuple[str, float]]:
+        """Layers and their trainable numbers in the order in which the backward pass gets there."""
+        return [
+            (layer.name, layer.trainable_parameters)
+            for layer in reversed(self.layers)
+            if layer.trainable_parameters
+        ]
+
+    def at_input_shape(self, shape: Sequence[int]) -> "Workload":
+        """The same model on images of another height and width.
+
+        Layers on images grow with the area, exactly but for the rounding of odd sizes and figures
+        that each image has once; what comes after pooling over the whole image does not.
+
+        Raises:
+            ValueError: `shape` differs in more than height and width, or the model has weights
+                for each place of the image.
+        """
+        shape = tuple(shape)
+        if shape == self.input_shape:
+            return self
+        if len(shape) != 3 or len(self.input_shape) != 3 or shape[2] != self.input_shape[2]:
+            raise ValueError(
+                f"{self.name} is known for inputs of shape {self.input_shape}; only height and "
+                f"width of an image can be changed, not to {shape}: read the model itself with "
+                "kdist.planner.read_workload(model)"
+            )
+        if not self.resizable:
+            raise ValueError(
+                f"{self.name}'s weights depend on the size of its image, {self.input_shape}; build "
+                f"it for {shape} and read it with kdist.planner.read_workload(model)"
+            )
+        ratio = shape[0] * shape[1] / (self.input_shape[0] * self.input_shape[1])
+        return dataclasses.replace(
+            self,
+            input_shape=shape,
+            layers=tuple(layer.at_area(ratio) for layer in self.layers),
+            input_bytes=self.input_bytes * ratio,
+            peak_bytes=self.peak_bytes * ratio,
+        )
+
+    def to_json(self) -> str:
+        """As `from_json` reads it."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str, source: str | os.PathLike = "this text") -> "Workload":
+        """The workload that `to_json` wrote.
+
+        Args:
+            text: as `to_json` gives it.
+            source: what an error names.
+
+        Raises:
+            ValueError: `text` is no workload.
+        """
+        try:
+            fields = json.loads(text)
+            layers = tuple(LayerWork(**layer) for layer in fields.pop("layers"))
+            fields |= {name: tuple(fields[name]) for name in ("input_shape", "uncounted")}
+            return cls(layers=layers, **fields)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{source} holds no workload ({error!r}); write it with Workload.to_json()"
+            ) from error
+
+
+def _size(precision):
+    """Bytes of a number that is computed under a Keras dtype policy."""
+    return 2 if precision.endswith("float16") else 4

@@ -1,0 +1,223 @@
+"""A model's workload beside what TensorFlow's profiler, its weights and pencil and paper say."""
+
+import collections
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from kdist.planner import read_workload
+
+APPLICATIONS = sorted(
+    name for name, builder in vars(keras.applications).items() if inspect.isfunction(builder)
+)
+FAST = {"MobileNetV2", "VGG16"}
+
+
+def by_name(work):
+    return {layer.name: layer for layer in work.layers}
+
+
+def built(name):
+    """The application without weights, and the shape of its images."""
+    keras.utils.clear_session()
+    model = getattr(keras.applications, name)(weights=None)
+    height, width, channels = model.input_shape[1:]
+    return model, (height or 224, width or 224, channels)
+
+
+def profiled(model, shape):
+    """Floating-point operations of a forward pass by layer, as TensorFlow's profiler counts them.
+
+    Its scopes are those of the graph: the model's, in it the layer's, each with "_1" behind it.
+    """
+    spec = tf.TensorSpec([1, *shape], tf.float32)
+    graph = tf.function(lambda x: model(x, training=True)).get_concrete_function(spec).graph
+    options = tf.compat.v1.profiler.ProfileOptionBuilder
+    root = tf.compat.v1.profiler.profile(
+        graph,
+        cmd="scope",
+        options=options(options.float_operation()).with_empty_output().build(),
+    )
+    names = {layer.name for layer in model.layers}
+    counts: collections.Counter[str] = collections.Counter()
+
+    def count(node):
+        layers = [part for part in node.name.split("/") if part.removesuffix("_1") in names]
+        if layers:
+            counts[layers[0].removesuffix("_1")] += node.total_float_ops
+        else:
+            assert not node.float_ops, node.name
+            for child in node.children:
+                count(child)
+
+    count(root)
+    return counts
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in APPLICATIONS]
+)
+def test_applications_agree_with_the_profiler(name):
+    model, shape = built(name)
+    work = read_workload(model, shape)
+    assert work.parameters == model.count_params()
+    assert work.trainable_parameters == sum(np.prod(w.shape) for w in model.trainable_weights)
+    for layer in model.layers:
+        if layer.count_params():
+            own = sum(x.parameters for x in work.layers if x.name.split("/")[0] == layer.name)
+            assert own == layer.count_params(), layer.name
+
+    theirs = profiled(model, shape)
+    ours: collections.Counter[str] = collections.Counter()
+    for layer in work.layers:
+        if layer.name:  # what stands outside of all layers is the test's own loss
+            ours[layer.name.split("/")[0]] += layer.forward_flops
+    assert sum(ours.values()) == pytest.approx(sum(theirs.values()), rel=0.01)
+    for layer, count in theirs.items():
+        assert ours[layer] == pytest.approx(count, rel=0.01), layer
+    assert not work.uncounted
+
+
+def test_a_convolution_by_hand():
+    inputs = keras.Input((8, 8, 3))
+    x = keras.layers.Conv2D(4, 3, use_bias=False, name="first")(inputs)  # 6 × 6 × 4 come out
+    x = keras.layers.Conv2D(5, 3, use_bias=False, name="second")(x)  # 4 × 4 × 5
+    x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
+    work = read_workload(kdist.Model(inputs, keras.layers.Dense(2, name="classes")(x)))
+    first, second, classes = (by_name(work)[name] for name in ("first", "second", "classes"))
+    multiplications = 36 * 4 * 27
+    # No gradient of the input of the first layer: one product in the backward pass, not two.
+    assert (first.forward_flops, first.backward_flops) == (2 * multiplications,) * 2
+    assert second.forward_flops == 2 * 16 * 5 * 36
+    assert second.backward_flops == 2 * second.forward_flops
+    assert classes.forward_flops == 2 * 5 * 2 + 2
+    assert [layer.kind for layer in (first, second, classes)] == [
+        "convolution",
+        "convolution",
+        "matmul",
+    ]
+    assert (first.kept_bytes, second.kept_bytes) == (36 * 4 * 4, 0)
+    assert (first.spatial, classes.spatial) == (True, False)
+    assert work.input_bytes == 8 * 8 * 3 * 4
+    assert work.gradients_as_ready() == [("classes", 12.0), ("second", 180.0), ("first", 108.0)]
+
+
+def test_a_layer_that_is_called_twice_computes_twice_with_the_same_weights():
+    inputs = keras.Input((4,))
+    dense = keras.layers.Dense(4, name="shared", use_bias=False)
+    once = read_workload(keras.Model(inputs, dense(inputs)))
+    twice = read_workload(keras.Model(inputs, dense(dense(inputs))))
+    assert by_name(twice)["shared"].forward_flops == 2 * by_name(once)["shared"].forward_flops
+    assert twice.parameters == once.parameters == 16
+
+
+def test_attention_is_counted_by_its_einsums():
+    inputs = keras.Input((10, 16))
+    attention = keras.layers.MultiHeadAttention(2, 8, use_bias=False, name="attention")
+    work = read_workload(keras.Model(inputs, attention(inputs, inputs)))
+    projections = 4 * 2 * 10 * 16 * 16
+    scores = 2 * 2 * (2 * 10 * 10 * 8)
+    layers = [layer for layer in work.layers if layer.name.startswith("attention")]
+    of_each_score = 1 + 5  # scaled, and its part in the softmax
+    counted = sum(layer.forward_flops for layer in layers)
+    assert counted == projections + scores + of_each_score * 2 * 10 * 10
+    assert sum(layer.parameters for layer in layers) == 4 * 16 * 16
+
+
+def test_layers_that_are_not_trained_get_no_gradient():
+    inputs = keras.Input((4,))
+    frozen = keras.layers.Dense(8, name="frozen")
+    x = frozen(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(2, name="trained")(x))
+    frozen.trainable = False
+    work = read_workload(model)
+    assert by_name(work)["frozen"].backward_flops == 0
+    assert (work.parameters, work.trainable_parameters) == (40 + 18, 18)
+    assert [name for name, _ in work.gradients_as_ready()] == ["trained"]
+
+
+def test_a_loop_is_said_to_be_uncounted():
+    inputs = keras.Input((5, 3))
+    work = read_workload(keras.Model(inputs, keras.layers.LSTM(4)(inputs)))
+    assert "While" in work.uncounted
+
+
+def test_memory_of_a_chain_by_hand():
+    """Three tanh of 1,000 numbers: each keeps its output for its own gradient."""
+    inputs = keras.Input((1000,))
+    x = inputs
+    for _ in range(3):
+        x = keras.layers.Activation("tanh")(x)
+    dense = keras.layers.Dense(1, use_bias=False)
+    work = read_workload(keras.Model(inputs, dense(x)))
+    # The gradient of the weights reads the last tanh; nobody asks for those of what is before it.
+    assert work.activation_bytes() == 4000
+    first = keras.layers.Dense(1000, use_bias=False)
+    x = first(inputs)
+    for _ in range(3):
+        x = keras.layers.Activation("tanh")(x)
+    work = read_workload(keras.Model(inputs, dense(x)))
+    assert work.activation_bytes() == 4 * 4000  # the input, and three tanh
+    assert 4 * 4000 <= work.peak_bytes <= 6 * 4000
+
+
+def test_the_model_is_left_as_it_was():
+    model = convolutions((32, 32, 3))
+    weights = [np.copy(w) for w in model.get_weights()]
+    read_workload(model)
+    assert not any("call" in vars(layer) for layer in model.layers)
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+    assert not tf.config.functions_run_eagerly()
+
+
+def convolutions(shape):
+    inputs = keras.Input(shape)
+    x = keras.layers.Conv2D(8, 3, strides=2, padding="same", activation="relu")(inputs)
+    x = keras.layers.BatchNormalization()(x)
+    x = keras.layers.DepthwiseConv2D(3, padding="same")(x)
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, keras.layers.Dense(100)(x))
+
+
+def test_open_shapes_are_refused_until_they_are_said():
+    model = convolutions((None, None, 3))
+    with pytest.raises(ValueError, match="say the size that it will be trained on by input_shape"):
+        read_workload(model)
+    with pytest.raises(ValueError, match="takes inputs of shape"):
+        read_workload(model, (224, 224, 1))
+    with pytest.raises(ValueError, match="takes inputs of shape"):
+        read_workload(model, (224, 224))
+    assert read_workload(model, (64, 64, 3)).input_shape == (64, 64, 3)
+
+
+def test_a_model_without_inputs_is_refused():
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    with pytest.raises(ValueError, match="does not know its inputs"):
+        read_workload(Own())
+
+
+def test_another_size_is_what_would_have_been_read():
+    model = convolutions((None, None, 3))
+    small, large = (read_workload(model, (size, size, 3)) for size in (32, 128))
+    scaled = small.at_input_shape((128, 128, 3))
+    assert scaled.training_flops == pytest.approx(large.training_flops, rel=0.01)
+    assert scaled.activation_bytes() == pytest.approx(large.activation_bytes(), rel=0.02)
+    assert scaled.peak_bytes == pytest.approx(large.peak_bytes, rel=0.02)
+    assert scaled.parameters == large.parameters
+    assert scaled.input_bytes == large.input_bytes
+
+
+def test_weights_for_each_place_of_an_image_fix_its_size():
+    inputs = keras.Input((8, 8, 3))
+    x = keras.layers.Conv2D(4, 3)(inputs)
+    flattens = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Flatten()(x)))
+    assert not read_workload(flattens).resizable
+    assert read_workload(convolutions((8, 8, 3))).resizable

@@ -1,0 +1,84 @@
+"""Workloads as numbers: sums, other sizes, and as text."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from kdist.planner import LayerWork, Workload
+
+CONVOLUTION = LayerWork(
+    name="conv",
+    kind="convolution",
+    forward_flops=200.0,
+    backward_flops=400.0,
+    parameters=27.0,
+    trainable_parameters=27.0,
+    kept_bytes=64.0,
+    moved_bytes=300.0,
+    spatial=True,
+)
+NORM = dataclasses.replace(
+    CONVOLUTION, name="norm", kind="elementwise", parameters=16.0, trainable_parameters=8.0
+)
+CLASSES = dataclasses.replace(
+    CONVOLUTION, name="classes", kind="matmul", trainable_parameters=10.0, spatial=False
+)
+WORK = Workload("small", (8, 8, 3), (CONVOLUTION, NORM, CLASSES), 768.0, 1000.0)
+
+
+def test_layers_add_up():
+    assert WORK.parameters == 27 + 16 + 27
+    assert WORK.trainable_parameters == 27 + 8 + 10
+    assert WORK.forward_flops == 600
+    assert WORK.training_flops == 1800
+    assert WORK.activation_bytes() == 192
+
+
+def test_mixed_precision_halves_activations_but_no_gradients():
+    assert WORK.activation_bytes("mixed_bfloat16") == 96
+    assert WORK.gradient_bytes("mixed_bfloat16") == WORK.gradient_bytes() == 45 * 4
+    assert WORK.gradient_bytes("float16") == 45 * 2
+
+
+def test_gradients_are_ready_from_the_last_layer_on():
+    assert WORK.gradients_as_ready() == [("classes", 10.0), ("norm", 8.0), ("conv", 27.0)]
+
+
+def test_a_larger_image_makes_spatial_layers_larger():
+    large = WORK.at_input_shape((16, 24, 3))
+    conv, _, classes = large.layers
+    assert (conv.forward_flops, conv.kept_bytes, conv.parameters) == (1200, 384, 27)
+    assert classes == CLASSES
+    assert (large.input_shape, large.input_bytes) == ((16, 24, 3), 768 * 6)
+    assert WORK.at_input_shape([8, 8, 3]) is WORK
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (8, 8, 1), (8,)])
+def test_other_shapes_are_refused_with_what_may_change(shape):
+    with pytest.raises(ValueError, match="only height and width of an image can be changed"):
+        WORK.at_input_shape(shape)
+
+
+def test_a_model_that_flattens_its_image_cannot_be_made_larger():
+    flattens = dataclasses.replace(WORK, resizable=False)
+    with pytest.raises(ValueError, match="weights depend on the size of its image"):
+        flattens.at_input_shape((16, 16, 3))
+
+
+def test_text_and_back():
+    assert Workload.from_json(WORK.to_json()) == WORK
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layers": [{"name": "x"}]}'])
+def test_text_that_is_no_workload_is_named(text):
+    with pytest.raises(ValueError, match="here.json holds no workload"):
+        Workload.from_json(text, "here.json")
+
+
+def test_tensorflow_stays_out():
+    code = (
+        "import sys, kdist.planner; kdist.planner.Workload; sys.exit('tensorflow' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
