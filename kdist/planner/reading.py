@@ -37,7 +37,7 @@ def read_workload(model: keras.Model, input_shape: Sequence[int] | None = None) 
         input_shape=trace.input_shapes[0],
         layers=tuple(layers),
         input_bytes=float(trace.input_bytes),
-        peak_bytes=float(trace.peak_bytes()),
+        peaks=trace.peaks(),
         uncounted=tuple(sorted({op.type for op in trace.needed} & operations.UNCOUNTED)),
         resizable=trace.resizable,
     )
@@ -67,7 +67,7 @@ class _Trace:
         with self._noting_calls(), _functions_in_line():
             traced = tf.function(step, autograph=False).get_concrete_function(specs)
         self._graph = traced.graph  # operations hold their graph by a weak reference only
-        self.results = {id(_root(tensor)) for tensor in traced.graph.outputs}
+        self._results = {_root(tensor).ref() for tensor in traced.graph.outputs}
         everything = traced.graph.get_operations()
         self.order = {op: place for place, op in enumerate(everything)}
         self.needed = _needed(everything, traced.graph.outputs)
@@ -196,33 +196,35 @@ class _Trace:
         touched = [*op.inputs, *op.outputs]
         return sum(_bytes(tensor) for tensor in touched if tensor.ref() not in self._of_weights)
 
-    def peak_bytes(self):
-        """The most that lives at once, by the order in which the graph was written down."""
+    def peaks(self):
+        """As `Workload.peaks`, by the order in which the graph was written down.
+
+        The gradients of the weights are the same size whatever the batch is, and live on until the
+        step's end.
+        """
         ends = collections.defaultdict(list)
-        alive = most = 0
+        alive = always = 0
+        seen = set()
         for op in self.needed:
             if op.type in operations.VIEWS or op.type in operations.GIVEN - {"Placeholder"}:
                 continue
             place = self.order[op]
-            dying = ends.pop(place, [])
-            made = [
-                tensor
-                for tensor in op.outputs
-                if tensor.ref() not in self._of_weights and id(tensor) not in self.results
-            ]
+            dying = sum(ends.pop(place, []))
             if operations.writes_in_place(op):
-                alive -= sum(dying)
-            alive += sum(_bytes(tensor) for tensor in made)
-            most = max(most, alive)
-            if not operations.writes_in_place(op):
-                alive -= sum(dying)
-            for tensor in made:
-                last = self._last_use(tensor)
-                if last > place:
-                    ends[last].append(_bytes(tensor))
+                alive -= dying
+            for tensor in op.outputs:
+                if tensor.ref() in self._of_weights:
+                    continue
+                if tensor.ref() in self._results:
+                    always += _bytes(tensor)
                 else:
-                    alive -= _bytes(tensor)
-        return most
+                    alive += _bytes(tensor)
+                    ends[max(place, self._last_use(tensor))].append(_bytes(tensor))
+            seen.add((float(alive), float(always)))
+            alive -= sum(ends.pop(place, []))
+            if not operations.writes_in_place(op):
+                alive -= dying
+        return _largest(seen)
 
 
 @contextlib.contextmanager
@@ -265,6 +267,23 @@ def _input_specs(model, input_shape):
         for tensor, shape in zip(inputs, shapes, strict=True)
     ]
     return tf.nest.pack_sequence_as(model._inputs_struct, specs)
+
+
+def _largest(pairs):
+    """Of (a, b), those for which a × n + b is the largest for some n from 1 on, by falling a."""
+    hull: list[tuple[float, float]] = []
+    for a, b in sorted(pairs, reverse=True):
+        if hull and b <= hull[-1][1]:
+            continue  # less for any n
+        while len(hull) > 1 and _crossing(hull[-2], (a, b)) > _crossing(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append((a, b))
+    return tuple(hull)
+
+
+def _crossing(first, second):
+    """The n below which the second is the larger."""
+    return (second[1] - first[1]) / (first[0] - second[0])
 
 
 def _sublayers(model):

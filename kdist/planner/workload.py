@@ -2,7 +2,7 @@
 
     >>> fc = LayerWork("fc", "matmul", forward_flops=20e6, backward_flops=40e6, parameters=10e6,
     ...                trainable_parameters=10e6, kept_bytes=4096, moved_bytes=9e4, spatial=False)
-    >>> work = Workload("one", (3,), layers=(fc,), input_bytes=12, peak_bytes=9000)
+    >>> work = Workload("one", (3,), layers=(fc,), input_bytes=12, peaks=((9000, 0),))
     >>> work.training_flops
     60000000.0
     >>> work.gradient_bytes("mixed_float16"), work.activation_bytes("mixed_float16")
@@ -68,8 +68,9 @@ class Workload:
         input_shape: of one example of the first input, without the batch.
         layers: in the order in which the forward pass comes to them.
         input_bytes: of all inputs of one example, as the model takes them.
-        peak_bytes: the most that is alive at once of what the operations of a step have put out,
-            for one example in float32, weights and their gradients left out.
+        peaks: when most is alive of what the operations of a step put out, each time as bytes for
+            each example and bytes whatever the batch is, in float32; weights left out. Which time
+            it is depends on the batch: the first gradients take the place of the last activations.
         uncounted: kinds of operations with unknown arithmetic, such as loops.
         resizable: whether it takes images of another size with the same weights.
     """
@@ -78,7 +79,7 @@ class Workload:
     input_shape: tuple[int, ...]
     layers: tuple[LayerWork, ...]
     input_bytes: float
-    peak_bytes: float
+    peaks: tuple[tuple[float, float], ...]
     uncounted: tuple[str, ...] = ()
     resizable: bool = True
 
@@ -105,6 +106,14 @@ class Workload:
     def activation_bytes(self, precision: str = "float32") -> float:
         """What one example's forward pass leaves for its backward pass, under a dtype policy."""
         return sum(layer.kept_bytes for layer in self.layers) * _size(precision) / 4
+
+    def step_bytes(self, local_batch: int, precision: str = "float32") -> float:
+        """The most that is alive at once within a step of `local_batch` examples.
+
+        Activations and gradients; weights, slots and buffers of single operations come on top.
+        """
+        size = _size(precision) / 4
+        return max(each * local_batch * size + always for each, always in self.peaks)
 
     def gradient_bytes(self, precision: str = "float32") -> float:
         """What replicas exchange in an update.
@@ -152,7 +161,7 @@ class Workload:
             input_shape=shape,
             layers=tuple(layer.at_area(ratio) for layer in self.layers),
             input_bytes=self.input_bytes * ratio,
-            peak_bytes=self.peak_bytes * ratio,
+            peaks=tuple((each * ratio, always) for each, always in self.peaks),
         )
 
     def to_json(self) -> str:
@@ -174,8 +183,9 @@ class Workload:
             fields = json.loads(text)
             layers = tuple(LayerWork(**layer) for layer in fields.pop("layers"))
             fields |= {name: tuple(fields[name]) for name in ("input_shape", "uncounted")}
+            fields["peaks"] = tuple((each, always) for each, always in fields["peaks"])
             return cls(layers=layers, **fields)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{source} holds no workload ({error!r}); write it with Workload.to_json()"
             ) from error

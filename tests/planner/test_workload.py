@@ -25,7 +25,9 @@ NORM = dataclasses.replace(
 CLASSES = dataclasses.replace(
     CONVOLUTION, name="classes", kind="matmul", trainable_parameters=10.0, spatial=False
 )
-WORK = Workload("small", (8, 8, 3), (CONVOLUTION, NORM, CLASSES), 768.0, 1000.0)
+WORK = Workload(
+    "small", (8, 8, 3), (CONVOLUTION, NORM, CLASSES), 768.0, ((1000.0, 0.0), (10.0, 5000.0))
+)
 
 
 def test_layers_add_up():
@@ -40,6 +42,12 @@ def test_mixed_precision_halves_activations_but_no_gradients():
     assert WORK.activation_bytes("mixed_bfloat16") == 96
     assert WORK.gradient_bytes("mixed_bfloat16") == WORK.gradient_bytes() == 45 * 4
     assert WORK.gradient_bytes("float16") == 45 * 2
+
+
+def test_the_largest_moment_depends_on_the_batch():
+    assert WORK.step_bytes(1) == 5010  # the gradients are there, the activations gone
+    assert WORK.step_bytes(10) == 10_000  # the other way round
+    assert WORK.step_bytes(10, "mixed_float16") == 5050
 
 
 def test_gradients_are_ready_from_the_last_layer_on():
