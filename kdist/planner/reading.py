@@ -38,6 +38,7 @@ def read_workload(model: keras.Model, input_shape: Sequence[int] | None = None) 
         layers=tuple(layers),
         input_bytes=float(trace.input_bytes),
         peaks=trace.peaks(),
+        precision=_precision(model),
         uncounted=tuple(sorted({op.type for op in trace.needed} & operations.UNCOUNTED)),
         resizable=trace.resizable,
     )
@@ -284,6 +285,13 @@ def _largest(pairs):
 def _crossing(first, second):
     """The n below which the second is the larger."""
     return (second[1] - first[1]) / (first[0] - second[0])
+
+
+def _precision(model):
+    """The policy of most of the model: mixed where any layer computes in 16 bits."""
+    policies = [layer.dtype_policy for layer in _sublayers(model)]
+    short = [p.name for p in policies if p.compute_dtype in ("float16", "bfloat16")]
+    return short[0] if short else "float32"
 
 
 def _sublayers(model):

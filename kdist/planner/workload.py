@@ -5,8 +5,8 @@
     >>> work = Workload("one", (3,), layers=(fc,), input_bytes=12, peaks=((9000, 0),))
     >>> work.training_flops
     60000000.0
-    >>> work.gradient_bytes("mixed_float16"), work.activation_bytes("mixed_float16")
-    (40000000.0, 2048.0)
+    >>> work.gradient_bytes, work.activation_bytes, work.step_bytes(local_batch=32)
+    (40000000.0, 4096, 288000)
 
 Read from a model by `kdist.planner.read_workload`; nothing here imports TensorFlow.
 """
@@ -29,9 +29,8 @@ class LayerWork:
         backward_flops: those of the gradients of its inputs and weights.
         parameters: numbers in its weights, those that are not trained included.
         trainable_parameters: those that get a gradient.
-        kept_bytes: outputs that the forward pass leaves for the backward pass, in float32.
-        moved_bytes: read and written by the operations of both passes, in float32, weights left
-            out.
+        kept_bytes: outputs that the forward pass leaves for the backward pass.
+        moved_bytes: read and written by the operations of both passes, weights left out.
         spatial: whether its outputs have the extent of an image, so that all but the parameters
             grows with the image's area.
     """
@@ -69,8 +68,10 @@ class Workload:
         layers: in the order in which the forward pass comes to them.
         input_bytes: of all inputs of one example, as the model takes them.
         peaks: when most is alive of what the operations of a step put out, each time as bytes for
-            each example and bytes whatever the batch is, in float32; weights left out. Which time
-            it is depends on the batch: the first gradients take the place of the last activations.
+            each example and bytes whatever the batch is; weights left out. Which time it is depends
+            on the batch: the first gradients take the place of the last activations.
+        precision: the dtype policy that the model was built under. Under another one, bytes are not
+            in proportion: layers that stay float32 keep a copy of what they cast.
         uncounted: kinds of operations with unknown arithmetic, such as loops.
         resizable: whether it takes images of another size with the same weights.
     """
@@ -80,6 +81,7 @@ class Workload:
     layers: tuple[LayerWork, ...]
     input_bytes: float
     peaks: tuple[tuple[float, float], ...]
+    precision: str = "float32"
     uncounted: tuple[str, ...] = ()
     resizable: bool = True
 
@@ -103,25 +105,26 @@ class Workload:
         """Floating-point operations of forward and backward pass for one example."""
         return self.forward_flops + sum(layer.backward_flops for layer in self.layers)
 
-    def activation_bytes(self, precision: str = "float32") -> float:
-        """What one example's forward pass leaves for its backward pass, under a dtype policy."""
-        return sum(layer.kept_bytes for layer in self.layers) * _size(precision) / 4
+    @property
+    def activation_bytes(self) -> float:
+        """What one example's forward pass leaves for its backward pass."""
+        return sum(layer.kept_bytes for layer in self.layers)
 
-    def step_bytes(self, local_batch: int, precision: str = "float32") -> float:
+    def step_bytes(self, local_batch: int) -> float:
         """The most that is alive at once within a step of `local_batch` examples.
 
         Activations and gradients; weights, slots and buffers of single operations come on top.
         """
-        size = _size(precision) / 4
-        return max(each * local_batch * size + always for each, always in self.peaks)
+        return max(each * local_batch + always for each, always in self.peaks)
 
-    def gradient_bytes(self, precision: str = "float32") -> float:
+    @property
+    def gradient_bytes(self) -> float:
         """What replicas exchange in an update.
 
         Under Keras's mixed policies variables and so their gradients stay float32; only the pure
         policies ("float16", "bfloat16") halve them.
         """
-        return self.trainable_parameters * (2 if precision in ("float16", "bfloat16") else 4)
+        return self.trainable_parameters * (2 if self.precision in ("float16", "bfloat16") else 4)
 
     def gradients_as_ready(self) -> list[tuple[str, float]]:
         """Layers and their trainable numbers in the order in which the backward pass gets there."""
@@ -189,8 +192,3 @@ class Workload:
             raise ValueError(
                 f"{source} holds no workload ({error!r}); write it with Workload.to_json()"
             ) from error
-
-
-def _size(precision):
-    """Bytes of a number that is computed under a Keras dtype policy."""
-    return 2 if precision.endswith("float16") else 4

@@ -155,13 +155,13 @@ def test_memory_of_a_chain_by_hand():
     dense = keras.layers.Dense(1, use_bias=False)
     work = read_workload(keras.Model(inputs, dense(x)))
     # The gradient of the weights reads the last tanh; nobody asks for those of what is before it.
-    assert work.activation_bytes() == 4000
+    assert work.activation_bytes == 4000
     first = keras.layers.Dense(1000, use_bias=False)
     x = first(inputs)
     for _ in range(3):
         x = keras.layers.Activation("tanh")(x)
     work = read_workload(keras.Model(inputs, dense(x)))
-    assert work.activation_bytes() == 4 * 4000  # the input, and three tanh
+    assert work.activation_bytes == 4 * 4000  # the input, and three tanh
     assert 4 * 4000 <= work.step_bytes(1) <= 6 * 4000 + 4 * 1000 * 1001
     # Of many examples the activations weigh, of one the gradient of a million weights.
     assert 4 * 4000 <= work.step_bytes(10_000) / 10_000 <= 6 * 4000
@@ -212,10 +212,23 @@ def test_another_size_is_what_would_have_been_read():
     small, large = (read_workload(model, (size, size, 3)) for size in (32, 128))
     scaled = small.at_input_shape((128, 128, 3))
     assert scaled.training_flops == pytest.approx(large.training_flops, rel=0.01)
-    assert scaled.activation_bytes() == pytest.approx(large.activation_bytes(), rel=0.02)
+    assert scaled.activation_bytes == pytest.approx(large.activation_bytes, rel=0.02)
     assert scaled.step_bytes(64) == pytest.approx(large.step_bytes(64), rel=0.02)
     assert scaled.parameters == large.parameters
     assert scaled.input_bytes == large.input_bytes
+
+
+def test_mixed_precision_keeps_less_but_not_half():
+    """BatchNorm computes in float32, and keeps what it has cast beside what it was given."""
+    full = read_workload(convolutions((32, 32, 3)))
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        mixed = read_workload(convolutions((32, 32, 3)))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert (full.precision, mixed.precision) == ("float32", "mixed_bfloat16")
+    assert 0.5 < mixed.activation_bytes / full.activation_bytes < 0.9
+    assert mixed.gradient_bytes == full.gradient_bytes == full.trainable_parameters * 4
 
 
 def test_weights_for_each_place_of_an_image_fix_its_size():

@@ -35,19 +35,19 @@ def test_layers_add_up():
     assert WORK.trainable_parameters == 27 + 8 + 10
     assert WORK.forward_flops == 600
     assert WORK.training_flops == 1800
-    assert WORK.activation_bytes() == 192
+    assert WORK.activation_bytes == 192
 
 
-def test_mixed_precision_halves_activations_but_no_gradients():
-    assert WORK.activation_bytes("mixed_bfloat16") == 96
-    assert WORK.gradient_bytes("mixed_bfloat16") == WORK.gradient_bytes() == 45 * 4
-    assert WORK.gradient_bytes("float16") == 45 * 2
+def test_gradients_have_the_size_of_the_weights():
+    assert WORK.gradient_bytes == 45 * 4
+    mixed = dataclasses.replace(WORK, precision="mixed_bfloat16")  # weights stay float32
+    assert mixed.gradient_bytes == 45 * 4
+    assert dataclasses.replace(WORK, precision="bfloat16").gradient_bytes == 45 * 2
 
 
 def test_the_largest_moment_depends_on_the_batch():
     assert WORK.step_bytes(1) == 5010  # the gradients are there, the activations gone
     assert WORK.step_bytes(10) == 10_000  # the other way round
-    assert WORK.step_bytes(10, "mixed_float16") == 5050
 
 
 def test_gradients_are_ready_from_the_last_layer_on():
