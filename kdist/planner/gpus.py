@@ -3,11 +3,11 @@
 find_gpu("NVIDIA A100-SXM4-80GB").peak_flops("mixed_bfloat16")   # 3.12e14
 """
 
-import csv
 import dataclasses
 import functools
 import re
-from importlib import resources
+
+from kdist.planner.tables import maybe, number, read_own_table, text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,16 +44,17 @@ class Gpu:
 @functools.cache
 def known_gpus() -> tuple[Gpu, ...]:
     """All rows of `tables/gpus.csv`."""
-    text = resources.files(__package__).joinpath("tables/gpus.csv").read_text(encoding="utf-8")
-    return tuple(
-        Gpu(
-            row["gpu"],
-            _number(row["fp32_tflops"]),
-            _number(row["tf32_tflops"]),
-            _number(row["fp16_tflops_dense"]),
-        )
-        for row in csv.DictReader(text.splitlines())
+    rows = read_own_table(
+        "gpus.csv",
+        {
+            "gpu": text,
+            "fp32_tflops": maybe(number),
+            "tf32_tflops": maybe(number),
+            # "21 (no tensor cores)" is a figure with a note.
+            "fp16_tflops_dense": maybe(lambda cell: number(cell.partition(" ")[0])),
+        },
     )
+    return tuple(Gpu(*row.values()) for row in rows)
 
 
 def find_gpu(name: str) -> Gpu | None:
@@ -71,9 +72,3 @@ def _model(name):
     """The part of a row's name that tells the kind: "A100" of "A100 40GB SXM", "RTX 3090"."""
     words = name.split()
     return r"\s*".join(words[:2]) if words[0] == "RTX" else words[0]
-
-
-def _number(text):
-    """The number that a cell begins with; None if it begins with none."""
-    found = re.match(r"[\d.]+", text)
-    return float(found[0]) if found else None
