@@ -2,7 +2,7 @@
 
 A multiplication and an addition are two. The formulas are the definitions of the operations
 (https://www.tensorflow.org/api_docs/python/tf/raw_ops); TensorFlow's own profiler has them as well,
-but neither for einsum nor for the gradients of depthwise convolutions.
+but neither for einsum nor for the gradients of depthwise and three-dimensional convolutions.
 """
 
 import math
@@ -45,8 +45,10 @@ _IN_PLACE = _kinds(
 
 
 def flops(operation) -> float:
-    """Those of one `tf.Operation` whose shapes are known; 0 where it computes nothing."""
+    """Those of one `tf.Operation`; 0 where it computes nothing, or a shape is not known."""
     kind = operation.type
+    if not all(x.shape.is_fully_defined() for x in [*operation.inputs, *operation.outputs]):
+        return 0.0
     if kind in _FORMULAS:
         return 2.0 * _FORMULAS[kind](operation)
     if kind in _PER_NUMBER_OUT:

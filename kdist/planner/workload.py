@@ -72,8 +72,10 @@ class Workload:
             on the batch: the first gradients take the place of the last activations.
         precision: the dtype policy that the model was built under. Under another one, bytes are not
             in proportion: layers that stay float32 keep a copy of what they cast.
-        uncounted: kinds of operations with unknown arithmetic, such as loops.
-        resizable: whether it takes images of another size with the same weights.
+        uncounted: kinds of operations of which neither arithmetic nor memory is known, such as
+            loops; with any of them all figures are too small.
+        resizable: whether another size of its images, channels last, means other sizes of the same
+            layers: no layer has weights or scores for each place.
     """
 
     name: str
@@ -137,14 +139,16 @@ class Workload:
     def at_input_shape(self, shape: Sequence[int]) -> "Workload":
         """The same model on images of another height and width.
 
-        Layers on images grow with the area, exactly but for the rounding of odd sizes and figures
-        that each image has once; what comes after pooling over the whole image does not.
+        Layers on images grow with the area, but for the rounding of odd sizes; what comes after
+        pooling over the whole image does not. Memory is taken for that of images alone.
 
         Raises:
-            ValueError: `shape` differs in more than height and width, or the model has weights
-                for each place of the image.
+            ValueError: `shape` differs in more than height and width, is not of sizes from 1 on, or
+                the model is more than convolutions and what goes pixel by pixel.
         """
         shape = tuple(shape)
+        if not all(isinstance(size, int) and size > 0 for size in shape):
+            raise ValueError(f"a shape is of whole numbers from 1 on, not {shape}")
         if shape == self.input_shape:
             return self
         if len(shape) != 3 or len(self.input_shape) != 3 or shape[2] != self.input_shape[2]:
@@ -155,8 +159,9 @@ class Workload:
             )
         if not self.resizable:
             raise ValueError(
-                f"{self.name}'s weights depend on the size of its image, {self.input_shape}; build "
-                f"it for {shape} and read it with kdist.planner.read_workload(model)"
+                f"what {self.name} does depends on the size of its inputs, {self.input_shape}, in "
+                f"more ways than their area; build it for {shape} and read it with "
+                "kdist.planner.read_workload(model)"
             )
         ratio = shape[0] * shape[1] / (self.input_shape[0] * self.input_shape[1])
         return dataclasses.replace(

@@ -69,9 +69,15 @@ def test_other_shapes_are_refused_with_what_may_change(shape):
         WORK.at_input_shape(shape)
 
 
+@pytest.mark.parametrize("shape", [(None, None, 3), (0, 8, 3), (8, -8, 3), (8.0, 8, 3)])
+def test_sizes_are_whole_numbers_from_1_on(shape):
+    with pytest.raises(ValueError, match="whole numbers from 1 on"):
+        WORK.at_input_shape(shape)
+
+
 def test_a_model_that_flattens_its_image_cannot_be_made_larger():
     flattens = dataclasses.replace(WORK, resizable=False)
-    with pytest.raises(ValueError, match="weights depend on the size of its image"):
+    with pytest.raises(ValueError, match="depends on the size of its inputs"):
         flattens.at_input_shape((16, 16, 3))
 
 
