@@ -121,15 +121,11 @@ class _Reading:
         """Bytes for each example of its outputs that the backward pass reads."""
         if op.type in operations.VIEWS:
             return 0
-        backward = self.step.place(self._first_of_backward())
         return sum(
             self._sizes[tensor.ref()][0]
             for tensor in op.outputs
-            if self.step.last_use(tensor) >= backward
+            if self.step.last_use(tensor) >= self.step.forward_end
         )
-
-    def _first_of_backward(self):
-        return next(op for op in self.step.everything if not self.step.is_forward(op))
 
     def _moved(self, op):
         if op.type in operations.VIEWS or op.type in operations.GIVEN:

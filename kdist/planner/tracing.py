@@ -19,6 +19,7 @@ class Step:
         needed: those without which the step would give something else, as TensorFlow prunes it.
         results: the tensors that a step leaves: gradients of weights, and the loss.
         inputs: operations that stand for the model's inputs.
+        forward_end: the place behind the last operation of the forward pass.
     """
 
     def __init__(self, model, specs):
@@ -32,7 +33,7 @@ class Step:
                 outputs = tf.nest.flatten(model(inputs, training=True))
                 squares = [tf.reduce_sum(tf.square(tf.cast(y, tf.float32))) for y in outputs]
                 loss = tf.add_n(squares + [tf.cast(x, tf.float32) for x in model.losses])
-            self._forward = len(self._outer.get_operations())
+            self.forward_end = len(self._outer.get_operations())
             gradients = tape.gradient(loss, model.trainable_variables)
             return [tf.convert_to_tensor(g) for g in gradients if g is not None] + [loss]
 
@@ -54,7 +55,7 @@ class Step:
 
     def is_forward(self, operation):
         """Whether it belongs to the forward pass."""
-        return self._place[operation] < self._forward
+        return self._place[operation] < self.forward_end
 
     def place(self, operation):
         """Where in the order it stands."""
@@ -113,7 +114,7 @@ class Step:
         TensorFlow names gradients "gradient_tape/" and the scope of the operation. A sum of several
         gradients of one tensor has no such name, and goes to where the first of them came from.
         """
-        forward = dict.fromkeys((op.name for op in self.everything[: self._forward]), "")
+        forward = dict.fromkeys((op.name for op in self.everything[: self.forward_end]), "")
         noted: set[str] = set()
         for began, ended, layer in self._calls:
             names = {op.name for op in self.everything[began:ended]} - noted
@@ -125,8 +126,8 @@ class Step:
             while scope:
                 scopes[scope] = layer if scopes.get(scope, layer) == layer else ""
                 scope = scope.rpartition("/")[0]
-        found = {op: forward[op.name] for op in self.everything[: self._forward]}
-        for op in self.everything[self._forward :]:
+        found = {op: forward[op.name] for op in self.everything[: self.forward_end]}
+        for op in self.everything[self.forward_end :]:
             name = op.name.removeprefix("gradient_tape/")
             while name and name not in forward and name not in scopes:
                 name = name.rpartition("/")[0]
