@@ -6,7 +6,6 @@ but neither for einsum nor for the gradients of depthwise and three-dimensional 
 """
 
 import math
-import re
 
 
 def _kinds(names):
@@ -37,7 +36,7 @@ _PER_NUMBER_OUT = {
     "RsqrtGrad": 4,
     "Softmax": 5,
 }
-_PER_NUMBER_IN = dict.fromkeys(_kinds("Sum Mean BiasAddGrad ArgMax ArgMin"), 1)
+_ONE_PER_NUMBER_IN = _kinds("Sum Mean BiasAddGrad ArgMax ArgMin")
 _IN_PLACE = _kinds(
     "Add AddV2 Sub Mul RealDiv Maximum Minimum Relu Relu6 ReluGrad Relu6Grad Elu Selu Tanh Sigmoid "
     "TanhGrad SigmoidGrad Neg Square Sqrt Rsqrt Exp Log BiasAdd AddN Softplus Erf Erfc"
@@ -53,8 +52,8 @@ def flops(operation) -> float:
         return 2.0 * _FORMULAS[kind](operation)
     if kind in _PER_NUMBER_OUT:
         return float(_numbers(operation.outputs[0]) * _PER_NUMBER_OUT[kind])
-    if kind in _PER_NUMBER_IN:
-        return float(_numbers(operation.inputs[0]) * _PER_NUMBER_IN[kind])
+    if kind in _ONE_PER_NUMBER_IN:
+        return float(_numbers(operation.inputs[0]))
     if kind == "AddN":
         return float(_numbers(operation.outputs[0]) * (len(operation.inputs) - 1))
     if kind in ("MaxPool", "AvgPool"):
@@ -132,7 +131,7 @@ def _einsum(operation):
             free = shape[len(before) : len(shape) - len(after)]
             sizes["..."] = max(sizes.get("...", 1), math.prod(free))
             shape = shape[: len(before)] + shape[len(shape) - len(after) :]
-        sizes.update(zip(re.sub(r"\W", "", before + after), shape, strict=True))
+        sizes.update(zip(before + after, shape, strict=True))
     return math.prod(sizes.values())
 
 

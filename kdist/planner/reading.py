@@ -67,7 +67,7 @@ class _Reading:
         self._sizes: dict = {}  # bytes for each example, and bytes always
         self._flops: dict = {}  # for one example
         for op, other in zip(step.everything, larger.everything, strict=True):
-            given = op.type in operations.GIVEN and op not in step.inputs
+            given = step.is_given(op)
             for tensor, tensor_of_more in zip(op.outputs, other.outputs, strict=True):
                 of_two, of_three = (0, 0) if given else (_bytes(tensor), _bytes(tensor_of_more))
                 each = of_three - of_two
@@ -75,7 +75,11 @@ class _Reading:
             of_two, of_three = operations.flops(op), operations.flops(other)
             self._flops[op] = max(2 * of_two - of_three, 0.0)
         self.input_bytes = sum(self._sizes[op.outputs[0].ref()][0] for op in step.inputs)
+        self._operations = collections.defaultdict(list)  # layer -> those needed
+        for op in step.needed:
+            self._operations[step.layer(op)].append(op)
         self._weights = self._weights_of_layers()
+        self._trained = {id(weight) for weight in model.trainable_variables}
 
     def _weights_of_layers(self):
         """The weights that each layer holds itself, not by a layer in it."""
@@ -90,13 +94,13 @@ class _Reading:
 
     def names(self):
         """Layers that compute or have weights, in the order of the forward pass."""
-        wanted = {self.step.layer(op) for op in self.step.needed} | set(self._weights)
+        wanted = self._operations.keys() | self._weights.keys()
         everyone = [*self.step.layers(), *self._weights, ""]
         return [name for name in dict.fromkeys(everyone) if name in wanted]
 
     def work_of(self, name):
         """The `LayerWork` of one layer."""
-        mine = [op for op in self.step.needed if self.step.layer(op) == name]
+        mine = self._operations.get(name, [])
         by_family: collections.Counter[str] = collections.Counter()
         for op in mine:
             by_family[operations.family(op)] += self._flops[op]
@@ -104,14 +108,13 @@ class _Reading:
         counted = sum(self._flops[op] for op in mine)
         of_forward = sum(self._flops[op] for op in forward)
         weights = self._weights.get(name, [])
-        trained = {id(weight) for weight in self.model.trainable_variables}
         return LayerWork(
             name=name,
             kind=by_family.most_common(1)[0][0] if by_family else "elementwise",
             forward_flops=of_forward,
             backward_flops=counted - of_forward,
             parameters=_numbers(weights),
-            trainable_parameters=_numbers(w for w in weights if id(w) in trained),
+            trainable_parameters=_numbers(w for w in weights if id(w) in self._trained),
             kept_bytes=float(sum(self._kept(op) for op in forward)),
             moved_bytes=float(sum(self._moved(op) for op in mine)),
             spatial=any(_is_spatial(tensor) for op in mine for tensor in op.outputs),
@@ -138,8 +141,7 @@ class _Reading:
         each = always = 0
         seen = set()
         for op in self.step.needed:
-            given = op.type in operations.GIVEN and op not in self.step.inputs
-            if op.type in operations.VIEWS or given:
+            if op.type in operations.VIEWS or self.step.is_given(op):
                 continue
             dying = ends.pop(self.step.place(op), [])
             made = [self._sizes[tensor.ref()] for tensor in op.outputs]

@@ -57,6 +57,10 @@ class Step:
         """Whether it belongs to the forward pass."""
         return self._place[operation] < self.forward_end
 
+    def is_given(self, operation):
+        """Whether it stands for weights, constants and the like, but not for an example."""
+        return operation.type in operations.GIVEN and operation not in self.inputs
+
     def place(self, operation):
         """Where in the order it stands."""
         return self._place[operation]
@@ -144,7 +148,7 @@ def sublayers(model):
 
 def path(layer):
     """A layer's name within its model; "" for the model itself."""
-    return "" if layer is None or isinstance(layer, keras.Model) else layer.path or layer.name
+    return "" if isinstance(layer, keras.Model) else layer.path or layer.name
 
 
 def root(tensor):

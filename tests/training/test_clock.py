@@ -119,14 +119,14 @@ def test_fast_data_are_hardly_waited_for(mirrored):
 @pytest.mark.parametrize("k", [1, 4])
 def test_computing_is_not_taken_for_waiting(mirrored, k):
     """Data that are there at once: while convolutions take all threads, the clock is read late."""
-    x = np.zeros((256, 28, 28, 1), "float32")
-    dataset = tf.data.Dataset.from_tensors((x, np.zeros(256, "int64"))).repeat(24)
+    x = np.zeros((1024, 28, 28, 1), "float32")
+    dataset = tf.data.Dataset.from_tensors((x, np.zeros(1024, "int64"))).repeat(24)
     with mirrored.scope():
         model = kdist.models.lenet((28, 28, 1), 10)
         model.compile("sgd", "sparse_categorical_crossentropy", steps_per_execution=k)
     times = times_of_second_epoch(model, dataset)
     assert times.steps == 24
-    assert times.input_seconds < 0.2 * times.seconds
+    assert times.input_seconds < 0.1 * times.seconds
 
 
 def test_callbacks_are_seen(mirrored):
