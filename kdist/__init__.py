@@ -44,6 +44,8 @@ _PUBLIC = {
     "models": "models",
     "patch_keras": "model",
     "report": "report",
+    "plan": "planner.planning",
+    "planner": "planner",
     "schedules": "schedules",
     "strategies": "strategies",
     "telemetry": "telemetry",

@@ -5,6 +5,7 @@
     strategy = create_strategy("mirrored", devices=["GPU:0", "GPU:3"], reduction="nccl")
     strategy = create_strategy("multi_worker")                     # on each task of a job
     strategy = create_strategy("parameter_server")                 # only the chief goes on
+    strategy = create_strategy(kdist.planner.Plan.load("plan.json"))      # what was planned
 
 Create it before anything else runs on TensorFlow: the number of logical devices and the GPUs'
 memory growth are fixed from the first operation on.
@@ -22,6 +23,7 @@ from kdist.devices import find_devices
 from kdist.exposure import check_allowed, shut_out_others
 from kdist.join import join
 from kdist.parameter_servers import coordinate, serve
+from kdist.planner.plans import Layout, Plan
 from kdist.telemetry.collector import note_collector
 from kdist.tensorflow_internals import (
     each_worker_has,
@@ -62,7 +64,7 @@ _OF_JOBS = ("multi_worker", "parameter_server")
 
 
 def create_strategy(
-    name: str = "auto",
+    name: str | Plan = "auto",
     devices: int | Sequence[str] | None = None,
     *,
     reduction: str = "auto",
@@ -78,7 +80,8 @@ def create_strategy(
     Args:
         name: `auto` (mirrored on several devices, else one; says in a line what it took),
             `one_device`, `mirrored`, `multi_worker`, `parameter_server`, `central_storage` or
-            `tpu`.
+            `tpu`. Or a plan, which says the devices as well; the job has to have as many tasks as
+            it has machines.
         devices: how many, or their names; None takes all GPUs, or the CPU where there are none.
             A number on a machine without GPUs makes that many logical CPU devices. Under
             `multi_worker` they are those of this task; all tasks have the same number.
@@ -100,8 +103,9 @@ def create_strategy(
 
     Raises:
         ValueError: an unknown name or reduction, options that do not go together, or more devices
-            than there are; tasks of the job that are missing, were told different things, or are
-            on other machines without `allow_remote`.
+            than there are; a plan and devices besides, or another number of tasks; tasks of the
+            job that are missing, were told different things, or are on other machines without
+            `allow_remote`.
         TimeoutError: another task did not come.
         RuntimeError: TensorFlow's context was configured otherwise before.
     """
@@ -112,6 +116,12 @@ def create_strategy(
         "central_storage": _central_storage,
         "tpu": _tpu,
     }
+    if isinstance(name, Plan):
+        if devices is not None:
+            raise ValueError(f"the plan says the devices, {name.layout.devices}; leave them out")
+        layout = name.layout
+        cluster = _planned_cluster(layout, cluster)
+        name, devices = layout.strategy, layout.devices
     if name in _OF_JOBS:
         cluster = Cluster.resolve() if cluster is None else cluster
         check_allowed(cluster, allow_remote)
@@ -156,6 +166,24 @@ def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
         device.rsplit("/device:", 1)[-1].rsplit("/", 1)[-1].upper()
         for device in strategy.extended.worker_devices
     )
+
+
+def _planned_cluster(layout: Layout, cluster: Cluster | None) -> Cluster:
+    """The job's cluster, which has to have as many computing tasks as the plan has machines."""
+    cluster = Cluster.resolve() if cluster is None else cluster
+    served = layout.strategy == "parameter_server"
+    computing = ("worker",) if served else ("chief", "worker")
+    tasks = sum(len(cluster.tasks.get(role, ())) for role in computing) or 1
+    servers = len(cluster.tasks.get("ps", ()))
+    if tasks != layout.machines or (served and servers != layout.machines):
+        flags = f"--workers={layout.machines}" + served * f" --ps={layout.machines}"
+        raise ValueError(
+            f"the plan is for {layout.machines} machines ({layout}{', a server on each' * served}),"
+            f" and this job has {tasks} task{'s' * (tasks > 1)}"
+            f"{f' and {servers} servers' * served}; start it with scripts/launch.py {flags}, with "
+            "TF_CONFIG on each machine, or plan anew with --max_machines"
+        )
+    return cluster
 
 
 def _auto(devices, cross_device_ops):

@@ -19,6 +19,9 @@
   # what slows it down: the ten most expensive operations, and curves in W&B
   python scripts/train.py --profile=10:20 --wandb_mode=auto --price_usd_per_hour=2.48
 
+  # what scripts/plan.py has chosen; at the end, what it predicted beside what was measured
+  python scripts/train.py --plan=plan.json
+
   # in a minute: a small model on scikit-learn's digits
   python scripts/train.py --model=lenet --dataset=digits --epochs=5
 
@@ -44,6 +47,13 @@ from kdist.run_directory import RUN_DIR, RunDirectory, new_path
 from kdist.telemetry import create_writer
 
 FLAGS = flags.FLAGS
+
+flags.DEFINE_string(
+    "plan",
+    None,
+    "A file that scripts/plan.py --output has written: it says the model, the strategy, devices, "
+    "batch, precision, optimizer and epochs. Flags that say otherwise are an error.",
+)
 
 # What to train.
 flags.DEFINE_string("model", "resnet18", "mlp, lenet, resnet18, mobilenet_v2 or inception.")
@@ -224,6 +234,7 @@ def main(_):
     import keras  # after --help has been answered: TensorFlow takes seconds to import
 
     started = time.perf_counter()
+    plan = follow_plan()
     run_dir = FLAGS.run_dir or default_run_dir()
     goes_on = FLAGS.resume != "never" and RunDirectory(run_dir).holds_unfinished()
     if goes_on:
@@ -233,8 +244,8 @@ def main(_):
 
     # Devices and data
     strategy = kdist.create_strategy(
-        FLAGS.strategy,
-        FLAGS.num_devices or FLAGS.devices,
+        plan or FLAGS.strategy,
+        None if plan else FLAGS.num_devices or FLAGS.devices,
         reduction=FLAGS.reduction,
         num_packs=FLAGS.num_packs,
         cluster_timeout_seconds=FLAGS.cluster_timeout_seconds,
@@ -253,6 +264,8 @@ def main(_):
             dataset, train, test = load_data(batch, examples)
     if is_chief:
         print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
+        if plan:
+            say_differences(plan, train)
 
     # Model
     with strategy.scope():
@@ -308,6 +321,9 @@ def main(_):
         **telemetry.summary(),
         **cost(time.perf_counter() - started),
     }
+    if plan:
+        summary["plan"] = plan.to_dict()
+        print(plan.compared(summary["examples_per_second"]))
     if profile:
         summary["top_operations"] = profile[0].top_operations()
     writer.write_summary(summary)
@@ -315,6 +331,52 @@ def main(_):
     print(f"report: {kdist.report.write([run.path], run.report)}")
     writer.write_report(run.report)
     writer.close()
+
+
+def follow_plan():
+    """The plan of --plan, whose flags are set; None without.
+
+    Raises:
+        ValueError: a flag on the command line says otherwise.
+    """
+    if FLAGS.plan is None:
+        return None
+    plan = kdist.planner.Plan.load(FLAGS.plan)
+    layout = plan.layout
+    planned = {
+        "model": plan.model,
+        "strategy": layout.strategy,
+        "num_devices": layout.devices,
+        "local_batch_size": layout.local_batch,
+        "accumulate": layout.accumulate,
+        "local_steps": layout.local_steps,
+        "epochs": int(plan.epochs),
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "jit_compile": plan.jit_compile,
+    }
+    for name, value in planned.items():
+        if FLAGS[name].present and FLAGS[name].value != value:
+            raise ValueError(
+                f"--{name}={FLAGS[name].value}, and {FLAGS.plan} is for {value}; leave the flag "
+                "out, or plan anew with scripts/plan.py"
+            )
+        FLAGS[name].value = value
+    if plan.epochs != int(plan.epochs):
+        raise ValueError(f"{FLAGS.plan} is for {plan.epochs} epochs; plan whole ones")
+    if FLAGS.devices:
+        raise ValueError(f"{FLAGS.plan} says the devices; leave --devices out")
+    return plan
+
+
+def say_differences(plan, train):
+    """Where the data are others than those that were planned for."""
+    for what, planned, there in (
+        ("examples an epoch", plan.examples, train.num_examples),
+        ("a shape of", plan.input_shape, tuple(train.image_shape)),
+    ):
+        if planned != there:
+            print(f"planned for {what} {planned}, the data have {there}: times will differ")
 
 
 def load_data(batch, examples=None):

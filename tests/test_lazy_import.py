@@ -16,6 +16,15 @@ def test_importing_telemetry_imports_neither_tensorflow_nor_wandb():
     assert not {"tensorflow", "keras", "wandb"} & set(loaded)
 
 
+def test_planning_imports_neither_tensorflow_nor_keras():
+    loaded = python(
+        "import json, sys, kdist; kdist.plan('resnet50', examples=10_000, measurements=None);"
+        "print(json.dumps(sorted(sys.modules)))"
+    )
+    assert "kdist.planner.searching" in loaded
+    assert not {"tensorflow", "keras", "plotly"} & set(loaded)
+
+
 def test_every_public_name_is_there():
     for name in kdist.__all__:
         assert getattr(kdist, name) is not None

@@ -1,17 +1,50 @@
-"""What is known of machines and models before anything runs.
+"""What is known of machines and models before anything runs, and plans made of it.
 
 Nothing here imports TensorFlow, but for `read_workload`, when it is asked for.
 """
 
-from kdist.planner.gpus import Gpu, find_gpu, known_gpus
-from kdist.planner.workload import LayerWork, Workload
+import importlib
 
-__all__ = ["Gpu", "LayerWork", "Workload", "find_gpu", "known_gpus", "read_workload"]
+# Public name -> the module that holds it.
+_PUBLIC = {
+    "Found": "searching",
+    "Gpu": "gpus",
+    "InputWork": "cost.setup",
+    "Job": "job",
+    "Layout": "plans",
+    "LayerWork": "workload",
+    "Limits": "limits",
+    "Machine": "machines",
+    "Measurements": "measurements",
+    "Offer": "prices",
+    "Plan": "plans",
+    "Planned": "planning",
+    "Predictor": "predicting",
+    "Workload": "workload",
+    "check_trainings": "time_to_accuracy",
+    "choose": "planning",
+    "find_gpu": "gpus",
+    "known_gpus": "gpus",
+    "known_machines": "machines",
+    "known_offers": "prices",
+    "known_workload": "known",
+    "known_workloads": "known",
+    "learned": "predicting",
+    "own_offers": "planning",
+    "plan": "planning",
+    "read_machines": "machines",
+    "read_offers": "prices",
+    "read_workload": "reading",
+    "search": "searching",
+    "trainings_text": "time_to_accuracy",
+    "validate": "validation",
+    "workload_of": "planning",
+}
+
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name):
-    if name == "read_workload":
-        from kdist.planner.reading import read_workload
-
-        return read_workload
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)

@@ -17,7 +17,9 @@ VIEWS = _kinds(
     "Identity IdentityN Reshape Squeeze ExpandDims StopGradient PreventGradient Snapshot"
 )
 # Those that stand for what a step is given, not for what it computes.
-GIVEN = _kinds("Const Placeholder ReadVariableOp VarHandleOp NoOp Shape ShapeN Size")
+GIVEN = _kinds(
+    "Const Placeholder ReadVariableOp VarHandleOp NoOp Shape ShapeN Size BroadcastGradientArgs"
+)
 # Functions in functions: how often their bodies run stands nowhere in the graph.
 UNCOUNTED = _kinds(
     "While StatelessWhile If StatelessIf PartitionedCall StatefulPartitionedCall XlaCall "

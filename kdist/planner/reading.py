@@ -4,7 +4,9 @@ read_workload(model).training_flops
 
 The step is traced and never run. What the backward pass needs of the forward pass is what stands in
 the graph, whatever the layers are. It is traced for two and for three examples: what the third one
-adds is each example's, and the rest is there whatever the batch is.
+adds is each example's, and the rest is there whatever the batch is. (TensorFlow writes tensors of
+ones of up to 1,000 numbers down as constants: where two examples stay below that and three do not,
+three and four are compared.)
 """
 
 import collections
@@ -45,9 +47,22 @@ def read_workload(model: keras.Model, input_shape: Sequence[int] | None = None) 
         layers=tuple(reading.work_of(name) for name in reading.names()),
         input_bytes=float(reading.input_bytes),
         peaks=reading.peaks(),
+        peaks_applied=reading.peaks(gradients_stay=False),
         precision=_precision(model),
         uncounted=reading.uncounted(),
         resizable=reading.is_resizable(),
+    )
+
+
+def _two_steps(model, input_shapes):
+    """A number of examples, the step for so many, and the same step for one more."""
+    for batch in (2, 3):
+        step, larger = (Step(model, _specs(model, input_shapes, n)) for n in (batch, batch + 1))
+        if [op.type for op in step.everything] == [op.type for op in larger.everything]:
+            return batch, step, larger
+    raise ValueError(
+        f"a training step of the model {model.name!r} is another one for three examples than for "
+        "four: what it does for each cannot be told"
     )
 
 
@@ -57,23 +72,18 @@ class _Reading:
     def __init__(self, model, input_shapes):
         self.model = model
         self.input_shapes = input_shapes
-        step, larger = (Step(model, _specs(model, input_shapes, batch)) for batch in (2, 3))
-        if [op.type for op in step.everything] != [op.type for op in larger.everything]:
-            raise ValueError(
-                f"a training step of the model {model.name!r} is another one for two examples than "
-                "for three: what it does for each cannot be told"
-            )
+        batch, step, larger = _two_steps(model, input_shapes)
         self.step = step
         self._sizes: dict = {}  # bytes for each example, and bytes always
         self._flops: dict = {}  # for one example
         for op, other in zip(step.everything, larger.everything, strict=True):
             given = step.is_given(op)
             for tensor, tensor_of_more in zip(op.outputs, other.outputs, strict=True):
-                of_two, of_three = (0, 0) if given else (_bytes(tensor), _bytes(tensor_of_more))
-                each = of_three - of_two
-                self._sizes[tensor.ref()] = (each, of_two - 2 * each)
-            of_two, of_three = operations.flops(op), operations.flops(other)
-            self._flops[op] = max(2 * of_two - of_three, 0.0)
+                size, size_of_more = (0, 0) if given else (_bytes(tensor), _bytes(tensor_of_more))
+                each = size_of_more - size
+                self._sizes[tensor.ref()] = (each, size - batch * each)
+            counted, counted_of_more = operations.flops(op), operations.flops(other)
+            self._flops[op] = max(counted - (batch - 1) * (counted_of_more - counted), 0.0)
         self.input_bytes = sum(self._sizes[op.outputs[0].ref()][0] for op in step.inputs)
         self._operations = collections.defaultdict(list)  # layer -> those needed
         for op in step.needed:
@@ -135,23 +145,32 @@ class _Reading:
             return 0
         return sum(self._sizes[tensor.ref()][0] for tensor in [*op.inputs, *op.outputs])
 
-    def peaks(self):
-        """As `Workload.peaks`, by the order in which the graph was written down."""
+    def peaks(self, gradients_stay=True):
+        """As `Workload.peaks`, by the order in which the graph was written down.
+
+        Two operations run at a time: with what one puts out, there is what the next one does.
+
+        Args:
+            gradients_stay: those of weights until the step ends; else each goes once it is there.
+        """
         ends = collections.defaultdict(list)  # place -> sizes of what is read there last
         each = always = 0
         seen = set()
+        before = (0, 0)  # with the last operation's outputs, and before it gave any memory back
         for op in self.step.needed:
             if op.type in operations.VIEWS or self.step.is_given(op):
                 continue
             dying = ends.pop(self.step.place(op), [])
             made = [self._sizes[tensor.ref()] for tensor in op.outputs]
+            more = sum(a for a, _ in made), sum(b for _, b in made)
             if operations.writes_in_place(op) and made[0] in dying:
                 dying.remove(made[0])
-                each, always = each - made[0][0], always - made[0][1]
-            each, always = each + sum(a for a, _ in made), always + sum(b for _, b in made)
-            seen.add((float(each), float(always)))
+                more = more[0] - made[0][0], more[1] - made[0][1]
+            each, always = each + more[0], always + more[1]
+            seen.add((float(before[0] + more[0]), float(before[1] + more[1])))
+            before = each, always
             for tensor, size in zip(op.outputs, made, strict=True):
-                if tensor.ref() in self.step.results:
+                if gradients_stay and tensor.ref() in self.step.results:
                     continue  # lives on until the step's end
                 last = self.step.last_use(tensor)
                 if last > self.step.place(op):

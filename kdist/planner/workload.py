@@ -68,8 +68,11 @@ class Workload:
         layers: in the order in which the forward pass comes to them.
         input_bytes: of all inputs of one example, as the model takes them.
         peaks: when most is alive of what the operations of a step put out, each time as bytes for
-            each example and bytes whatever the batch is; weights left out. Which time it is depends
+            each example and bytes whatever the batch is, two operations running at a time; weights
+            left out. Which time it is depends
             on the batch: the first gradients take the place of the last activations.
+        peaks_applied: the same where each gradient is applied, and its memory free again, as soon
+            as it is there; empty where it was not read.
         precision: the dtype policy that the model was built under. Under another one, bytes are not
             in proportion: layers that stay float32 keep a copy of what they cast.
         uncounted: kinds of operations of which neither arithmetic nor memory is known, such as
@@ -86,6 +89,7 @@ class Workload:
     precision: str = "float32"
     uncounted: tuple[str, ...] = ()
     resizable: bool = True
+    peaks_applied: tuple[tuple[float, float], ...] = ()
 
     @property
     def parameters(self) -> float:
@@ -112,12 +116,18 @@ class Workload:
         """What one example's forward pass leaves for its backward pass."""
         return sum(layer.kept_bytes for layer in self.layers)
 
-    def step_bytes(self, local_batch: int) -> float:
+    def step_bytes(self, local_batch: int, gradients_stay: bool = True) -> float:
         """The most that is alive at once within a step of `local_batch` examples.
 
         Activations and gradients; weights, slots and buffers of single operations come on top.
+
+        Args:
+            local_batch: examples of one replica.
+            gradients_stay: all gradients are there before the first is applied, as where replicas
+                exchange them; else each is applied, and gone, as soon as it is there.
         """
-        return max(each * local_batch + always for each, always in self.peaks)
+        peaks = self.peaks if gradients_stay or not self.peaks_applied else self.peaks_applied
+        return max(each * local_batch + always for each, always in peaks)
 
     @property
     def gradient_bytes(self) -> float:
@@ -169,7 +179,8 @@ class Workload:
             input_shape=shape,
             layers=tuple(layer.at_area(ratio) for layer in self.layers),
             input_bytes=self.input_bytes * ratio,
-            peaks=tuple((each * ratio, always) for each, always in self.peaks),
+            peaks=_scaled(self.peaks, ratio),
+            peaks_applied=_scaled(self.peaks_applied, ratio),
         )
 
     def to_json(self) -> str:
@@ -191,9 +202,19 @@ class Workload:
             fields = json.loads(text)
             layers = tuple(LayerWork(**layer) for layer in fields.pop("layers"))
             fields |= {name: tuple(fields[name]) for name in ("input_shape", "uncounted")}
-            fields["peaks"] = tuple((each, always) for each, always in fields["peaks"])
+            fields["peaks"] = _pairs(fields["peaks"])
+            fields["peaks_applied"] = _pairs(fields.get("peaks_applied", ()))
             return cls(layers=layers, **fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{source} holds no workload ({error!r}); write it with Workload.to_json()"
             ) from error
+
+
+def _pairs(values):
+    """As `Workload.peaks`, of what JSON made of it."""
+    return tuple((each, always) for each, always in values)
+
+
+def _scaled(peaks, ratio):
+    return tuple((each * ratio, always) for each, always in peaks)

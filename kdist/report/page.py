@@ -72,7 +72,7 @@ def save(text: str, output: str | os.PathLike) -> pathlib.Path:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise OSError(
-            f"cannot write the page {path} ({error.strerror}); give as --output a file in a "
+            f"cannot write the page {path} ({error.strerror}); give a file in a "
             "directory that exists and that you may write to"
         ) from error
     return path
@@ -117,13 +117,19 @@ def contents(
 
 def fill(parts: Mapping[str, str], live: bool = False) -> str:
     """The page of these parts; with `live`, it renews itself from who serves it."""
-    return string.Template(_resource("page.html")).substitute(
+    live_script = f"<script>{_resource('live.js')}</script>" if live else ""
+    parts = {**parts, "live": live_script, "connect": _MAY_CONNECT[live]}
+    return fill_template(_resource("page.html"), parts)
+
+
+def fill_template(template: str, parts: Mapping[str, str]) -> str:
+    """A page of plots: besides `parts`, its $style, $plotly, $layout and $script are filled in."""
+    return string.Template(template).substitute(
         parts,
+        style=_resource("page.css"),
         plotly=get_plotlyjs(),
         layout=json.dumps(COMMON_LAYOUT),
         script=_resource("page.js"),
-        live=f"<script>{_resource('live.js')}</script>" if live else "",
-        connect=_MAY_CONNECT[live],
     )
 
 

@@ -163,6 +163,16 @@ class Plot:
             trace["meta"] = {"run": run}
         self.data.append(trace)
 
+    def add_points(
+        self, name: str, x: np.ndarray, y: np.ndarray, texts: Sequence[str], style: Style
+    ):
+        """Adds points, each with a text that shows when it is pointed at; none without points."""
+        self.add_line(name, x, y, style, hover="%{text}")
+        if len(y):
+            marked = {"size": 9, "color": style.colour}
+            said = [_plain(text) for text in texts]
+            self.data[-1] |= {"mode": "markers", "marker": marked, "text": said}
+
     def add_bars(
         self, name: str, names: Sequence[str], lengths: Sequence[float | None], colour: str, **texts
     ):

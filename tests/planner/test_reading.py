@@ -192,6 +192,21 @@ def test_gradients_of_weights_count_once_whatever_the_batch_is():
     assert 4e6 < mixed < 2e6 + 4e6 + 2e6 + 64 * 4000 * 10
 
 
+def test_gradients_that_are_applied_at_once_are_not_there_together():
+    """Two layers with a million weights each; one gradient, and the next that is computed."""
+    inputs = keras.Input((1000,))
+    first, second = (keras.layers.Dense(1000, use_bias=False) for _ in range(2))
+    work = read_workload(keras.Model(inputs, second(first(inputs))))
+    assert 8e6 <= work.step_bytes(1) < 8.2e6
+    assert 4e6 <= work.step_bytes(1, gradients_stay=False) < 8.2e6
+    thin = keras.Model(inputs, keras.Sequential([first, *_tanh(4), second])(inputs))
+    assert 4e6 <= read_workload(thin).step_bytes(1, gradients_stay=False) < 4.2e6
+
+
+def _tanh(times):
+    return [keras.layers.Activation("tanh") for _ in range(times)]
+
+
 def test_dropout_keeps_its_mask():
     inputs = keras.Input((1000,))
     x = keras.layers.Dense(1000, use_bias=False)(inputs)

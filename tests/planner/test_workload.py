@@ -50,6 +50,14 @@ def test_the_largest_moment_depends_on_the_batch():
     assert WORK.step_bytes(10) == 10_000  # the other way round
 
 
+def test_gradients_that_are_applied_at_once_take_no_memory_together():
+    work = dataclasses.replace(WORK, peaks_applied=((1000.0, 0.0), (20.0, 3000.0)))
+    assert work.step_bytes(1) == 5010
+    assert work.step_bytes(1, gradients_stay=False) == 3020
+    assert work.at_input_shape((16, 16, 3)).step_bytes(1, gradients_stay=False) == 4000
+    assert WORK.step_bytes(1, gradients_stay=False) == 5010  # not known: a bound
+
+
 def test_gradients_are_ready_from_the_last_layer_on():
     assert WORK.gradients_as_ready() == [("classes", 10.0), ("norm", 8.0), ("conv", 27.0)]
 
@@ -82,7 +90,8 @@ def test_a_model_that_flattens_its_image_cannot_be_made_larger():
 
 
 def test_text_and_back():
-    assert Workload.from_json(WORK.to_json()) == WORK
+    work = dataclasses.replace(WORK, peaks_applied=((1000.0, 0.0),))
+    assert Workload.from_json(work.to_json()) == work
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"layers": [{"name": "x"}]}'])

@@ -244,7 +244,7 @@ def test_figures_of_another_kind_do_not_stop_the_page(tmp_path):
 
 def test_a_page_that_cannot_be_written(tmp_path):
     run = run_directory(tmp_path / "run")
-    with pytest.raises(OSError, match="cannot write the page .* give as --output a file"):
+    with pytest.raises(OSError, match="cannot write the page .* give a file"):
         report.write([run], tmp_path / "nowhere" / "page.html")
 
 

@@ -1,0 +1,100 @@
+"""Rebuilds the workloads that kdist knows by name (kdist/planner/workloads).
+
+  python scripts/known_workloads.py                          # all, about ten minutes
+  python scripts/known_workloads.py --only=resnet50,lenet
+  python scripts/known_workloads.py --output_dir=/tmp/there  # instead of into kdist
+
+Each model is built without weights and one training step of it traced, never run. The files are the
+same for the same versions of TensorFlow, Keras and kdist.
+"""
+
+import dataclasses
+import functools
+import gzip
+import inspect
+import json
+import pathlib
+import time
+
+import keras
+import known_models
+from absl import flags
+
+import kdist
+from kdist import program
+from kdist.planner import known, read_workload
+
+FLAGS = flags.FLAGS
+
+flags.DEFINE_list("only", None, "Names of models; by default all.")
+flags.DEFINE_string(
+    "output_dir", str(known.DIRECTORY), "Where NAME.json.gz go; by default into kdist itself."
+)
+
+FASHION_MNIST = {"input_shape": (28, 28, 1), "num_classes": 10}
+CIFAR10 = {"input_shape": (32, 32, 3), "num_classes": 10}
+
+
+def builders():
+    """Functions of no arguments, by the names that models are known by."""
+    found = {
+        name.lower(): functools.partial(builder, weights=None)
+        for name, builder in vars(keras.applications).items()
+        if inspect.isfunction(builder)
+    }
+    small = ("mlp", "lenet", "resnet18", "inception")
+    for name in small:
+        found[name] = functools.partial(kdist.models.create, name, **FASHION_MNIST)
+        found[f"{name}_cifar10"] = functools.partial(kdist.models.create, name, **CIFAR10)
+    found["transformer"] = functools.partial(
+        kdist.models.transformer, input_shape=(128,), num_classes=2
+    )
+    found["mobilenetv2_fine_tune"] = functools.partial(kdist.models.mobilenet_v2)
+    for model in (
+        known_models.alexnet,
+        known_models.resnet50_v1_5,
+        known_models.resnext101_32x4d,
+        known_models.mask_rcnn_r50,
+        known_models.efficientdet_d0,
+        known_models.unet_medical,
+    ):
+        found[model.__name__] = model
+    for length, predictions in ((128, 20), (384, None), (512, 80)):
+        for model in (known_models.bert_large, known_models.electra_base):
+            found[f"{model.__name__}_seq{length}"] = functools.partial(model, length, predictions)
+    return found
+
+
+def main(_):
+    found = builders()
+    unknown = set(FLAGS.only or ()) - found.keys()
+    if unknown:
+        raise ValueError(
+            f"--only={','.join(sorted(unknown))}: there are {', '.join(sorted(found))}"
+        )
+    directory = pathlib.Path(FLAGS.output_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in FLAGS.only or sorted(found):
+        start = time.perf_counter()
+        size = write(name, found[name], directory)
+        seconds = time.perf_counter() - start
+        print(f"{name:24} {size:8,} bytes {seconds:6.1f} s", flush=True)
+
+
+def write(name, build, directory):
+    """Builds, reads and writes one model; gives the size of its file."""
+    keras.utils.clear_session()  # so that layers are numbered from the first one on
+    model = build()
+    # MobileNetV3 takes images of any size unless told otherwise.
+    work = read_workload(model, (224, 224, 3) if None in model.inputs[0].shape[1:] else None)
+    left_out = known_models.LEFT_OUT.get(name, ())
+    work = dataclasses.replace(work, name=name, uncounted=(*work.uncounted, *left_out))
+    text = json.dumps(json.loads(work.to_json()), separators=(",", ":"))
+    # Without a time of writing, the same workload gives the same file.
+    content = gzip.compress(text.encode(), mtime=0)
+    (directory / f"{name}.json.gz").write_bytes(content)
+    return len(content)
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,174 @@
+"""Predicted memory by hand, and beside what training steps hold at their fullest."""
+
+import dataclasses
+import os
+import shutil
+
+import pytest
+
+from benchmarks import measure_memory
+from kdist.planner import LayerWork, Workload
+from kdist.planner.cost.memory import CUDA_BYTES, OPTIMIZERS, STEP_MARGIN, memory
+
+CONVOLUTION = LayerWork(
+    name="conv",
+    kind="convolution",
+    forward_flops=1.0,
+    backward_flops=2.0,
+    parameters=110.0,
+    trainable_parameters=100.0,
+    kept_bytes=64.0,
+    moved_bytes=300.0,
+    spatial=True,
+)
+CLASSES = dataclasses.replace(CONVOLUTION, name="classes", kind="matmul", trainable_parameters=50)
+WORK = Workload(
+    "small",
+    (8, 8, 3),
+    (CONVOLUTION, CLASSES),
+    768.0,
+    peaks=((1000.0, 0.0), (10.0, 5000.0)),
+    peaks_applied=((1000.0, 0.0), (20.0, 3000.0)),
+)
+TRAINED = 150 * 4
+
+
+def sizes(**arguments):
+    return memory(WORK, **{"local_batch": 10, "optimizer": "sgd", **arguments})
+
+
+def test_by_hand():
+    needed = sizes(optimizer="momentum")
+    assert needed.weights == 220 * 4
+    assert needed.slots == needed.update == TRAINED
+    assert needed.step == 10_000 * STEP_MARGIN
+    assert needed.workspace == 3 * 100 * 4  # two copies of a filter's gradient, and one more
+    assert needed.accumulated == needed.reduce_buffers == needed.framework == 0
+    assert needed.input == 10 * 768
+    assert sizes(device="gpu").input == 2 * 10 * 768
+    assert needed.total == 880 + 600 + 600 + 7_680 + 10_000 * STEP_MARGIN + 1200
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "slots"), [("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2), ("rmsprop", 1)]
+)
+def test_slots_are_those_of_the_optimizer(optimizer, slots):
+    assert sizes(optimizer=optimizer).slots == slots * TRAINED
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_slots_are_those_that_keras_makes(name):
+    keras = pytest.importorskip("keras")
+    layer = keras.layers.Dense(7, use_bias=False)
+    layer.build((None, 5))
+    classes = {cls.lower(): cls for cls in dir(keras.optimizers)}
+    sgd = name in ("momentum", "nesterov")
+    make = getattr(keras.optimizers, classes["sgd" if sgd else name])
+    optimizer = make(momentum=0.9) if sgd else make()
+    optimizer.build(layer.trainable_variables)
+    made = sum(variable.shape == (5, 7) for variable in optimizer.variables)
+    assert made == OPTIMIZERS[name].slots
+
+
+def test_gradients_that_wait_for_others_stay():
+    assert sizes(local_batch=1).step == 3020 * STEP_MARGIN
+    for waiting in ({"devices": 2}, {"accumulate": 2}, {"precision": "mixed_float16"}):
+        assert sizes(local_batch=1, **waiting).step >= 5010 * STEP_MARGIN, waiting
+    assert sizes(devices=2).reduce_buffers == TRAINED
+    assert sizes(accumulate=4).accumulated == TRAINED
+    # Keras looks at all gradients of float16 before it computes anything of the update.
+    assert sizes(optimizer="momentum", precision="mixed_float16").update == 0
+
+
+def test_a_workload_without_peaks_of_applied_gradients_takes_the_others():
+    older = dataclasses.replace(WORK, peaks_applied=())
+    assert memory(older, 1).step == 5010 * STEP_MARGIN
+
+
+def test_temporaries_of_a_large_matrix_outweigh_small_convolutions():
+    large = dataclasses.replace(CLASSES, trainable_parameters=1000)
+    work = dataclasses.replace(WORK, layers=(CONVOLUTION, large))
+    assert memory(work, 1, optimizer="adam").workspace == 2 * 4000
+    assert memory(work, 1, optimizer="sgd").workspace == 4000
+
+
+def test_parameter_servers_keep_the_slots():
+    needed = sizes(optimizer="adam", update="parameter_servers", devices=4)
+    assert needed.slots == needed.update == needed.reduce_buffers == 0
+
+
+def test_another_precision_is_a_bound():
+    """A mixed policy needs no more than float32 and the casts; float32 no more than twice."""
+    full = sizes()
+    assert sizes(precision="mixed_bfloat16").step == full.step + 2 * 220 + 2 * 150
+    mixed = dataclasses.replace(WORK, precision="mixed_bfloat16")
+    assert memory(mixed, 10).step == full.step
+    assert memory(mixed, 10, "float32").step == 2 * full.step
+    assert sizes(precision="bfloat16").weights == full.weights / 2
+
+
+def test_a_gpu_has_a_context_and_cudnn():
+    on_cpu, on_gpu = sizes(), sizes(device="gpu")
+    assert on_gpu.framework == CUDA_BYTES
+    assert on_gpu.workspace == on_cpu.workspace + 2 * 64 * 10
+    assert sizes(device="gpu", framework_bytes=5).framework == 5
+
+
+def test_lines_say_what_there_is():
+    lines = sizes(devices=2).lines()
+    assert [name for name, _, _ in lines] == [
+        "weights",
+        "input",
+        "step",
+        "workspace",
+        "reduce buffers",
+    ]
+    assert all(how for _, _, how in lines)
+    assert sum(size for _, size, _ in lines) == sizes(devices=2).total
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"local_batch": 0}, "local_batch has to be 1 or more, not 0"),
+        ({"accumulate": 0}, "accumulate has to be 1 or more"),
+        ({"devices": -1}, "devices has to be 1 or more"),
+        ({"optimizer": "adamx"}, "optimizer 'adamx' is not known; known are sgd"),
+        ({"update": "gossip"}, "'all_reduce' or 'parameter_servers', not 'gossip'"),
+        ({"device": "tpu"}, "'cpu' or 'gpu', not 'tpu'"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        sizes(**arguments)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler to build the counting library with: install gcc, libc6-dev")
+    if os.uname().sysname != "Linux":
+        pytest.skip("the counting library is preloaded as Linux does")
+    return measure_memory.compiled(tmp_path_factory.mktemp("library"))
+
+
+OUTSIDE = {
+    "inception": "0.88 of what is measured; oneDNN's max pooling keeps a byte for each number, and "
+    "several branches run at a time",
+    "transformer 64 16 mixed_bfloat16 adam": "1.14 of what is measured",
+}
+
+
+def _marks(case):
+    reason = OUTSIDE.get(case.model) or OUTSIDE.get(str(case))
+    return [pytest.mark.xfail(reason=reason)] if reason else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=str(case), marks=_marks(case)) for case in measure_memory.CASES],
+)
+def test_predicted_is_within_a_tenth_above_what_is_measured(case, library):
+    found = measure_memory.measure(case, library)
+    assert 1 <= found["predicted"] / found["measured"] <= 1.1, found
