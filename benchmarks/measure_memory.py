@@ -50,6 +50,7 @@ CASES = (
     Case("resnet18", 28, 8, "mixed_bfloat16", "momentum"),
     Case("MobileNetV2", 96, 32, "float32", "rmsprop"),
     Case("MobileNetV2", 64, 16, "mixed_float16", "sgd"),
+    Case("MobileNetV2", 64, 16, "mixed_bfloat16", "sgd"),
     Case("ResNet50", 96, 8, "float32", "momentum"),
     Case("VGG16", 64, 8, "float32", "sgd"),
     Case("DenseNet121", 64, 16, "float32", "adamw"),

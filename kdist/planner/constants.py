@@ -5,14 +5,11 @@ known_constants().network_share   # of the rate of a node's network ports
 Values stand in `tables/constants.csv`; `python -m kdist.planner.fitting` fits them again.
 """
 
-import csv
 import dataclasses
 import functools
-import io
 import math
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from kdist.planner.tables import number, read_own_table, read_table, text
 
@@ -84,7 +81,7 @@ def known_constants() -> Constants:
 
 
 def read_constants(path: str | os.PathLike) -> Constants:
-    """Those of a file as `write_constants` writes it.
+    """Those of a file with the columns of kdist's own `constants.csv`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -105,19 +102,6 @@ def priors() -> tuple[Prior, ...]:
 def prior_constants() -> Constants:
     """The constants as they were before any fit."""
     return Constants(*(prior.value for prior in priors()))
-
-
-def write_constants(constants: Constants, path: str | os.PathLike) -> None:
-    """Writes a table of constants and of what is known of them."""
-    lines = io.StringIO()
-    table = csv.writer(lines, lineterminator="\n")
-    table.writerow(_COLUMNS)
-    for prior in priors():
-        value = f"{getattr(constants, prior.name):.4g}"
-        width = f"{prior.width_e_folds:g}"
-        table.writerow((prior.name, value, f"{prior.value:g}", width, prior.unit, prior.meaning))
-    # Only now: the file may be the one that the priors are read from.
-    Path(path).write_text(lines.getvalue(), encoding="utf-8")
 
 
 def _constants(rows: Sequence[dict], source: str) -> Constants:

@@ -14,7 +14,7 @@ from kdist.planner.cost.compute import compute_seconds, micro_step_seconds, scal
 from kdist.planner.known import known_workload
 
 ROOT = pathlib.Path(__file__).parents[2]
-SCALING = ROOT.parent / "shared" / "tables" / "scaling.csv"
+SCALING = ROOT / "kdist" / "planner" / "tables" / "scaling.csv"
 V100, A100, P100, K80 = (find_gpu(name) for name in ("V100 SXM2", "A100 SXM4 40GB", "P100", "K80"))
 LAYER = LayerWork(
     name="conv",
@@ -158,15 +158,11 @@ def test_names_as_published_rates_have_them():
         assert micro_step_seconds(*unknown, 32, "TF2") is None
 
 
-def test_constants_are_above_zero_and_written_with_what_is_known_of_them(tmp_path):
+def test_constants_are_above_zero():
     with pytest.raises(ValueError, match="xla_share is a number above 0, not 0"):
         changed(xla_share=0.0)
-    path = tmp_path / "constants.csv"
-    compute_constants.write_compute_constants(changed(xla_share=0.25), path)
-    assert "\nxla_share,0.25,0.7,0.3,1," in path.read_text()
 
 
-@pytest.mark.skipif(not SCALING.exists(), reason="needs the tables beside the repository")
 class TestPublishedRates:
     def test_stored_constants_predict_single_devices(self):
         rates = single_devices()

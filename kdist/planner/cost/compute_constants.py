@@ -3,13 +3,10 @@
 known_compute_constants().convolution_tf32   # share of the peak
 """
 
-import csv
 import dataclasses
 import functools
 import math
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from kdist.planner.tables import Reader, number, read_own_table, text
@@ -71,17 +68,6 @@ def prior_compute_constants() -> ComputeConstants:
 def prior_widths() -> tuple[float, ...]:
     """Standard deviations of the priors in e-folds, in the order of the attributes."""
     return tuple(_rows()[name]["width_e_folds"] for name in COMPUTE_CONSTANTS)
-
-
-def write_compute_constants(constants: ComputeConstants, path: str | os.PathLike) -> None:
-    """Writes a table of these constants and of what is known of each besides."""
-    rows = _rows()  # may be those of the same file
-    with Path(path).open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, list(_COLUMNS), lineterminator="\n")
-        table.writeheader()
-        for name, row in rows.items():
-            numbers = {key: f"{row[key]:g}" for key in ("prior", "width_e_folds")}
-            table.writerow({**row, **numbers, "value": f"{getattr(constants, name):.4g}"})
 
 
 def _rows() -> dict[str, dict[str, Any]]:
