@@ -35,6 +35,7 @@ _PUBLIC = {
     "read_machines": "machines",
     "read_offers": "prices",
     "read_workload": "reading",
+    "scaled_seconds": "cost.compute",
     "search": "searching",
     "trainings_text": "time_to_accuracy",
     "validate": "validation",

@@ -135,32 +135,33 @@ def explained(predictor: Predictor, plan: Plan) -> str:
             f"{predicted.examples_per_second:,.1f} examples/s / 3600",
         ],
     ]
-    if predicted.usd:
-        hourly = predicted.usd / predicted.hours / plan.layout.machines
-        rows.append(
-            [
-                "$",
-                f"{predicted.usd:,.2f}",
-                f"= {predicted.hours:,.3f} h × {plan.layout.machines} × {hourly:,.2f} $/h",
-            ]
-        )
-    if predicted.spot_usd and predicted.spot_hours:
-        again = predictor.spot.expected_restarts(predicted.hours, plan.layout.machines)
-        hourly = predicted.spot_usd / predicted.spot_hours / plan.layout.machines
-        rows.append(
-            [
-                "$ spot",
-                f"{predicted.spot_usd:,.2f}",
-                f"= {predicted.spot_hours:,.3f} h × {plan.layout.machines} × {hourly:,.2f} $/h, "
-                f"with {again:.2f} restarts expected",
-            ]
-        )
+    rows += _priced(predictor, plan)
     used = predictor.memory(plan.layout)
     rows += [
         [f"memory: {name}", f"{size / 1e9:.3f} GB", f"= {how}"] for name, size, how in used.lines()
     ]
     rows.append(["memory", f"{used.total / 1e9:.3f} GB", "= the sum"])
     return "\n".join([describe(plan), *_columns(rows, left=(0, 2))])
+
+
+def _priced(predictor, plan):
+    """Money on demand, and as spot VMs, where there are prices."""
+    predicted, machines = plan.prediction, plan.layout.machines
+    rows = []
+    for name, hours, usd, more in (
+        ("on demand", predicted.hours, predicted.usd, ""),
+        ("spot", predicted.spot_hours, predicted.spot_usd, _restarts(predictor, plan)),
+    ):
+        if hours and usd:
+            price = usd / hours / machines
+            how = f"= {hours:,.3f} h × {machines} × {price:,.2f} $/h{more}"
+            rows.append([name, dollars(usd), how])
+    return rows
+
+
+def _restarts(predictor, plan):
+    again = predictor.spot.expected_restarts(plan.prediction.hours, plan.layout.machines)
+    return f", with {again:.2f} restarts expected"
 
 
 def _computing(predictor, plan):

@@ -185,13 +185,19 @@ def choose(
         wanted = machine.lower()
         if not any(wanted in name.lower() for name in named):
             offers += own_offers(known_machines().values(), usd_per_hour)
-        offers = _left(offers, lambda offer: wanted in offer.machine.name.lower(), machine)
+        offers = _left(offers, _name_of_machine, lambda name: wanted in name.lower(), machine)
     if cloud is not None:
-        offers = _left(offers, lambda offer: offer.cloud == cloud.lower(), cloud, "cloud")
+        offers = _left(
+            offers, lambda offer: offer.cloud, lambda name: name == cloud.lower(), cloud, "cloud"
+        )
     if gpu is not None:
         kind = find_gpu(gpu)
         offers = _left(
-            offers, lambda offer: _is_gpu(offer.machine.gpu, gpu, kind), gpu, "machine.gpu"
+            offers,
+            lambda offer: offer.machine.gpu,
+            lambda name: _is_gpu(name, gpu, kind),
+            gpu,
+            "GPU",
         )
     if link is not None:
         offers = [
@@ -209,15 +215,13 @@ def _is_gpu(name, gpu, wanted):
     return all(word in name.lower() for word in words) or find_gpu(name) == wanted
 
 
-def _left(offers, condition, asked, attribute="machine.name"):
-    left = [offer for offer in offers if condition(offer)]
+def _name_of_machine(offer):
+    return offer.machine.name
+
+
+def _left(offers, name_of, is_wanted, asked, what="machine"):
+    left = [offer for offer in offers if is_wanted(name_of(offer))]
     if not left:
-        names = sorted({_attribute(offer, attribute) for offer in offers})
-        raise ValueError(f"there is no {attribute} like {asked!r}; there are {', '.join(names)}")
+        names = sorted(set(map(name_of, offers)))
+        raise ValueError(f"there is no {what} like {asked!r}; there are {', '.join(names)}")
     return left
-
-
-def _attribute(offer, path):
-    for name in path.split("."):
-        offer = getattr(offer, name)
-    return offer

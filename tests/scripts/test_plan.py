@@ -79,7 +79,7 @@ def test_a_flag_that_says_otherwise_than_the_plan_is_an_error(tmp_path):
         (("--model=resnet50", "--examples=-3"), "examples has to be above 0, not -3"),
         ((*RESNET, "--max_usd=-3"), "max_usd has to be above 0, not -3.0"),
         ((*RESNET, "--max_usd=3"), "--max_usd="),
-        ((*RESNET, "--gpu=Voodoo"), "there is no machine.gpu like 'Voodoo'"),
+        ((*RESNET, "--gpu=Voodoo"), "there is no GPU like 'Voodoo'"),
         ((*RESNET, "--cloud=mine"), "there is no cloud like 'mine'; there are aws, azure, gcp"),
         ((*RESNET, "--input_shape=224,x,3"), "--input_shape is whole numbers with commas"),
         ((*RESNET, "--machines=nowhere.csv"), "nowhere.csv"),

@@ -111,11 +111,14 @@ def _input_wait(setup, facts, micro_step, constants):
     each = float(facts.decoded * input_pipeline.core_seconds(facts, constants))
     processes = facts.horovod * facts.devices_in_node
     cores = float(input_pipeline.effective_cores(facts, processes, constants))
-    ready = float(update.input_seconds(facts, constants))
+    ready = float(update.input_seconds(facts, constants)) * 1e3
+    parts = update.update_seconds(facts, micro_step, constants)
+    busy = float(sum(parts.values()) - parts["input wait"] - parts["slowest node"]) * 1e3
+    power = constants.soft_maximum_exponent
     return (
         f"input: {facts.node_examples:g} examples x {each * 1e3:.3g} core ms / {cores:.3g} cores = "
-        f"{ready * 1e3:.4g} ms beside the devices: (devices^p + input^p)^(1/p) - devices, p = "
-        f"{constants.soft_maximum_exponent:.3g}"
+        f"{ready:.4g} ms beside the devices' {busy:.4g} ms: ({busy:.4g}^{power:.3g} + "
+        f"{ready:.4g}^{power:.3g})^(1/{power:.3g}) - {busy:.4g}"
     )
 
 
