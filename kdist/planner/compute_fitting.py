@@ -3,21 +3,15 @@
     python -m kdist.planner.compute_fitting scaling.csv            # prints errors and constants
     python -m kdist.planner.compute_fitting scaling.csv --write    # and replaces the table's values
 
-Fitted are logarithms, each with a prior; a mechanism that no row shows keeps its prior. The
-residual is a soft absolute value, so that rows that are wrong for other reasons count little. Needs
-SciPy, which kdist itself does not.
+How: see `kdist.planner.fitted`.
 """
 
-import csv
 import dataclasses
 import functools
 import math
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from pathlib import Path
-from typing import Any
 
 from kdist.planner.cost.compute import micro_step_seconds
 from kdist.planner.cost.compute_constants import (
@@ -27,6 +21,7 @@ from kdist.planner.cost.compute_constants import (
     prior_compute_constants,
     prior_widths,
 )
+from kdist.planner.fitted import fit_logarithms, replace_values
 from kdist.planner.published import accumulation, default_batch, precision_name
 from kdist.planner.published_models import family_of, workload_name
 from kdist.planner.tables import Reader, count, maybe, number, read_table, text
@@ -120,21 +115,16 @@ def read_rates(path) -> list[Rate]:
 def fit(rates: Sequence[Rate]) -> ComputeConstants:
     """The constants that fit these rates best."""
     import numpy as np
-    from scipy.optimize import least_squares
 
-    start = np.log(dataclasses.astuple(prior_compute_constants()))
-    width = np.array(prior_widths())
     measured = np.array([rate.examples_per_second for rate in rates])
 
-    def residuals(logarithms):
-        constants = ComputeConstants(*np.exp(logarithms).tolist())
-        predicted = np.array([rate.predicted(constants) for rate in rates])
-        off = np.log(predicted / measured) / ROW_SPREAD
-        soft = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off**2) - 1))
-        return np.concatenate([soft, (logarithms - start) / width])
+    def log_errors(values):
+        constants = ComputeConstants(*values)
+        return np.log(np.array([rate.predicted(constants) for rate in rates]) / measured)
 
-    found = least_squares(residuals, start, diff_step=1e-3, max_nfev=40)
-    return ComputeConstants(*np.exp(found.x).tolist())
+    priors = dataclasses.astuple(prior_compute_constants())
+    found = fit_logarithms(log_errors, priors, prior_widths(), ROW_SPREAD, max_nfev=40)
+    return ComputeConstants(*found)
 
 
 def fit_without(rates: Sequence[Rate], key: str, left_out: str) -> ComputeConstants:
@@ -190,22 +180,6 @@ def main(arguments: Sequence[str]) -> None:
     if "--write" in arguments:
         path = str(resources.files(__package__) / "tables" / _TABLE)
         replace_values(constants, path)
-
-
-def replace_values(constants: Any, path: str | os.PathLike) -> None:
-    """Writes the column `value` of a table of constants anew and leaves the others as they are.
-
-    Args:
-        constants: a dataclass with an attribute for each row.
-        path: of the table, with the columns `name` and `value`.
-    """
-    with Path(path).open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    with Path(path).open("w", encoding="utf-8", newline="") as file:
-        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        for row in rows:
-            table.writerow({**row, "value": f"{getattr(constants, row['name']):.4g}"})
 
 
 def _print_errors(name, chosen, rates, runs):

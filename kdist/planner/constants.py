@@ -7,10 +7,10 @@ Values stand in `tables/constants.csv`; `python -m kdist.planner.fitting` fits t
 
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Sequence
 
+from kdist.planner.fitted import check_above_zero
 from kdist.planner.tables import number, read_own_table, read_table, text
 
 
@@ -47,9 +47,7 @@ class Constants:
     numpy_feed_ns_per_byte: float
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"the constant {name} is a number above 0, not {value}")
+        check_above_zero(self)
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Constants))

@@ -3,8 +3,7 @@
   python -m kdist.planner.fitting          # prints what it finds
   python -m kdist.planner.fitting --write  # and writes it to tables/constants.csv
 
-Constants are fitted as logarithms. Each has a prior, so that one whose effect no row shows stays
-what a data sheet says.
+How: see `kdist.planner.fitted`.
 """
 
 import argparse
@@ -15,15 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kdist.planner.compute_fitting import replace_values
 from kdist.planner.constants import (
     Constants,
     known_constants,
-    prior_constants,
     priors,
 )
 from kdist.planner.cost.facts import Facts, facts_of, stack
 from kdist.planner.cost.update import micro_step_of, update_seconds
+from kdist.planner.fitted import fit_logarithms, replace_values
 from kdist.planner.machines import Machine, known_machines
 from kdist.planner.published import (
     PublishedRate,
@@ -79,23 +77,15 @@ def predicted_rates(cases: Cases, constants: Constants) -> np.ndarray:
 def fit(cases: Cases) -> Constants:
     """The constants with which the cases come out best.
 
-    Residuals count by a soft absolute value, close to what a mean absolute percentage error asks.
-    The search begins at the priors.
+    See `kdist.planner.fitted`.
     """
-    from scipy.optimize import least_squares
 
-    centre = np.log([prior.value for prior in priors()])
-    width = np.array([prior.width_e_folds for prior in priors()])
+    def log_errors(values):
+        return np.log(predicted_rates(cases, Constants(*values)) / cases.wanted_rate)
 
-    def residuals(logarithms):
-        constants = Constants(*np.exp(logarithms).tolist())
-        off = np.log(predicted_rates(cases, constants) / cases.wanted_rate) / RATE_ERROR
-        soft = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + off * off) - 1))
-        return np.concatenate([soft, (logarithms - centre) / width])
-
-    begin = np.log(dataclasses.astuple(prior_constants()))
-    found = least_squares(residuals, begin, ftol=TOLERANCE, diff_step=1e-3)
-    return Constants(*np.exp(found.x).tolist())
+    centre = [prior.value for prior in priors()]
+    widths = [prior.width_e_folds for prior in priors()]
+    return Constants(*fit_logarithms(log_errors, centre, widths, RATE_ERROR, ftol=TOLERANCE))
 
 
 def fit_without(rates: Sequence[PublishedRate], key: str, left_out: str) -> Constants:

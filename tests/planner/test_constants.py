@@ -6,7 +6,6 @@ import pathlib
 
 import pytest
 
-from kdist.planner.compute_fitting import replace_values
 from kdist.planner.constants import (
     NAMES,
     known_constants,
@@ -14,6 +13,7 @@ from kdist.planner.constants import (
     priors,
     read_constants,
 )
+from kdist.planner.fitted import replace_values
 
 
 def test_priors_have_units_and_meanings():

@@ -82,7 +82,7 @@ def test_benchmark_models_are_as_large_as_published(name, parameters, forward_gf
 def test_every_model_of_the_published_rates_is_known():
     with SCALING.open(newline="") as lines:
         for name in sorted({row["model"] for row in csv.DictReader(lines)}):
-            known_workload(name)
+            assert known_workload(name).training_flops > 0, name
 
 
 def test_all_of_keras_applications_is_known():

@@ -5,10 +5,10 @@ known_compute_constants().convolution_tf32   # share of the peak
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from kdist.planner.fitted import check_above_zero
 from kdist.planner.tables import Reader, number, read_own_table, text
 
 _TABLE = "compute_constants.csv"
@@ -46,9 +46,7 @@ class ComputeConstants:
     regions_ms: float
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"the constant {name} is a number above 0, not {value}")
+        check_above_zero(self)
 
 
 COMPUTE_CONSTANTS = tuple(field.name for field in dataclasses.fields(ComputeConstants))
