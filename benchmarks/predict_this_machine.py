@@ -1,20 +1,22 @@
-"""Predicts training steps of models that this machine never ran, then runs them.
+"""Predicts training steps of models that this machine was not calibrated on, and times them.
 
-  # about five minutes; from the repository's root, on a machine that does nothing else
+  # about eight minutes; from the repository's root, on a machine that does nothing else
   python -m benchmarks.predict_this_machine
 
-  # with a calibration of this machine that is there already; other models
-  python -m benchmarks.predict_this_machine --calibration=machine.json --models=lenet,inception
+  # other models; the calibration is kept
+  python -m benchmarks.predict_this_machine --models=lenet,inception --save=machine.json
 
-The machine is calibrated by networks made for that (`kdist.planner.probes`), then each model trains
-a few steps by `kdist.Model.fit`, mirrored, at each batch; all in processes of their own. A measured
-step is the median of its round; of several rounds the shortest counts, as in the calibration.
+  # how well an earlier calibration holds
+  python -m benchmarks.predict_this_machine --calibration=machine.json
+
+The machine is calibrated by networks made for that (`kdist.planner.probes`). The models train a few
+steps by `kdist.Model.fit`, mirrored, at each batch, in turn with these networks: a virtual machine
+gets faster and slower within minutes. The calibration knows nothing of the models. A measured step
+is the median of its round; of several rounds the shortest counts, as in the calibration.
 """
 
-import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
 
@@ -22,26 +24,15 @@ from absl import flags
 
 from kdist import program
 from kdist.planner.calibration import Calibration, calibrated_step_seconds
-from kdist.planner.workload import Workload
 
 FLAGS = flags.FLAGS
-ROOT = pathlib.Path(__file__).parents[1]
 
 flags.DEFINE_list("models", ["resnet18", "mobilenet_v2", "vgg16"], "That are predicted.")
 flags.DEFINE_list("local_batch_sizes", ["8", "16", "32"], "Examples a replica takes in a step.")
 flags.DEFINE_integer("num_devices", 2, "Replicas.", lower_bound=1)
-flags.DEFINE_integer("rounds", 3, "How often each is timed.", lower_bound=1)
-flags.DEFINE_string(
-    "calibration",
-    None,
-    "File of this machine's calibration: read if it is there, written if not. None: calibrate anew "
-    "and keep nothing.",
-)
-flags.DEFINE_float("timeout", 900, "Seconds after which a process is given up.", lower_bound=1)
-flags.DEFINE_enum("only", None, ["calibrate", "measure"], "What the processes are told.")
-
-# Seconds of training in each round.
-SECONDS = 1.0
+flags.DEFINE_integer("rounds", 4, "How often each is timed.", lower_bound=1)
+flags.DEFINE_string("calibration", None, "File of an earlier calibration; None: calibrate anew.")
+flags.DEFINE_string("save", None, "File to which the new calibration is written; None: nowhere.")
 
 
 def build(name):
@@ -64,13 +55,42 @@ def build(name):
 
 
 def main(_):
-    if FLAGS.only == "calibrate":
-        print(_calibrated().to_json())
-        return
-    if FLAGS.only == "measure":
-        print(json.dumps(_measured(FLAGS.models[0])))
-        return
-    calibration = _calibration()
+    from kdist.planner.measuring import (
+        Training,
+        calibration_by,
+        probe_trainings,
+        strategy_of,
+        time_in_turns,
+    )
+
+    calibration = FLAGS.calibration and Calibration.from_json(
+        pathlib.Path(FLAGS.calibration).read_text(), FLAGS.calibration
+    )
+    tell = _teller()
+    strategy = strategy_of(FLAGS.num_devices)
+    probes = [] if calibration else probe_trainings(strategy, tell=tell)
+    cases = [(name, int(batch)) for name in FLAGS.models for batch in FLAGS.local_batch_sizes]
+    trainings = []
+    for name, batch in cases:
+        trainings.append(Training(lambda name=name: build(name), batch, strategy))
+        tell(f"built {name} at batch {batch}")
+    time_in_turns([*probes, *trainings], FLAGS.rounds, tell)
+    calibration = calibration or calibration_by(probes)
+    if FLAGS.save:
+        pathlib.Path(FLAGS.save).write_text(calibration.to_json())
+    _show([name for name, _ in cases], trainings, calibration)
+
+
+def _teller():
+    began = time.monotonic()
+
+    def tell(line):
+        print(f"{line} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _show(names, trainings, calibration):
     print(
         f"{calibration.machine}, {calibration.replicas} replicas; its own networks are predicted "
         f"from the others within {calibration.probe_error:.1%} (median), "
@@ -78,88 +98,18 @@ def main(_):
     )
     print(f"{'model':14} {'batch':>5} {'predicted':>10} {'measured':>10} {'error':>7}")
     errors = []
-    for name in FLAGS.models:
-        for answer in json.loads(_child("measure", f"--models={name}")):
-            errors.append(_row(name, answer, calibration))
-    print(f"\nmean absolute error {statistics.mean(errors):.1%}, the largest {max(errors):.1%}")
-
-
-def _row(name, answer, calibration):
-    """Prints a row; the error, as a fraction of what was measured."""
-    workload, batch = Workload.from_json(answer["workload"]), answer["local_batch"]
-    predicted = calibrated_step_seconds(workload, calibration, batch, FLAGS.num_devices).seconds
-    measured = min(answer["seconds"])
-    error = predicted / measured - 1
-    print(
-        f"{name:14} {batch:5} {predicted * 1e3:7.1f} ms {measured * 1e3:7.1f} ms {error:+7.1%}",
-        flush=True,
-    )
-    return abs(error)
-
-
-def _calibration():
-    path = FLAGS.calibration and pathlib.Path(FLAGS.calibration)
-    if path and path.exists():
-        return Calibration.from_json(path.read_text(), path)
-    calibration = Calibration.from_json(_child("calibrate"), "the process that calibrates")
-    if path:
-        path.write_text(calibration.to_json())
-    return calibration
-
-
-def _calibrated():
-    from kdist.planner.measuring import calibrate
-
-    began = time.monotonic()
-
-    def tell(line):
-        print(f"{line} ({time.monotonic() - began:.0f} s)", file=sys.stderr, flush=True)
-
-    return calibrate(FLAGS.num_devices, FLAGS.rounds, tell=tell)
-
-
-def _measured(name):
-    """One model's steps at each batch, in turn."""
-    import kdist
-    from kdist.planner.measuring import Training
-
-    strategy = kdist.create_strategy("mirrored", FLAGS.num_devices)
-    batches = [int(batch) for batch in FLAGS.local_batch_sizes]
-    trainings = [Training(lambda: build(name), batch, strategy) for batch in batches]
-    for _ in range(FLAGS.rounds):
-        for training in trainings:
-            training.time(SECONDS)
-    return [
-        {
-            "workload": training.workload.to_json(),
-            "local_batch": batch,
-            "seconds": training.seconds,
-        }
-        for training, batch in zip(trainings, batches, strict=True)
-    ]
-
-
-def _child(task, *more):
-    """What a process of its own, told the same, has to say.
-
-    Raises:
-        RuntimeError: it failed, or was too slow.
-    """
-    same = [
-        f"--local_batch_sizes={','.join(FLAGS.local_batch_sizes)}",
-        f"--num_devices={FLAGS.num_devices}",
-        f"--rounds={FLAGS.rounds}",
-    ]
-    command = [sys.executable, "-m", __spec__.name, f"--only={task}", *same, *more]
-    try:
-        process = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=FLAGS.timeout, check=True
+    for name, training in zip(names, trainings, strict=True):
+        batch, measured = training.local_batch, training.measured().seconds
+        predicted = calibrated_step_seconds(
+            training.workload, calibration, batch, FLAGS.num_devices
+        ).seconds
+        errors.append(predicted / measured - 1)
+        print(
+            f"{name:14} {batch:5} {predicted * 1e3:7.1f} ms {measured * 1e3:7.1f} ms "
+            f"{errors[-1]:+7.1%}"
         )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"--only={task} was too slow; give a larger --timeout") from error
-    except subprocess.CalledProcessError as error:
-        raise RuntimeError(f"--only={task} failed with exit code {error.returncode}") from error
-    return process.stdout
+    sizes = [abs(error) for error in errors]
+    print(f"\nmean absolute error {statistics.mean(sizes):.1%}, the largest {max(sizes):.1%}")
 
 
 if __name__ == "__main__":

@@ -67,29 +67,72 @@ def calibrate(
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: give at least 1")
+    trainings = probe_trainings(strategy_of(replicas), probes, tell)
+    time_in_turns(trainings, rounds, tell)
+    return calibration_by(trainings)
+
+
+def strategy_of(replicas: int) -> Any:
+    """What a machine is calibrated under: `mirrored` on several devices, `one_device` on one.
+
+    Raises:
+        ValueError: there are not as many devices.
+        RuntimeError: TensorFlow has started with other devices.
+    """
     from kdist.strategies import create_strategy
 
-    strategy = create_strategy("mirrored" if replicas > 1 else "one_device", replicas)
+    return create_strategy("mirrored" if replicas > 1 else "one_device", replicas)
+
+
+def probe_trainings(
+    strategy: Any,
+    probes: Sequence[Probe] = PROBES,
+    tell: Callable[[str], None] = lambda line: None,
+) -> "list[Training]":
+    """The networks that a machine is calibrated by, ready to be timed."""
     trainings = []
     for number, probe in enumerate(probes, start=1):
         trainings.append(Training(probe.build, probe.local_batch, strategy))
         if number % 10 == 0 or number == len(probes):
             tell(f"built {number} of {len(probes)} networks")
+    return trainings
+
+
+def time_in_turns(
+    trainings: "Sequence[Training]",
+    rounds: int,
+    tell: Callable[[str], None] = lambda line: None,
+):
+    """Times each once in a round: what is to be compared meets the machine at the same speed.
+
+    Virtual machines get faster and slower within minutes, by more than a calibration errs.
+    """
     for number in range(rounds):
         for training in trainings:
             training.time()
         tell(f"timed them {number + 1} of {rounds} times")
+
+
+def calibration_by(trainings: "Sequence[Training]") -> Calibration:
+    """What `calibrate` gives, of networks that have been timed."""
+    strategy = trainings[0].strategy
     measured = [training.measured() for training in trainings]
-    return calibration_of(measured, machine_name(strategy), replicas)
+    return calibration_of(measured, machine_name(strategy), strategy.num_replicas_in_sync)
 
 
 class Training:
     """A model that has taken its first steps and can be timed, again and again.
 
+    Attributes:
+        workload: of the model.
+        local_batch: examples a replica and step.
+        strategy: that it trains under.
+        seconds: the median of a step, of each time that it was timed.
+
     Args:
         build: makes the model, of image or vector inputs and class probabilities.
         local_batch: examples a replica and step.
-        strategy: that it trains under.
+        strategy: the same.
     """
 
     def __init__(self, build: Callable[[], Any], local_batch: int, strategy: Any):
@@ -97,7 +140,8 @@ class Training:
 
         from kdist.planner.reading import read_workload
 
-        self.workload, self._local_batch = read_workload(build()), local_batch
+        self.workload, self.strategy = read_workload(build()), strategy
+        self.local_batch = local_batch
         with strategy.scope():
             self._model = build()
             # The update is part of what is measured, and the weights shall stay finite.
@@ -116,7 +160,7 @@ class Training:
 
     def measured(self) -> Measured:
         """By the fastest round: whatever else runs can only make it slower."""
-        return Measured(self.workload, self._local_batch, min(self.seconds))
+        return Measured(self.workload, self.local_batch, min(self.seconds))
 
     def _fit(self, steps):
         """Seconds of each step, from its end to the next one's."""
