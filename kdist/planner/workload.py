@@ -33,6 +33,7 @@ class LayerWork:
         moved_bytes: read and written by the operations of both passes, weights left out.
         spatial: whether its outputs have the extent of an image, so that all but the parameters
             grows with the image's area.
+        kernel_bytes: buffers of the CPU's kernel of its filters' gradient, whatever the batch is.
     """
 
     name: str
@@ -44,6 +45,7 @@ class LayerWork:
     kept_bytes: float
     moved_bytes: float
     spatial: bool
+    kernel_bytes: float = 0.0
 
     def at_area(self, ratio: float) -> "LayerWork":
         """The same layer on images of `ratio` times the area."""

@@ -147,9 +147,10 @@ def memory(
     together = accumulate > 1 or devices > 1
     # Keras applies gradients of float16 only after it has looked at all of them.
     checked = precision == "mixed_float16"
-    step, step_how = _step_bytes(workload, local_batch, precision, together or checked)
+    gradients_stay = together or checked
+    step, step_how = _step_bytes(workload, local_batch, precision, gradients_stay)
     workspace, workspace_how = _workspace(
-        workload, local_batch, width, _bits(precision) // 8, of_optimizer, device
+        workload, local_batch, width, _bits(precision) // 8, of_optimizer, device, gradients_stay
     )
     early = 0 if served or checked else of_optimizer.early
     if framework_bytes is None:
@@ -197,25 +198,50 @@ def _step_bytes(workload, local_batch, precision, gradients_stay):
     return 2 * read, f"{how}, at most: twice that in {workload.precision}"
 
 
-def _workspace(workload, local_batch, width, kernel_width, of_optimizer, device):
+def _workspace(workload, local_batch, width, kernel_width, of_optimizer, device, gradients_stay):
     """Buffers of the kernels and updates that run beside the one that is counted; and how.
 
     A gradient of a convolution's filters is computed in blocks and copied (oneDNN, and likewise
-    cuDNN): two kernels at a time hold two copies and one gradient more than is counted in the step.
-    Or the optimizer's temporaries of the largest layer, if they are more.
+    cuDNN): two kernels at a time hold two copies and one gradient more than is counted in the step,
+    and on a CPU the buffers of either. Or the optimizer's temporaries of the largest layer, if they
+    are more. Two large matrices are applied at a time.
     """
     sizes = {layer: layer.trainable_parameters * width for layer in workload.layers}
     filters = max((sizes[x] for x in workload.layers if x.kind == "convolution"), default=0.0)
     largest = max(sizes.values(), default=0.0)
     by_kernels = 3 * filters * kernel_width / width  # a mixed policy computes with casts
+    if device == "cpu":
+        by_kernels += sum(sorted(layer.kernel_bytes for layer in workload.layers)[-2:])
     by_update = of_optimizer.late * largest
     size = max(by_kernels, by_update)
     how = "kernels of convolutions" if by_kernels > by_update else "temporaries of the update"
+    beside = _next_update(workload, local_batch, width, of_optimizer, gradients_stay)
+    if beside:
+        size += beside
+        how += ", and the next matrix's gradient and update"
     if device == "gpu" and filters:
         kept = max(x.kept_bytes for x in workload.layers if x.kind == "convolution")
         size += min(2 * kept * local_batch, _CUDNN_LIMIT_BYTES)
         how += ", and cuDNN's: an allowance of the largest convolution's input and output"
     return size, how
+
+
+def _next_update(workload, local_batch, width, of_optimizer, gradients_stay):
+    """What the update of a second matrix adds to the fullest moment of the step.
+
+    While one thread applies the gradient of the largest matrix, another one gets to the next
+    matrix's gradient and applies that, as in the two large layers of VGG16. Nothing is added where
+    activations need more at a time at which that gradient is not there.
+    """
+    sizes = sorted(x.trainable_parameters * width for x in workload.layers if x.kind == "matmul")
+    if len(sizes) < 2:
+        return 0.0
+    second, first = sizes[-2:]
+    peaks = workload.peaks if gradients_stay else workload.peaks_applied or workload.peaks
+    added = (of_optimizer.late + (not gradients_stay)) * second
+    its_matrix = 0.9 * first  # without the bias
+    moments = [(each * local_batch + always, always >= its_matrix) for each, always in peaks]
+    return max(size + added * there for size, there in moments) - max(moments)[0]
 
 
 def _optimizer(name):
