@@ -34,6 +34,7 @@ __version__ = "0.1.0"
 # Public name -> the module that holds it; a module's own name stands for the module.
 _PUBLIC = {
     "Batch": "batch",
+    "Layout": "layout",
     "Model": "model",
     "create_strategy": "strategies",
     "callbacks": "callbacks",
@@ -42,6 +43,7 @@ _PUBLIC = {
     "launch": "launch",
     "data": "data",
     "models": "models",
+    "parallel": "parallel",
     "patch_keras": "model",
     "report": "report",
     "plan": "planner.planning",

@@ -6,6 +6,7 @@
     strategy = create_strategy("multi_worker")                     # on each task of a job
     strategy = create_strategy("parameter_server")                 # only the chief goes on
     strategy = create_strategy(kdist.planner.Plan.load("plan.json"))      # what was planned
+    strategy = create_strategy(kdist.Layout(data=2, pipeline=2))          # models that are split
 
 Create it before anything else runs on TensorFlow: the number of logical devices and the GPUs'
 memory growth are fixed from the first operation on.
@@ -22,8 +23,11 @@ from kdist.cluster import Cluster
 from kdist.devices import find_devices
 from kdist.exposure import check_allowed, shut_out_others
 from kdist.join import join
+from kdist.layout import Layout
+from kdist.parallel.groups import GroupStrategy
 from kdist.parameter_servers import coordinate, serve
-from kdist.planner.plans import Layout, Plan
+from kdist.planner.plans import Layout as PlannedLayout
+from kdist.planner.plans import Plan
 from kdist.telemetry.collector import note_collector
 from kdist.tensorflow_internals import (
     each_worker_has,
@@ -64,7 +68,7 @@ _OF_JOBS = ("multi_worker", "parameter_server")
 
 
 def create_strategy(
-    name: str | Plan = "auto",
+    name: str | Plan | Layout = "auto",
     devices: int | Sequence[str] | None = None,
     *,
     reduction: str = "auto",
@@ -81,7 +85,7 @@ def create_strategy(
         name: `auto` (mirrored on several devices, else one; says in a line what it took),
             `one_device`, `mirrored`, `multi_worker`, `parameter_server`, `central_storage` or
             `tpu`. Or a plan, which says the devices as well; the job has to have as many tasks as
-            it has machines.
+            it has machines. Or the layout of a model that is split over devices.
         devices: how many, or their names; None takes all GPUs, or the CPU where there are none.
             A number on a machine without GPUs makes that many logical CPU devices. Under
             `multi_worker` they are those of this task; all tasks have the same number.
@@ -122,6 +126,8 @@ def create_strategy(
         layout = name.layout
         cluster = _planned_cluster(layout, cluster)
         name, devices = layout.strategy, layout.devices
+    if isinstance(name, Layout):
+        return _groups(name, devices)
     if name in _OF_JOBS:
         cluster = Cluster.resolve() if cluster is None else cluster
         check_allowed(cluster, allow_remote)
@@ -162,13 +168,13 @@ def num_workers(strategy: tf.distribute.Strategy) -> int:
 
 def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     """The devices that the strategy's replicas compute on, such as `("GPU:0", "GPU:1")`."""
-    return tuple(
-        device.rsplit("/device:", 1)[-1].rsplit("/", 1)[-1].upper()
-        for device in strategy.extended.worker_devices
-    )
+    devices = strategy.extended.worker_devices
+    if isinstance(strategy, GroupStrategy):
+        devices = [device for group in strategy.groups for device in group]
+    return tuple(device.rsplit("/device:", 1)[-1].rsplit("/", 1)[-1].upper() for device in devices)
 
 
-def _planned_cluster(layout: Layout, cluster: Cluster | None) -> Cluster:
+def _planned_cluster(layout: PlannedLayout, cluster: Cluster | None) -> Cluster:
     """The job's cluster, which has to have as many computing tasks as the plan has machines."""
     cluster = Cluster.resolve() if cluster is None else cluster
     served = layout.strategy == "parameter_server"
@@ -228,6 +234,10 @@ def _mirrored(devices, cross_device_ops):
         # copies would fail on gradients of several types.
         cross_device_ops = tf.distribute.ReductionToOneDevice()
     return tf.distribute.MirroredStrategy(names, cross_device_ops=cross_device_ops)
+
+
+def _groups(layout, devices):
+    return GroupStrategy(layout, find_devices(layout.devices if devices is None else devices))
 
 
 def _multi_worker(devices, communication, cluster, cluster_timeout_seconds, step_timeout_seconds):

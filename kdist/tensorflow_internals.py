@@ -10,12 +10,22 @@ import tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
+from tensorflow.python.distribute.device_util import canonicalize
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended as _MirroredExtended
 from tensorflow.python.eager import context, tape
+
+# What MirroredStrategy does; `kdist.parallel.groups` creates variables elsewhere.
+MirroredExtended = _MirroredExtended
 
 
 def has_started() -> bool:
     """Whether TensorFlow has run something, after which neither devices nor servers can be set."""
     return context.context()._context_handle is not None
+
+
+def canonical_device(name: str) -> str:
+    """The full name of a device of this process, such as `"CPU:1"` is short for."""
+    return canonicalize(name)
 
 
 def current_device() -> str:
@@ -43,6 +53,22 @@ def each_worker_has(devices: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         CollectiveAllReduceExtended._initialize_local_devices = tensorflows_own
+
+
+@contextlib.contextmanager
+def graphs_that_run() -> Iterator[list]:
+    """Gives a list that holds, after the block, for each function that ran in it the GraphDefs
+    into which TensorFlow has cut it, one for each device.
+    """
+    functions: list = []
+    owner = context.context()
+    owner.enable_graph_collection()
+    try:
+        yield functions
+        metadata = owner.export_run_metadata()
+        functions.extend(list(each.partition_graphs) for each in metadata.function_graphs)
+    finally:
+        owner.disable_graph_collection()
 
 
 # TensorFlow counts its own keys from 100 on.

@@ -6,6 +6,9 @@
   # how fast a pipeline is by itself: the most that any training from it can reach
   python scripts/check.py --input --dataset=path/to/PetImages --operations="resize(160, 160)"
 
+  # a model that is split over devices: what lies where, and what ran where in one step
+  python scripts/check.py --layout=data=2,branch=2 --model=inception
+
 Exits with 0 if every strategy asked for works. Without --strategies, one_device and mirrored have
 to work; central_storage and tpu are tried, and what they say is reported.
 """
@@ -36,6 +39,12 @@ flags.DEFINE_boolean("download", True, "--input: whether a data set may be downl
 flags.DEFINE_string("operations", "", "--input: as --operations of scripts/train.py.")
 flags.DEFINE_integer("batch_size", 128, "--input: the global batch.", lower_bound=1)
 flags.DEFINE_float("seconds", 5.0, "--input: how long it is measured.", lower_bound=0.1)
+
+flags.DEFINE_string("layout", None, "Split a model instead: as --layout of scripts/train.py.")
+flags.DEFINE_string("split", "auto", "--layout: as --split of scripts/train.py.")
+flags.DEFINE_string("model", "inception", "--layout: as --model of scripts/train.py.")
+flags.DEFINE_list("input_shape", ["28", "28", "1"], "--layout: of an example, such as 224,224,3.")
+flags.DEFINE_integer("num_classes", 10, "--layout: that the model tells apart.", lower_bound=2)
 
 REQUIRED = ["one_device", "mirrored"]
 OPTIONAL = ["central_storage", "tpu"]
@@ -72,6 +81,8 @@ print(json.dumps(gpus))
 def main(_):
     if FLAGS.input:
         return check_input()
+    if FLAGS.layout is not None:
+        return check_layout()
     print(f"python {platform.python_version()} on {platform.platform()}")
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
     gpus = testing.python(DEVICES)
@@ -104,6 +115,38 @@ def check_input():
         f"{megabytes:,.2f} MB; the first one after {found.first_batch_seconds:.2f} s"
     )
     print("a training that takes fewer examples a second does not wait for this input")
+    return 0
+
+
+def check_layout():
+    """Splits a model, trains one step on zeros and prints what lies and ran where."""
+    import numpy as np
+
+    from kdist.parallel.placement import what_lies_where
+
+    layout = kdist.Layout.parse(FLAGS.layout)
+    strategy = kdist.create_strategy(layout)
+    shape = tuple(map(int, FLAGS.input_shape))
+    plain = kdist.models.create(FLAGS.model, input_shape=shape, num_classes=FLAGS.num_classes)
+    with strategy.scope():
+        model = kdist.parallel.split_as(plain, layout, FLAGS.split)
+        model.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
+    rows = 2 * layout.data
+    found = what_lies_where(model, np.zeros((rows, *shape), "uint8"), np.zeros(rows, "int32"))
+    print(f"{FLAGS.model} {shape}, {plain.count_params():,} parameters, {layout}, Adam")
+    for name, place in model.places.items():
+        print(f"  {name:40} device {place} of each replica")
+    print(
+        f"\n{'device':8} {'weights':>8} {'MB':>8} {'slots MB':>9} {'forward':>8} {'backward':>9} "
+        f"{'other':>7} {'received':>9}"
+    )
+    for row in found:
+        print(
+            f"{row.device:8} {row.weights:8} {row.weight_bytes / 1e6:8.2f} "
+            f"{row.slot_bytes / 1e6:9.2f} {row.forward:8} {row.backward:9} {row.other:7} "
+            f"{row.received:9}"
+        )
+    print("forward, backward, other: operations of one step; received: tensors of other devices")
     return 0
 
 

@@ -16,6 +16,9 @@
   # local SGD: replicas train alone for 8 steps, then their weights are averaged
   python scripts/train.py --strategy=mirrored --num_devices=2 --local_steps=8
 
+  # a model in two stages, on two replicas: four devices
+  python scripts/train.py --layout=data=2,pipeline=2 --model=lenet --dataset=digits
+
   # what slows it down: the ten most expensive operations, and curves in W&B
   python scripts/train.py --profile=10:20 --wandb_mode=auto --price_usd_per_hour=2.48
 
@@ -88,6 +91,18 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_list("devices", None, "Which devices, such as GPU:0,GPU:2.")
 flags.DEFINE_string(
+    "layout",
+    None,
+    "Splits the model over devices: data=2,branch=2 is two replicas, each with branches on two "
+    "devices; pipeline=2 stages that follow each other. Instead of --strategy.",
+)
+flags.DEFINE_string(
+    "split",
+    "auto",
+    "With --layout, which layer goes where: auto balances what they cost; or a JSON file such as "
+    '{"stem.*": "stage(0)", "head": "stage(1)"}. scripts/check.py --layout shows what lies where.',
+)
+flags.DEFINE_string(
     "reduction",
     "auto",
     "mirrored: auto, nccl, hierarchical_copy or reduction_to_one_device. multi_worker: auto, nccl "
@@ -95,6 +110,8 @@ flags.DEFINE_string(
 )
 flags.DEFINE_integer("num_packs", None, "Pack the gradients into so many tensors.", lower_bound=0)
 flags.mark_flags_as_mutual_exclusive(["num_devices", "devices"])
+flags.mark_flags_as_mutual_exclusive(["num_devices", "layout"])
+flags.mark_flags_as_mutual_exclusive(["plan", "layout"])
 flags.DEFINE_float(
     "cluster_timeout_seconds", 60.0, "How long a task of a job waits for the others.", lower_bound=0
 )
@@ -244,7 +261,7 @@ def main(_):
 
     # Devices and data
     strategy = kdist.create_strategy(
-        plan or FLAGS.strategy,
+        plan or split_layout() or FLAGS.strategy,
         None if plan else FLAGS.num_devices or FLAGS.devices,
         reduction=FLAGS.reduction,
         num_packs=FLAGS.num_packs,
@@ -267,9 +284,7 @@ def main(_):
         if plan:
             say_differences(plan, train)
 
-    # Model
-    with strategy.scope():
-        model = compiled_model(train)
+    model = compiled_model(strategy, train)
 
     # Training
     run = RunDirectory(run_dir)
@@ -406,8 +421,7 @@ def examples_in_time(strategy, train, test, started):
     """How many examples --minutes leave time for, by the time that a few steps take."""
     if kdist.strategies.num_workers(strategy) > 1:
         raise ValueError("--minutes is for one host; on several, give --examples")
-    with strategy.scope():
-        model = compiled_model(train)
+    model = compiled_model(strategy, train)
     training = rate(train, lambda steps: model.fit(train, steps_per_epoch=steps, verbose=0))
     testing = rate(train, lambda steps: model.evaluate(train, steps=steps, verbose=0))
     # Compiling anew takes no longer than all of this has taken.
@@ -431,21 +445,48 @@ def rate(train, run):
     return MEASURED_STEPS * train.batch.global_size / (time.perf_counter() - began)
 
 
-def compiled_model(train):
+def compiled_model(strategy, train):
     """The model that the flags describe, compiled."""
-    model = build_model(train)
-    model.compile(
-        optimizer(learning_rate(train.batch, train.num_examples)),
-        loss(model),
-        metrics=[accuracy(model)],
-        jit_compile=FLAGS.jit_compile,
-        steps_per_execution=steps_per_execution(),
-        accumulate=FLAGS.accumulate,
-        max_staleness=FLAGS.max_staleness,
-        local_steps=FLAGS.local_steps,
-        local_slots=FLAGS.local_slots,
-    )
+    plain = on_host(build_model, train) if FLAGS.layout else None
+    with strategy.scope():
+        if plain is None:
+            model = build_model(train)
+        else:
+            model = kdist.parallel.split_as(plain, strategy.layout, FLAGS.split)
+        model.compile(
+            optimizer(learning_rate(train.batch, train.num_examples)),
+            loss(model),
+            metrics=[accuracy(model)],
+            jit_compile=FLAGS.jit_compile,
+            steps_per_execution=steps_per_execution(),
+            accumulate=FLAGS.accumulate,
+            max_staleness=FLAGS.max_staleness,
+            local_steps=FLAGS.local_steps,
+            local_slots=FLAGS.local_slots,
+        )
     return model
+
+
+def split_layout():
+    """The layout of --layout; None without.
+
+    Raises:
+        ValueError: it is none, or --strategy says something else.
+    """
+    if FLAGS.layout is None:
+        return None
+    if FLAGS["strategy"].present:
+        raise ValueError("--layout is a strategy of its own; leave --strategy out")
+    return kdist.Layout.parse(FLAGS.layout)
+
+
+def on_host(function, *arguments):
+    """What a function gives that makes its variables in the host's memory: a model that is to be
+    split need not fit one device."""
+    import tensorflow as tf
+
+    with tf.device("CPU:0"):
+        return function(*arguments)
 
 
 def build_model(train):

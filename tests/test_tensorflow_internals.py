@@ -12,9 +12,12 @@ from tensorflow.python.eager import context
 import kdist.launch
 from kdist.strategies import create_strategy
 from kdist.tensorflow_internals import (
+    MirroredExtended,
+    canonical_device,
     current_device,
     each_worker_has,
     first_replica,
+    graphs_that_run,
     has_started,
     silence_is_borne,
     watch_on_tapes,
@@ -48,6 +51,31 @@ def test_the_devices_of_a_worker():
 
 def test_the_first_replica_of_one_process_is_the_jobs():
     assert first_replica(create_strategy("mirrored", 2)) == 0
+
+
+def test_graphs_that_have_run_are_cut_by_device():
+    @tf.function
+    def on_two(x):
+        with tf.device("CPU:1"):
+            y = tf.cumsum(x)
+        with tf.device("CPU:2"):
+            return tf.linalg.diag(y)
+
+    with graphs_that_run() as functions:
+        on_two(tf.constant([1.0, 2.0]))
+    ran = [
+        {node.op: node.device[-5:] for graph in graphs for node in graph.node}
+        for graphs in functions
+    ]
+    expected = {"Cumsum": "CPU:1", "MatrixDiagV3": "CPU:2"}
+    assert any(expected.items() <= nodes.items() for nodes in ran)
+
+
+def test_where_mirrored_variables_are_made():
+    """`kdist.parallel.groups` names their devices by what a variable shall be beside."""
+    own = inspect.getsource(MirroredExtended._create_variable)
+    assert "colocate_with._devices" in own
+    assert canonical_device("CPU:1") == "/job:localhost/replica:0/task:0/device:CPU:1"
 
 
 def test_the_device_of_eager_operations():

@@ -202,13 +202,15 @@ class OnAllReplicas:
             self._strategy,
             tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy,
         )
+        # Of replicas that are on several devices, as `kdist.parallel` has them.
+        self._has_groups = hasattr(self._strategy, "groups")
         if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
             _check_storage_is_not_shared(self._replicas)
 
     @property
     def is_a_single_part(self):
-        """A batch is not divided: one replica, one micro-step."""
-        return self._replicas * self._micro_steps == 1
+        """A batch is not divided: one replica, on one device, and one micro-step."""
+        return self._replicas * self._micro_steps == 1 and not self._has_groups
 
     def __call__(self, data, part=None):
         """What the step gives in the last micro-step, on each replica.
@@ -249,6 +251,7 @@ class OnAllReplicas:
                 self._has_copies,
                 self._accumulators,
                 is_last,
+                self._has_groups,
             )
             with step.running():
                 with step.counting(self._trainer.metrics_variables):

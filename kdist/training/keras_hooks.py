@@ -112,6 +112,8 @@ def _sum_of_weights(sample_weight, mask, dtype):
 
 def _mean_update(step, kerass_own, metric, values, sample_weight=None):
     """A scalar without a weight is one replica's mean: it weighs as the replica's rows do."""
+    if step.rehearses:
+        return None
     if sample_weight is None and not tf.convert_to_tensor(values).shape.rank:
         sample_weight = step.of_batch(metric.dtype)
     return kerass_own(metric, values, sample_weight)

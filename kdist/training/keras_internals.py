@@ -5,6 +5,7 @@ of Keras starts here and nowhere else.
 """
 
 from keras.src import api_export
+from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.tensorflow import image as image_module
 from keras.src.backend.tensorflow import nn as nn_module
 from keras.src.backend.tensorflow import random as random_module
@@ -21,6 +22,7 @@ from keras.src.callbacks.progbar_logger import ProgbarLogger
 from keras.src.losses import loss as loss_module
 from keras.src.losses.loss import apply_mask
 from keras.src.models.functional import Functional
+from keras.src.models.functional import operation_fn as with_call_context
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.epoch_iterator import EpochIterator
@@ -39,6 +41,7 @@ __all__ = [
     "apply_mask",
     "convert_to_np_if_not_ragged",
     "filter_traceback",
+    "get_keras_mask",
     "image_module",
     "loss_module",
     "nn_module",
@@ -47,11 +50,15 @@ __all__ = [
     "random_module",
     "reduce_per_replica",
     "save_as",
+    "saved_name",
+    "set_keras_mask",
     "train_validation_split",
+    "with_call_context",
 ]
 
 # Attributes and methods, private to Keras's trainer, that kdist/training reads, calls or overrides.
 TRAINER_MEMBERS = (
+    "_aggregate_additional_loss",
     "_assert_compile_called",
     "_autoconvert_optionals",
     "_distribute_strategy",
@@ -65,7 +72,14 @@ TRAINER_MEMBERS = (
     "_symbolic_build",
 )
 # What the trainer reads of the layer that every model is.
-LAYER_MEMBERS = ("_call_has_training_arg", "_flatten_layers")
+LAYER_MEMBERS = ("_call_has_training_arg", "_flatten_layers", "_get_own_losses")
+# Of a functional model's graph, which kdist/parallel walks.
+FUNCTIONAL_MEMBERS = (
+    "_nodes_by_depth",
+    "_outputs_struct",
+    "_run_through_graph",
+    "_standardize_inputs",
+)
 # Of the optimizer: what the hooks replace is named in `keras_hooks`.
 OPTIMIZER_MEMBERS = ("_common_apply", "_trainable_variables", "_var_key")
 # What a built optimizer holds, by which slots are told from the rest.
@@ -82,6 +96,12 @@ EPOCH_ITERATOR_MEMBERS = (
     "catch_stop_iteration",
     "reset",
 )
+
+
+def saved_name(keras_class: type) -> str:
+    """What a file calls a class."""
+    own = f"{keras_class.__module__}.{keras_class.__name__}"
+    return api_export.REGISTERED_OBJS_TO_NAMES.get(keras_class, own)
 
 
 def save_as(keras_class: type, keras_name: str):

@@ -4,6 +4,8 @@ from collections import defaultdict
 
 import tensorflow as tf
 
+from kdist.training.beside import device_of
+
 # The name scope of what is done to add up: profiles tell its time from that of computing by it.
 SCOPE = "all_reduce_sum"
 
@@ -39,7 +41,7 @@ def sums_over_replicas(strategy, parts):
 def _all_reduced(tensors):
     packs = defaultdict(list)
     for number, tensor in enumerate(tensors):
-        packs[tensor.dtype.name if _is_small(tensor) else number].append(number)
+        packs[_kind(tensor) if _is_small(tensor) else number].append(number)
     groups = list(packs.values())
     sent = [_packed([tensors[number] for number in group]) for group in groups]
     results = [None] * len(tensors)
@@ -51,15 +53,22 @@ def _all_reduced(tensors):
 
 
 def _sums(tensors):
-    """The sums, asked for by type: TensorFlow's collectives take no mixed list."""
+    """The sums, asked for by kind: TensorFlow's collectives take no mixed list."""
     context = tf.distribute.get_replica_context()
     sums = [None] * len(tensors)
-    for name in dict.fromkeys(tensor.dtype.name for tensor in tensors):
-        numbers = [n for n, tensor in enumerate(tensors) if tensor.dtype.name == name]
+    kinds = [_kind(tensor) for tensor in tensors]
+    for kind in dict.fromkeys(kinds):
+        numbers = [number for number, other in enumerate(kinds) if other == kind]
         totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[n] for n in numbers])
         for number, total in zip(numbers, totals, strict=True):
             sums[number] = total
     return sums
+
+
+def _kind(tensor):
+    """What tensors that travel together have alike: their type and, in a group, their device."""
+    in_groups = hasattr(tf.distribute.get_strategy(), "groups")
+    return tensor.dtype.name, device_of(tensor) if in_groups else ""
 
 
 def _is_small(tensor):

@@ -38,6 +38,12 @@ from kdist.training.tuning import GroupTuner
 keras_hooks.install()
 
 
+def logs_are_metrics(step):
+    """Decorator of a method: its logs are the metrics' results, which stay in their variables."""
+    step.logs_are_metrics = True
+    return step
+
+
 class ReplicatedTrainer(Loops, TensorFlowTrainer):
     """Keras's TensorFlow trainer: several steps a call, logs read on demand, padding left out."""
 
@@ -129,11 +135,13 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
 
     # What one replica does with its share of a batch.
 
+    @logs_are_metrics
     def train_step(self, data):
         if not self._compiles_parts():
             return super().train_step(data)
         return compiled_parts.train_step(self, data)
 
+    @logs_are_metrics
     def test_step(self, data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         valid, sample_weight = split_mask(sample_weight)
@@ -286,9 +294,9 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
 
     def _logs_are_metrics(self, step_name):
         """Whether a step's logs are just the metrics' results: nobody has overridden either."""
-        return all(
+        return getattr(getattr(type(self), step_name), "logs_are_metrics", False) and all(
             getattr(type(self), name) is getattr(ReplicatedTrainer, name)
-            for name in (step_name, "compute_metrics", "get_metrics_result")
+            for name in ("compute_metrics", "get_metrics_result")
         )
 
     def reset_metrics(self):

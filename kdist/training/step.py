@@ -22,6 +22,7 @@ import threading
 import keras
 import tensorflow as tf
 
+from kdist.training.beside import beside_inputs
 from kdist.training.reduction import all_reduce_sum
 from kdist.training.share import Share
 
@@ -34,6 +35,16 @@ _SEED_STRIDE = 0x9E3779B1
 def current() -> "ReplicaStep | None":
     """The step that runs in this thread, if one does."""
     return getattr(_this_thread, "step", None)
+
+
+@contextlib.contextmanager
+def asked(step):
+    """The hooks of this thread ask `step` while the context lasts."""
+    before, _this_thread.step = current(), step
+    try:
+        yield step
+    finally:
+        _this_thread.step = before
 
 
 def this_replica() -> int:
@@ -52,7 +63,14 @@ class ReplicaStep:
         has_copies: each replica has its own copy of every variable and keeps it up to date.
         accumulators: gradients of micro-steps, kept for the last one; None in a step of one.
         is_last: this is the last micro-step, which applies the gradients.
+        has_group: the replica is on several devices; what is done with a gradient or a variable
+            is done on the device that it is on.
+
+    Attributes:
+        rehearses: nothing of this step stays: metrics leave it out.
     """
+
+    rehearses = False
 
     def __init__(
         self,
@@ -63,6 +81,7 @@ class ReplicaStep:
         has_copies: bool,
         accumulators,
         is_last: bool,
+        has_group: bool = False,
     ):
         self.share = share
         self.replica = replica
@@ -72,17 +91,13 @@ class ReplicaStep:
         self.applying = False
         self._accumulators = accumulators
         self.is_last = is_last
+        self._beside = beside_inputs if has_group else contextlib.nullcontext
         self._weighed: set[int] = set()
         self._written: dict[int, keras.Variable] = {}
 
-    @contextlib.contextmanager
     def running(self):
         """The hooks ask this step while the context lasts."""
-        _this_thread.step = self
-        try:
-            yield self
-        finally:
-            _this_thread.step = None
+        return asked(self)
 
     # Losses.
 
@@ -136,6 +151,10 @@ class ReplicaStep:
 
     def gradients(self, optimizer, gradients, variables):
         """The gradients of the whole batch; None while there are micro-steps to come."""
+        with self._beside():
+            return self._gradients(optimizer, gradients, variables)
+
+    def _gradients(self, optimizer, gradients, variables):
         gradients = [
             g if g is None else self.counts_gradient(_with_shape_of(variable, g))
             for g, variable in zip(gradients, variables, strict=True)
@@ -191,7 +210,8 @@ class ReplicaStep:
         """The optimizer is at work on gradients that are reduced already."""
         self.applying = True
         try:
-            yield
+            with self._beside():
+                yield
         finally:
             self.applying = False
 
@@ -224,9 +244,10 @@ class ReplicaStep:
             for key, variable in self._written.items()
             if key not in equal and can_be_averaged(variable)
         ]
-        parts = [_scaled(self.counts(tf.identity(c)), self.share.of_micro_step) for c in copies]
-        for copy, mean in zip(copies, all_reduce_sum(parts) if parts else [], strict=True):
-            copy.assign(mean)
+        with self._beside():
+            parts = [_scaled(self.counts(tf.identity(c)), self.share.of_micro_step) for c in copies]
+            for copy, mean in zip(copies, all_reduce_sum(parts) if parts else [], strict=True):
+                copy.assign(mean)
 
     @contextlib.contextmanager
     def counting(self, variables):

@@ -23,6 +23,12 @@ def test_layer_members(name):
     assert hasattr(keras.layers.Layer(), name)
 
 
+@pytest.mark.parametrize("name", keras_internals.FUNCTIONAL_MEMBERS)
+def test_functional_members(name):
+    inputs = keras.Input((1,))
+    assert hasattr(keras.Model(inputs, keras.layers.Dense(1)(inputs)), name)
+
+
 @pytest.mark.parametrize("name", keras_internals.OPTIMIZER_MEMBERS)
 def test_optimizer_members(name):
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())

@@ -1,0 +1,104 @@
+"""Over how many devices what is divided: data, stages, tensors, branches.
+
+    Layout(data=2, pipeline=2, micro_batches=4)     # two replicas of two stages: four devices
+    Layout.parse("data=2,pipeline=2,micro_batches=4")
+
+A replica is on a group of devices, numbered from 0 within the group. Imports no TensorFlow.
+"""
+
+import dataclasses
+import difflib
+
+SCHEDULES = ("1f1b", "gpipe")
+
+_DEGREES = ("data", "tensor", "pipeline", "branch", "micro_batches")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The degrees of parallelism.
+
+    Attributes:
+        data: replicas, each with its rows of a batch.
+        tensor: devices that share the weights of a layer.
+        pipeline: stages, each of which holds layers that follow each other.
+        branch: devices that hold branches of a model, which run side by side.
+        micro_batches: parts of a replica's rows that follow each other through the stages, so that
+            these work at the same time; 1 has one stage work after the other.
+        schedule: `"1f1b"` lets a stage go back as soon as it can, and holds the activations of as
+            many micro-batches as there are stages; `"gpipe"` goes forward with all of them first.
+
+    Raises:
+        ValueError: a degree is no whole number from 1 on, an unknown schedule, or degrees that do
+            not go together.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    branch: int = 1
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+
+    def __post_init__(self):
+        for name in _DEGREES:
+            degree = getattr(self, name)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise ValueError(f"{name}={degree!r}: a degree is a whole number from 1 on")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r}: there are {' and '.join(SCHEDULES)}")
+        if self.micro_batches > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"micro_batches={self.micro_batches} without stages: give pipeline=2 or more, or "
+                f"save memory with compile(accumulate={self.micro_batches}) "
+                f"(--accumulate={self.micro_batches})"
+            )
+        if self.branch > 1 and self.pipeline * self.tensor > 1:
+            raise ValueError(
+                f"branch={self.branch} goes with data only, not with pipeline={self.pipeline} and "
+                f"tensor={self.tensor}: leave branch out, or the others"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """The layout that is written as `"data=2,pipeline=2"`; an empty text is one device.
+
+        Raises:
+            ValueError: it is written otherwise, says something twice, or is no possible layout.
+        """
+        given: dict[str, int | str] = {}
+        for part in filter(None, (part.strip() for part in text.split(","))):
+            name, separator, value = (piece.strip() for piece in part.partition("="))
+            names = [*_DEGREES, "schedule"]
+            if not separator or name not in names:
+                raise ValueError(
+                    f"{part!r} in layout {text!r}{_meant(name, names)}: write it as "
+                    "data=2,pipeline=2; there are " + ", ".join(names)
+                )
+            if name in given:
+                raise ValueError(f"layout {text!r} says {name} twice; leave one out")
+            given[name] = int(value) if value.isdecimal() else value
+        return cls(**given)  # type: ignore[arg-type]
+
+    @property
+    def group_size(self) -> int:
+        """Devices of one replica."""
+        return self.tensor * self.pipeline * self.branch
+
+    @property
+    def devices(self) -> int:
+        """Of all replicas."""
+        return self.data * self.group_size
+
+    def __str__(self):
+        said = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return ",".join(said) or "data=1"
+
+
+def _meant(name, names):
+    close = difflib.get_close_matches(name, names, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""

@@ -1,0 +1,137 @@
+"""Where a step's operations really ran.
+
+with operations_that_run() as operations:
+    model.train_on_batch(x, y)
+{operation.device for operation in operations if operation.type == "MatMul"}
+
+Every misplacement gives the right numbers, so placement has to be looked at. What is read here is
+not what was asked for but the parts into which TensorFlow has cut the functions that ran, one for
+each device, after its own optimizations.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from kdist.tensorflow_internals import graphs_that_run
+
+
+@dataclasses.dataclass(frozen=True)
+class RanOperation:
+    """An operation of a function that has run.
+
+    Attributes:
+        name: with the scopes of layer and replica.
+        type: such as `"MatMul"`.
+        device: such as `"CPU:1"`.
+        function: the number of the function that it is part of.
+        inputs: names of the operations, on the same device, whose outputs it takes; messages from
+            other devices come from operations of type `"_Recv"`.
+    """
+
+    name: str
+    type: str
+    device: str
+    function: int
+    inputs: tuple[str, ...]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is part of a gradient."""
+        return "gradients/" in self.name
+
+
+@contextlib.contextmanager
+def operations_that_run() -> Iterator[list[RanOperation]]:
+    """Gives a list that holds, after the block, the operations of all functions that ran in it."""
+    operations: list[RanOperation] = []
+    with graphs_that_run() as functions:
+        yield operations
+    for number, graphs in enumerate(functions):
+        for graph in graphs:
+            operations.extend(_ran(node, number) for node in graph.node)
+
+
+def _ran(node, function):
+    device = node.device.rpartition("device:")[2]
+    inputs = tuple(name.partition(":")[0] for name in node.input if not name.startswith("^"))
+    return RanOperation(node.name, node.op, device, function, inputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDevice:
+    """What lies on one device, and ran there in one step.
+
+    Attributes:
+        device: such as `"CPU:1"`.
+        weights: variables of layers.
+        weight_bytes: of these.
+        slot_bytes: of the optimizer's variables beside them.
+        forward: operations that compute in the forward pass.
+        backward: those that compute gradients.
+        other: all others that compute, such as updates, sums over replicas and metrics.
+        received: tensors that came from other devices.
+    """
+
+    device: str
+    weights: int
+    weight_bytes: int
+    slot_bytes: int
+    forward: int
+    backward: int
+    other: int
+    received: int
+
+
+# Operations that compute nothing.
+_IDLE = {
+    *("Const", "Identity", "NoOp", "Shape", "Cast", "ReadVariableOp"),
+    *("_Send", "_Recv", "_Arg", "_Retval", "_DeviceArg", "_DeviceRetval", "_HostSend", "_HostRecv"),
+}
+
+
+def what_lies_where(model, x, y) -> list[OnDevice]:
+    """Trains one step of a compiled model on (x, y), and says what is on each device.
+
+    Args:
+        model: made by `kdist.parallel.split`.
+        x: inputs (B, …).
+        y: targets (B, …).
+    """
+    with operations_that_run() as operations:
+        model.train_on_batch(x, y)
+    strategy = model.distribute_strategy
+    rows = []
+    for device in (device for group in strategy.groups for device in group):
+        here = [o for o in operations if device.endswith(o.device)]
+        computing = [o for o in here if o.type not in _IDLE]
+        backward = [o for o in computing if o.is_backward]
+        forward = [o for o in computing if not o.is_backward and _is_of(model, o)]
+        weights = _copies_on(strategy, model.variables, device)
+        rows.append(
+            OnDevice(
+                device.rpartition("device:")[2],
+                len(weights),
+                _bytes(weights),
+                _bytes(_copies_on(strategy, model.optimizer.variables, device)),
+                len(forward),
+                len(backward),
+                len(computing) - len(forward) - len(backward),
+                sum(o.type in ("_Recv", "_HostRecv") for o in here),
+            )
+        )
+    return rows
+
+
+def _is_of(model, operation):
+    """Whether it is in the scope of the model's layers."""
+    return f"{model.name}/" in operation.name or f"{model.name}_1/" in operation.name
+
+
+def _copies_on(strategy, variables, device):
+    copies = (c for v in variables for c in strategy.experimental_local_results(v.value))
+    return [copy for copy in copies if copy.device == device]
+
+
+def _bytes(variables):
+    return sum(variable.shape.num_elements() * variable.dtype.size for variable in variables)

@@ -1,0 +1,76 @@
+"""Split plans in files: JSON, patterns on names of layers beside where they go.
+
+{"stem.*": "stage(0)", ".*_up": "column(stage=1)", "head": "stage(1)"}
+"""
+
+import ast
+import json
+import os
+import pathlib
+
+import keras
+
+from kdist.layout import Layout
+from kdist.parallel import split_plan
+from kdist.parallel.split_model import SplitModel, split
+from kdist.parallel.suggest import suggest
+
+# What a plan can say: the functions of `split_plan` by their names.
+_SAYS = {name: getattr(split_plan, name) for name in ("stage", "device", "column", "row", "heads")}
+
+
+def split_as(model: keras.Model, layout: Layout, said: str = "auto") -> SplitModel:
+    """`model`, split as a program's flag `--split` says.
+
+    Args:
+        model: as `split` takes it.
+        layout: of the strategy in whose scope this is called.
+        said: `"auto"`, a plan that `suggest` finds; or the file of one.
+    """
+    if layout.group_size == 1:
+        return split(model, {})
+    return split(model, suggest(model, layout) if said == "auto" else read_plan(said))
+
+
+def read_plan(path: str | os.PathLike) -> split_plan.SplitPlan:
+    """The plan that a file holds, for `kdist.parallel.split`.
+
+    Raises:
+        ValueError: it is no JSON object of texts, or says something that is no place.
+        OSError: it cannot be read.
+    """
+    try:
+        said = json.loads(pathlib.Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+    if not isinstance(said, dict) or not said:
+        raise ValueError(f'{path} holds no plan: write {{"layer.*": "stage(0)", …}}')
+    return {pattern: _place(path, pattern, text) for pattern, text in said.items()}
+
+
+def write_plan(plan: split_plan.SplitPlan, path: str | os.PathLike):
+    """Writes a file that `read_plan` reads."""
+    said = {pattern: _text(where) for pattern, where in plan.items()}
+    pathlib.Path(path).write_text(json.dumps(said, indent=1) + "\n")
+
+
+def _text(where):
+    if isinstance(where, split_plan.Division):
+        return f"{where.how}({'' if where.stage is None else f'stage={where.stage}'})"
+    return f"{type(where).__name__.lower()}({where.number})"
+
+
+def _place(path, pattern, text):
+    """What a text such as "stage(1)" says; no more than a name and numbers is looked at."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            raise ValueError("it is no call of a function by its name")
+        arguments = [ast.literal_eval(argument) for argument in call.args]
+        options = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        return _SAYS[call.func.id](*arguments, **options)
+    except (KeyError, SyntaxError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: {pattern!r} goes to {text!r}; say one of {', '.join(_SAYS)}, such as "
+            '"stage(1)"'
+        ) from error

@@ -1,0 +1,216 @@
+"""Models whose operations are on several devices.
+
+    strategy = kdist.create_strategy(kdist.Layout(data=2, branch=2))
+    with strategy.scope():
+        model = kdist.parallel.split(model, {"branch_b.*": kdist.parallel.device(1)})
+        model.compile("adam", "sparse_categorical_crossentropy")
+    model.fit(train)
+
+Variables, slots, forward and backward operations and updates of a layer are on its device. On disk
+the model is the plain one.
+"""
+
+import functools
+
+import keras
+import tensorflow as tf
+
+from kdist.model import Model
+from kdist.parallel import pipeline
+from kdist.parallel import tensor as tensor_parallel
+from kdist.parallel.groups import GroupStrategy
+from kdist.parallel.split_plan import (
+    SplitPlan,
+    divisions_by_name,
+    functional_graph,
+    is_nested,
+    nodes_of,
+    operations_by_name,
+    places_by_name,
+)
+from kdist.training import step as steps
+from kdist.training.accumulation import optimizers_of
+from kdist.training.keras_internals import save_as, saved_name
+from kdist.training.replicated import logs_are_metrics
+
+
+def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":
+    """A copy of `model`, with its weights, whose layers are on the devices that `plan` says.
+
+    To be called in the scope of a strategy that `create_strategy` made of a `Layout`.
+
+    Args:
+        model: functional or Sequential, built; nested ones are split as well.
+        plan: a name's pattern -> `stage(n)`, `device(n)`, or `column()`, `row()`, `heads()` for
+            layers whose weights are divided; see `kdist.parallel.split_plan`.
+
+    Raises:
+        ValueError: another strategy, or a plan that does not fit the model or the layout.
+        TypeError: a model of another kind, or a layer that cannot be divided so.
+    """
+    strategy = tf.distribute.get_strategy()
+    if not isinstance(strategy, GroupStrategy):
+        raise ValueError(
+            "a model is split in the scope of a strategy of groups of devices: "
+            "`with kdist.create_strategy(kdist.Layout(pipeline=2)).scope():`"
+        )
+    places = places_by_name(model, plan, strategy.layout)
+    divisions = divisions_by_name(model, plan, strategy.layout)
+    for name, operation in operations_by_name(model).items():
+        if name in divisions:
+            how = divisions[name]
+            tensor_parallel.check_division(name, operation, how, strategy.layout.tensor)
+    copy = Model.of(_copy(model, "", places, divisions, strategy))
+    copy.__class__ = _split_class(type(copy))  # type: ignore[arg-type]
+    copy.places, copy.divisions = places, divisions
+    copy.set_weights(model.get_weights())
+    return copy
+
+
+def _copy(model, prefix, places, divisions, strategy):
+    """A copy of a model's layers, each on its device, in models that call them there."""
+    graph, width = functional_graph(model), strategy.layout.tensor
+    here = {each.name: places.get(prefix + each.name) for each in graph.operations}
+    how = {name: divisions[prefix + name] for name in here if prefix + name in divisions}
+    stages = {name: place // width for name, place in here.items() if place is not None}
+    stay = tensor_parallel.stay_divided(list(nodes_of(graph)), graph.outputs, how, stages)
+
+    def copied(operation):
+        name = prefix + operation.name
+        if is_nested(operation):
+            return _copy(operation, f"{name}/", places, divisions, strategy)
+        with strategy.on(places[name]):
+            if name in divisions:
+                return tensor_parallel.sharded(
+                    operation, divisions[name], strategy, places[name], operation.name in stay
+                )
+            copy = type(operation).from_config(operation.get_config())
+            if isinstance(operation, keras.layers.Layer) and operation.weights:
+                copy.build_from_config(operation.get_build_config())
+        return copy
+
+    copy = keras.models.clone_model(model, clone_function=copied)
+    graph = functional_graph(copy)
+    graph.__class__ = _placed_class(type(graph))
+    graph.calls_on = functools.partial(_call_on, strategy, here, stay)
+    return copy
+
+
+def _call_on(strategy, here, stay, name, operation, *args, **kwargs):
+    """Calls the operation of a name on its device.
+
+    Args:
+        here: name -> number of the device.
+        stay: the names of those whose output stays divided.
+    """
+    if here.get(name) is None:
+        return operation(*args, **kwargs)
+    first = here[name]
+    with strategy.on(first):
+        return tensor_parallel.call_divided(
+            operation, lambda number: strategy.on(first + number), name in stay, args, kwargs
+        )
+
+
+@functools.cache
+def _placed_class(functional_class):
+    """The class that is `functional_class`, but calls its operations on their devices."""
+
+    class Placed(functional_class):
+        def _run_through_graph(self, inputs, operation_fn=lambda op: op, call_fn=None):
+            if call_fn is not None:  # symbolic: nothing is computed
+                return super()._run_through_graph(inputs, operation_fn, call_fn)
+            return super()._run_through_graph(
+                inputs,
+                lambda op: functools.partial(self.calls_on, op.name, operation_fn(op)),
+            )
+
+    return _named_as(functional_class, Placed)
+
+
+class SplitModel(Model):
+    """A model that `split` made; trains as any other.
+
+    Attributes:
+        places: operation -> number of its (first) device within a replica's group.
+        divisions: layer whose weights are divided -> "column", "row" or "heads".
+    """
+
+    places: dict[str, int]
+    divisions: dict[str, str]
+
+    def get_weights(self):
+        """Those of the plain model: what is divided is joined."""
+        return tensor_parallel.get_plain_weights(self)
+
+    def set_weights(self, weights):
+        """Those of the plain model."""
+        tensor_parallel.set_plain_weights(self, weights)
+
+    def compile(self, *args, jit_compile="auto", run_eagerly=False, **kwargs):
+        """As `kdist.Model.compile`.
+
+        Raises:
+            ValueError: `jit_compile=True`: XLA compiles for one device; or `run_eagerly=True`; or
+                weights are divided, and the optimizer looks at whole ones.
+        """
+        if jit_compile is True:
+            raise ValueError("XLA compiles for one device: leave jit_compile out of a split model")
+        if run_eagerly:
+            raise ValueError(
+                "run_eagerly=True would put the whole backward pass of a split model on one "
+                "device; leave it out, or debug the model before it is split"
+            )
+        super().compile(*args, jit_compile=False, **kwargs)
+        if self.divisions and self.optimizer is not None:
+            tensor_parallel.check_optimizer(optimizers_of(self), self.divisions)
+            tensor_parallel.keep_plain_slots_in_files(self, optimizers_of(self))
+
+    @logs_are_metrics
+    def train_step(self, data):
+        """Keras's, but for the gradients.
+
+        A tape would compute them all on the device on which the step runs; `tf.gradients` puts
+        each beside its forward operation. Micro-batches go through a pipeline.
+        """
+        if self.distribute_strategy.layout.micro_batches > 1:
+            return pipeline.train_step(self, data)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = self(x, training=True)
+        with self.distribute_strategy.on(self.output_place):
+            loss = self._compute_loss(x, y, y_pred, sample_weight, training=True)
+            rows = tf.shape(keras.tree.flatten(x)[0])[0]
+            self._loss_tracker.update_state(loss, sample_weight=rows)
+            loss = self.optimizer.scale_loss(loss)
+        variables = self.trainable_weights
+        copies = [self.distribute_strategy.local(variable.value) for variable in variables]
+        gradients = tf.gradients(loss, copies)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        with self.distribute_strategy.on(self.output_place):
+            return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    @property
+    def losses(self):
+        """As Keras's; while a micro-batch's loss is computed, what was added to that."""
+        added = getattr(steps.current(), "added_losses", None)
+        return super().losses if added is None else added
+
+    @property
+    def output_place(self) -> int:
+        """The number of the device that the (last) output is on."""
+        return list(self.places.values())[-1]
+
+
+@functools.cache
+def _split_class(model_class):
+    class Split(SplitModel, model_class):
+        pass
+
+    return _named_as(model_class, Split)
+
+
+def _named_as(keras_class, derived):
+    """`derived` under the name of the class that it extends, in programs and in files."""
+    derived.__name__, derived.__qualname__ = keras_class.__name__, keras_class.__qualname__
+    derived.__module__, derived.__doc__ = keras_class.__module__, keras_class.__doc__
+    return save_as(keras_class, saved_name(keras_class))(derived)

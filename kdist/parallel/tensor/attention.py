@@ -1,0 +1,153 @@
+"""`MultiHeadAttention`, by heads."""
+
+import keras
+import tensorflow as tf
+
+from kdist.parallel.tensor.shards import Division, ShardedLayer, stands_for, sum_of
+
+
+@stands_for(keras.layers.MultiHeadAttention)
+class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
+    """A `MultiHeadAttention` of whose heads each device has equally many.
+
+    The projections to queries, keys and values are by column, the output projection is by row: a
+    device computes its heads from beginning to end, and the devices meet in the sum, to which the
+    output's bias is added once.
+    """
+
+    def build(self, query_shape, value_shape, key_shape=None):
+        self.make_parts(
+            _Heads,
+            {"num_heads": self.num_heads // len(self.shards)},
+            query_shape,
+            value_shape,
+            key_shape,
+        )
+        first = self.shards.parts[0]
+        self._attention_axes = first._attention_axes
+        self._output_bias = None
+        if self.use_bias:
+            self._output_bias = self.add_weight(
+                name="bias",
+                shape=tuple(self._output_shape or (query_shape[-1],)),
+                initializer="zeros",
+                regularizer=self._bias_regularizer,
+                constraint=self._bias_constraint,
+            )
+        # Under the names and in the order in which a file and get_weights hold the plain layer's.
+        self._query_dense = _Projection(self._divisions("_query_dense"))
+        self._key_dense = _Projection(self._divisions("_key_dense"))
+        if self._use_gate:
+            self._gate_dense = _Projection(self._divisions("_gate_dense"))
+        self._value_dense = _Projection(self._divisions("_value_dense"))
+        self._softmax, self._dropout_layer = first._softmax, first._dropout_layer
+        self._output_dense = _Projection(self._output_divisions())
+
+    def differs(self, number):
+        """Heads of different parts drop different elements."""
+        return {} if self.seed is None else {"seed": self.seed + number}
+
+    def _divisions(self, name):
+        parts = [getattr(part, name) for part in self.shards.parts]
+        divisions = [Division([part._kernel for part in parts], 1)]
+        if self.use_bias:
+            divisions.append(Division([part.bias for part in parts], 0))
+        return divisions
+
+    def _output_divisions(self):
+        kernels = [part._output_dense._kernel for part in self.shards.parts]
+        bias = [] if self._output_bias is None else [Division([self._output_bias])]
+        return [Division(kernels, 0), *bias]
+
+    def divisions(self):
+        gate = [self._gate_dense] if self._use_gate else []
+        projections = [self._query_dense, self._key_dense, *gate, self._value_dense]
+        return [
+            division
+            for projection in (*projections, self._output_dense)
+            for division in projection.hidden.divisions
+        ]
+
+    def save_own_variables(self, store):
+        """Nothing: as in the plain layer, they are the projections'."""
+
+    def load_own_variables(self, store):
+        """Nothing: as in the plain layer, they are the projections'."""
+
+    def call(
+        self,
+        query,
+        value,
+        key=None,
+        query_mask=None,
+        value_mask=None,
+        key_mask=None,
+        attention_mask=None,
+        return_attention_scores=False,
+        training=None,
+        use_causal_mask=False,
+    ):
+        key = value if key is None else key
+        masks = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
+        if any(mask is not None for mask in masks.values()):
+            attention_mask = self._compute_attention_mask(
+                query, value, attention_mask=attention_mask, **masks
+            )
+            # Keras keeps masks with tensors, and the first part would take them off.
+            query, value, key = (tf.identity(tensor) for tensor in (query, value, key))
+
+        def attended(part):
+            return part(
+                query,
+                value,
+                key,
+                attention_mask=attention_mask,
+                return_attention_scores=return_attention_scores,
+                training=training,
+                use_causal_mask=use_causal_mask,
+            )
+
+        outputs = self.shards.each(attended)
+        if not return_attention_scores:
+            return self._added(outputs)
+        heads = -2 * len(self._attention_axes) - 1
+        return self._added([output for output, _ in outputs]), tf.concat(
+            [scores for _, scores in outputs], heads
+        )
+
+    def _added(self, partial_sums):
+        total = sum_of(partial_sums)
+        return total if self._output_bias is None else keras.ops.add(total, self._output_bias)
+
+
+class _Heads(keras.layers.MultiHeadAttention):
+    """Some heads; the sum over all of them gets the output's bias."""
+
+    def _make_output_dense(self, query_shape, common_kwargs, name=None):
+        dense = super()._make_output_dense(query_shape, common_kwargs, name)
+        dense.bias_axes = None
+        return dense
+
+
+class _Hidden:
+    """Keeps divisions from being tracked: their variables are the parts'."""
+
+    def __init__(self, divisions):
+        self.divisions = divisions
+
+
+class _Projection(keras.layers.Layer):
+    """What a file takes for one of the plain layer's projections."""
+
+    def __init__(self, divisions):
+        super().__init__()
+        self.hidden = _Hidden(divisions)
+        self.built = True
+
+    def save_own_variables(self, store):
+        for number, division in enumerate(self.hidden.divisions):
+            store[str(number)] = division.whole()
+
+    def load_own_variables(self, store):
+        for number, division in enumerate(self.hidden.divisions):
+            division.assign(store[str(number)])

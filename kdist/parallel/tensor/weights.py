@@ -1,0 +1,48 @@
+"""A model's weights as the plain model has them, though some are divided."""
+
+from collections.abc import Iterator, Sequence
+
+import keras
+import numpy as np
+
+from kdist.parallel.tensor.shards import Division, ShardedLayer
+
+
+def get_plain_weights(model: keras.Model) -> list[np.ndarray]:
+    """What the plain model's `get_weights()` gives."""
+    return [division.whole() for division in plain_variables(model)]
+
+
+def set_plain_weights(model: keras.Model, weights: Sequence[np.ndarray]):
+    """Gives a model the weights of a plain one.
+
+    Raises:
+        ValueError: another number of arrays, or other shapes.
+    """
+    divisions = list(plain_variables(model))
+    if len(divisions) != len(weights):
+        raise ValueError(
+            f"{model.name!r} has {len(divisions)} weights, and {len(weights)} were given: give "
+            "those of the model that it was split from"
+        )
+    for division, value in zip(divisions, weights, strict=True):
+        division.assign(value)
+
+
+def plain_variables(model: keras.Model) -> Iterator[Division]:
+    """The plain model's weights, in the order of its `get_weights()`."""
+    seen = set()
+    for division in _all(model):
+        if id(division.pieces[0]) not in seen:
+            seen.add(id(division.pieces[0]))
+            yield division
+
+
+def _all(layer):
+    if isinstance(layer, ShardedLayer):
+        yield from layer.divisions()
+    elif isinstance(layer, keras.Model):
+        for inner in layer.layers:
+            yield from _all(inner)
+    else:
+        yield from (Division([variable]) for variable in layer.weights)

@@ -1,0 +1,48 @@
+import pytest
+
+from kdist import Layout
+
+
+def test_it_is_read_as_it_is_written():
+    layout = Layout.parse("data=2, pipeline=2,micro_batches=4,schedule=gpipe")
+    assert layout == Layout(data=2, pipeline=2, micro_batches=4, schedule="gpipe")
+    assert Layout.parse(str(layout)) == layout
+    assert Layout.parse("") == Layout() == Layout.parse(str(Layout()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "in_a_group"),
+    [
+        (Layout(data=4), 1),
+        (Layout(data=2, pipeline=3), 3),
+        (Layout(data=2, pipeline=2, tensor=4), 8),
+        (Layout(branch=3), 3),
+    ],
+)
+def test_devices(layout, in_a_group):
+    assert layout.group_size == in_a_group
+    assert layout.devices == in_a_group * layout.data
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data=0", "whole number from 1 on"),
+        ("data=two", "data='two'"),
+        ("data", "write it as data=2,pipeline=2"),
+        ("pipelines=2", r"did you mean pipeline\?"),
+        ("data=2,data=4", "says data twice"),
+        ("pipeline=2,schedule=fifo", "there are 1f1b and gpipe"),
+        ("data=2,micro_batches=4", "--accumulate=4"),
+        ("branch=2,tensor=2", "leave branch out"),
+        ("branch=2,pipeline=2", "leave branch out"),
+    ],
+)
+def test_what_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.parse(text)
+
+
+def test_a_degree_is_a_number():
+    with pytest.raises(ValueError, match="data=True"):
+        Layout(data=True)
