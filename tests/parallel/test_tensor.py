@@ -566,7 +566,7 @@ def test_a_layout_that_divides_nothing():
             "Lamb would act otherwise",
         ),
     ],
-    ids=str,
+    ids=["Adafactor", "Lamb", "Muon", "clipnorm", "a loss scale around Lamb"],
 )
 def test_optimizers_that_look_at_whole_weights(optimizer, message):
     with kdist.create_strategy(TENSOR_2).scope():
