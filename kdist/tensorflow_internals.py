@@ -57,8 +57,8 @@ def each_worker_has(devices: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def graphs_that_run() -> Iterator[list]:
-    """Gives a list that holds, after the block, for each function that ran in it the GraphDefs
-    into which TensorFlow has cut it, one for each device.
+    """Gives a list that holds, after the block, for each function that ran in it for the first time
+    the GraphDefs into which TensorFlow has cut it, one for each device.
     """
     functions: list = []
     owner = context.context()

@@ -1,7 +1,7 @@
 """Where a step's operations really ran.
 
 with operations_that_run() as operations:
-    model.train_on_batch(x, y)
+    model.train_on_batch(x, y)           # its first step
 {operation.device for operation in operations if operation.type == "MatMul"}
 
 Every misplacement gives the right numbers, so placement has to be looked at. What is read here is
@@ -11,6 +11,7 @@ each device, after its own optimizations.
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 
 from kdist.tensorflow_internals import graphs_that_run
@@ -43,7 +44,10 @@ class RanOperation:
 
 @contextlib.contextmanager
 def operations_that_run() -> Iterator[list[RanOperation]]:
-    """Gives a list that holds, after the block, the operations of all functions that ran in it."""
+    """Gives a list that holds, after the block, the operations of all functions that ran in it.
+
+    Of functions that have run before, TensorFlow keeps no graphs: they are not in the list.
+    """
     operations: list[RanOperation] = []
     with graphs_that_run() as functions:
         yield operations
@@ -98,6 +102,7 @@ def what_lies_where(model, x, y) -> list[OnDevice]:
         x: inputs (B, …).
         y: targets (B, …).
     """
+    model.make_train_function(force=True)
     with operations_that_run() as operations:
         model.train_on_batch(x, y)
     strategy = model.distribute_strategy
@@ -124,8 +129,8 @@ def what_lies_where(model, x, y) -> list[OnDevice]:
 
 
 def _is_of(model, operation):
-    """Whether it is in the scope of the model's layers."""
-    return f"{model.name}/" in operation.name or f"{model.name}_1/" in operation.name
+    """Whether it is in the scope of the model's layers; Keras numbers its calls."""
+    return re.search(rf"\b{re.escape(model.name)}(_\d+)?/", operation.name) is not None
 
 
 def _copies_on(strategy, variables, device):
