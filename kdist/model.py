@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from kdist.training.keras_internals import Functional as KerasFunctional
-from kdist.training.keras_internals import TensorFlowTrainer, save_as
+from kdist.training.keras_internals import TensorFlowTrainer, recompute_constants, save_as
 from kdist.training.replicated import ReplicatedTrainer
 from kdist.training.together import outside_of_scope
 
@@ -166,6 +166,7 @@ def _copy_into_scope(model):
         if not copy.built:
             copy.build_from_config(model.get_build_config())
         copy.set_weights(model.get_weights())
+        recompute_constants(copy)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(
             f"{model.name!r} was made outside the strategy's scope and cannot be copied into it "

@@ -127,6 +127,7 @@ def create_strategy(
         cluster = _planned_cluster(layout, cluster)
         name, devices = layout.strategy, layout.devices
     if isinstance(name, Layout):
+        _check_layout_alone(reduction, num_packs, partitioner, cluster)
         return _groups(name, devices)
     if name in _OF_JOBS:
         cluster = Cluster.resolve() if cluster is None else cluster
@@ -234,6 +235,21 @@ def _mirrored(devices, cross_device_ops):
         # copies would fail on gradients of several types.
         cross_device_ops = tf.distribute.ReductionToOneDevice()
     return tf.distribute.MirroredStrategy(names, cross_device_ops=cross_device_ops)
+
+
+def _check_layout_alone(reduction, num_packs, partitioner, cluster):
+    if (reduction, num_packs, partitioner) != ("auto", None, None):
+        raise ValueError(
+            f"reduction={reduction!r}, num_packs={num_packs}, partitioner={partitioner}: a layout "
+            "has no such choice, leave them out"
+        )
+    cluster = Cluster.resolve() if cluster is None else cluster
+    tasks = sum(len(addresses) for addresses in cluster.tasks.values())
+    if tasks > 1:
+        raise ValueError(
+            f"a layout is for the devices of one machine, and this job has {tasks} tasks: start "
+            "it alone, without TF_CONFIG"
+        )
 
 
 def _groups(layout, devices):

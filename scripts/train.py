@@ -474,6 +474,8 @@ def split_layout():
         ValueError: it is none, or --strategy says something else.
     """
     if FLAGS.layout is None:
+        if FLAGS["split"].present:
+            raise ValueError("--split says what lies where in a --layout; give one")
         return None
     if FLAGS["strategy"].present:
         raise ValueError("--layout is a strategy of its own; leave --strategy out")

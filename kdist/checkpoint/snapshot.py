@@ -17,6 +17,7 @@ import tensorflow as tf
 from kdist.checkpoint.files import CheckpointError
 from kdist.tensorflow_internals import first_replica
 from kdist.training.accumulation import optimizers_of
+from kdist.training.keras_internals import recompute_constants
 from kdist.training.reduction import sums_over_replicas
 from kdist.training.step import this_replica
 from kdist.training.together import are_several_workers, replicas_here
@@ -55,6 +56,7 @@ def put(model: keras.Model, arrays: Mapping[str, np.ndarray]):
         rows = _for_replicas(arrays[name], replicas, is_sum=name.startswith("metrics/"))
         for copy, row in zip(_copies(variable), rows[first:], strict=False):
             copy.assign(row)
+    recompute_constants(model)
 
 
 def _by_kind(model):

@@ -12,7 +12,8 @@ but for layers that see micro-batches:
 - Dropout, and all else that is random, draws for each micro-batch, other numbers than it would
   draw for all rows;
 - what layers add to the loss (`add_loss`, `activity_regularizer`) is a mean over micro-batches,
-  each weighed by its rows.
+  each weighed by its rows: the same where it is a mean over rows, and not where it is a sum;
+- so are losses that look at several rows at once, such as Keras's `Dice` and `Tversky`.
 """
 
 import keras
@@ -196,7 +197,7 @@ class _PipelinedStep:
         crossed = {
             key: tensor
             for key, tensor in self._crossed[work.stage, number].items()
-            if not self._is_input(key) and tensor.dtype.is_floating
+            if not self._is_input(key) and (tensor.dtype.is_floating or tensor.dtype.is_complex)
         }
         variables = self._variables[work.stage]
         copies = [self._strategy.local(variable.value) for variable in variables]

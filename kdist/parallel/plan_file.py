@@ -27,9 +27,9 @@ def split_as(model: keras.Model, layout: Layout, said: str = "auto") -> SplitMod
         layout: of the strategy in whose scope this is called.
         said: `"auto"`, a plan that `suggest` finds; or the file of one.
     """
-    if layout.group_size == 1:
-        return split(model, {})
-    return split(model, suggest(model, layout) if said == "auto" else read_plan(said))
+    if said != "auto":
+        return split(model, read_plan(said))
+    return split(model, suggest(model, layout) if layout.group_size > 1 else {})
 
 
 def read_plan(path: str | os.PathLike) -> split_plan.SplitPlan:

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from kdist.model import Model
-from kdist.parallel import pipeline
+from kdist.parallel import copies, pipeline
 from kdist.parallel import tensor as tensor_parallel
 from kdist.parallel.groups import GroupStrategy
 from kdist.parallel.split_plan import (
@@ -30,12 +30,14 @@ from kdist.parallel.split_plan import (
 )
 from kdist.training import step as steps
 from kdist.training.accumulation import optimizers_of
-from kdist.training.keras_internals import save_as, saved_name
+from kdist.training.keras_internals import recompute_constants, save_as, saved_name
 from kdist.training.replicated import logs_are_metrics
 
 
 def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":
     """A copy of `model`, with its weights, whose layers are on the devices that `plan` says.
+
+    It is not compiled, also where `model` is.
 
     To be called in the scope of a strategy that `create_strategy` made of a `Layout`.
 
@@ -46,7 +48,8 @@ def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":
 
     Raises:
         ValueError: another strategy, or a plan that does not fit the model or the layout.
-        TypeError: a model of another kind, or a layer that cannot be divided so.
+        TypeError: a model of another kind or with a `train_step` or `call` of its own, or a layer
+            that cannot be divided so.
     """
     strategy = tf.distribute.get_strategy()
     if not isinstance(strategy, GroupStrategy):
@@ -60,20 +63,36 @@ def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":
         if name in divisions:
             how = divisions[name]
             tensor_parallel.check_division(name, operation, how, strategy.layout.tensor)
+    _check_micro_batches(model, strategy.layout)
     copy = Model.of(_copy(model, "", places, divisions, strategy))
     copy.__class__ = _split_class(type(copy))  # type: ignore[arg-type]
     copy.places, copy.divisions = places, divisions
     copy.set_weights(model.get_weights())
+    recompute_constants(copy)
     return copy
+
+
+def _check_micro_batches(model, layout):
+    if layout.data == 1 or layout.micro_batches == 1:
+        return
+    for layer in model._flatten_layers():
+        if getattr(layer, "synchronized", False):
+            raise ValueError(
+                f"{layer.name!r} is synchronised over replicas, whose micro-batches may differ in "
+                "size: leave synchronized out, or micro_batches"
+            )
 
 
 def _copy(model, prefix, places, divisions, strategy):
     """A copy of a model's layers, each on its device, in models that call them there."""
+    copies.check_model(model)
     graph, width = functional_graph(model), strategy.layout.tensor
     here = {each.name: places.get(prefix + each.name) for each in graph.operations}
     how = {name: divisions[prefix + name] for name in here if prefix + name in divisions}
     stages = {name: place // width for name, place in here.items() if place is not None}
     stay = tensor_parallel.stay_divided(list(nodes_of(graph)), graph.outputs, how, stages)
+
+    whole = []
 
     def copied(operation):
         name = prefix + operation.name
@@ -84,12 +103,15 @@ def _copy(model, prefix, places, divisions, strategy):
                 return tensor_parallel.sharded(
                     operation, divisions[name], strategy, places[name], operation.name in stay
                 )
-            copy = type(operation).from_config(operation.get_config())
-            if isinstance(operation, keras.layers.Layer) and operation.weights:
-                copy.build_from_config(operation.get_build_config())
+            copy = copies.copied(operation, name, places[name])
+        if isinstance(operation, keras.layers.Layer):
+            whole.append((copy, operation))
         return copy
 
     copy = keras.models.clone_model(model, clone_function=copied)
+    copies.leave_uncompiled(copy)
+    for layer, original in whole:
+        copies.give_trainability(layer, original)
     graph = functional_graph(copy)
     graph.__class__ = _placed_class(type(graph))
     graph.calls_on = functools.partial(_call_on, strategy, here, stay)
@@ -135,6 +157,8 @@ class SplitModel(Model):
         places: operation -> number of its (first) device within a replica's group.
         divisions: layer whose weights are divided -> "column", "row" or "heads".
     """
+
+    is_split = True
 
     places: dict[str, int]
     divisions: dict[str, str]

@@ -250,6 +250,11 @@ def _follow(graph, prefix, default, inputs, matched, places, tensor):
         ends = [places[name]] * len(node.outputs)
         if is_nested(operation):
             inner = functional_graph(operation)
+            if len(sources) != len(inner.inputs):
+                raise ValueError(
+                    f"{name!r} has {len(inner.inputs)} inputs and is called with {len(sources)} "
+                    "tensors: give it no others, such as a mask"
+                )
             ends = _follow(inner, f"{name}/", own, sources, matched, places, tensor)
             places[name] = ends[-1]
         at.update({id(tensor): end for tensor, end in zip(node.outputs, ends, strict=True)})
@@ -280,7 +285,21 @@ def _check_order(graph, prefix, places, tensor):
                     f"{places[name] // tensor}: stages hand on to later ones only"
                 )
         if is_nested(node.operation):
+            _check_inputs(node, name, places)
             _check_order(functional_graph(node.operation), f"{name}/", places, tensor)
+
+
+def _check_inputs(node, name, places):
+    """A nested model that is cut takes its inputs by their order, which names may not have."""
+    inside = {place for inner, place in places.items() if inner.startswith(f"{name}/")}
+    arguments = node.arguments
+    if len(inside) > 1 and any(
+        isinstance(argument, dict) for argument in (*arguments.args, *arguments.kwargs.values())
+    ):
+        raise ValueError(
+            f"{name!r} is cut and called with names for its inputs: call it with a list of them in "
+            "the order of its inputs, or put it on one stage"
+        )
 
 
 def _listed(names):

@@ -84,6 +84,11 @@ def suggest(
             branches that are worth it, or a device would need more than `memory_gb`.
     """
     pieces = pieces_of(model)
+    if layout.tensor > 1:
+        raise ValueError(
+            f"{layout}: which weights are divided, a plan of your own has to say with column(), "
+            "row() and heads(); write one, or leave tensor out"
+        )
     if layout.pipeline * layout.branch == 1:
         raise ValueError(f"{layout} has neither stages nor branches: give pipeline or branch")
     where: Callable[[int], Stage | Device]

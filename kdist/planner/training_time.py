@@ -77,7 +77,7 @@ def training_seconds(
     rate = _as_rate(recipe, first, machine, devices)
     kind = _kind_of_computing(setup_of(rate, machines).machine.gpu, recipe.precision)
     slower = _computing_slower(recipe.like, rate.family, kind, constants)
-    loader = _loading_slower(recipe.like, slower, constants)
+    loader = _loading_slower(recipe.like, rate.family, kind, slower, constants)
     if recipe.whole_cores is not None:
         own = dataclasses.replace(machines[machine], cores_are_vcpus=not recipe.whole_cores)
         machines = {**machines, machine: own}
@@ -153,9 +153,7 @@ def _computing_slower(like: str, family: str, kind: tuple, constants: Constants)
         _measured_micro_step(rate, machines, constants)
         / _predicted_micro_step(rate, setup_of(rate, machines))
         for rate in [*known_rates(), *_software_rates("synthetic", "real")]
-        if rate.framework == like
-        and rate.family == family
-        and _kind_of_computing(rate.gpu or machines[rate.machine].gpu, rate.precision) == kind
+        if _is_like(rate, like, family, kind, machines)
     ]
     if not found:
         raise ValueError(f"no rate of {family} by {like} is published for such a GPU and precision")
@@ -163,7 +161,9 @@ def _computing_slower(like: str, family: str, kind: tuple, constants: Constants)
 
 
 @functools.lru_cache(maxsize=64)
-def _loading_slower(like: str, slower: float, constants: Constants) -> float:
+def _loading_slower(
+    like: str, family: str, kind: tuple, slower: float, constants: Constants
+) -> float:
     """Seconds of loading an image over those predicted, as a whole training of many epochs tells.
 
     Benchmarks of few steps have their examples ready beforehand; trainings have to load them. 1
@@ -171,7 +171,7 @@ def _loading_slower(like: str, slower: float, constants: Constants) -> float:
     """
     machines = known_machines()
     for rate in _software_rates("training"):
-        if rate.framework != like:
+        if not _is_like(rate, like, family, kind, machines):
             continue
         phase = Phase(1, 224, rate.local_batch, None, _validated()[rate])
         published = IMAGENET_EXAMPLES / rate.rate
@@ -181,6 +181,13 @@ def _loading_slower(like: str, slower: float, constants: Constants) -> float:
 
         return _where_reached(seconds, published, 1.0, _SLOWEST_LOADER)
     return 1.0
+
+
+def _is_like(rate, like, family, kind, machines):
+    """Whether a rate is of that software and family of models, on such a GPU and precision."""
+    gpu = rate.gpu or machines[rate.machine].gpu
+    computes = _kind_of_computing(gpu, rate.precision)
+    return (rate.framework, rate.family, computes) == (like, family, kind)
 
 
 def _where_reached(rising, value: float, least: float, most: float) -> float:

@@ -152,6 +152,8 @@ def _seed(step, kerass_own, seed):
 
 def _assign(step, kerass_own, variable, value):
     """A counter that TensorFlow would keep on the first replica is kept on each."""
+    if step.rehearses:
+        return
     step.note_written(variable)
     native = variable._value
     if step.has_copies and _is_kept_on_first_replica(native):

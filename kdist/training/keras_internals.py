@@ -19,6 +19,7 @@ from keras.src.backend.tensorflow.trainer import (
     reduce_per_replica,
 )
 from keras.src.callbacks.progbar_logger import ProgbarLogger
+from keras.src.layers import Normalization
 from keras.src.losses import loss as loss_module
 from keras.src.losses.loss import apply_mask
 from keras.src.models.functional import Functional
@@ -48,6 +49,7 @@ __all__ = [
     "potentially_ragged_concat",
     "pythonify_logs",
     "random_module",
+    "recompute_constants",
     "reduce_per_replica",
     "save_as",
     "saved_name",
@@ -96,6 +98,17 @@ EPOCH_ITERATOR_MEMBERS = (
     "catch_stop_iteration",
     "reset",
 )
+
+
+def recompute_constants(model):
+    """Has layers compute anew what they have computed of weights that were set since.
+
+    A `Normalization` normalises by constants that it makes of its statistics when it is adapted or
+    loaded; setting its weights leaves them as they were.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, Normalization):
+            layer.finalize_state()
 
 
 def saved_name(keras_class: type) -> str:

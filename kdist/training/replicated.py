@@ -72,6 +72,9 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
 
     _dispatcher: Dispatcher | None = None
 
+    # Whether its operations are on several devices of a replica's group.
+    is_split: bool = False
+
     # Whether, under parameter servers, no more steps are handed out until `is_paused`.
     shall_pause: bool = False
 
@@ -122,6 +125,7 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
             raise ValueError(
                 f"max_staleness must be None or a whole number from 0 on, got {max_staleness!r}"
             )
+        self._check_is_split()
         check_local(local_steps, local_slots, self.distribute_strategy)
         self.average_replicas()
         finds_out = steps_per_execution == "auto"
@@ -132,6 +136,14 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
         self.local_steps, self.local_slots = local_steps, local_slots
         self._dispatcher = self._rounds = None
         self._tuner = GroupTuner() if finds_out else None
+
+    def _check_is_split(self):
+        layout = getattr(self.distribute_strategy, "layout", None)
+        if layout is not None and layout.group_size > 1 and not self.is_split:
+            raise ValueError(
+                f"the layout {layout} is for models that are split, and {self.name!r} is not: "
+                "take kdist.parallel.split(model, plan), or a layout with data alone"
+            )
 
     # What one replica does with its share of a batch.
 

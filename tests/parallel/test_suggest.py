@@ -111,6 +111,11 @@ def test_neither_stages_nor_branches():
         suggest(kdist.models.lenet(input_shape=(28, 28, 1), num_classes=10), Layout(data=2))
 
 
+def test_weights_are_not_divided_by_themselves():
+    with pytest.raises(ValueError, match="a plan of your own has to say"):
+        suggest(kdist.models.lenet(input_shape=(28, 28, 1), num_classes=10), Layout(tensor=2))
+
+
 def test_a_plan_names_layers_exactly():
     """A dot in a name is no pattern."""
     layers = keras.layers

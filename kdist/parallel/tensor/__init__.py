@@ -11,9 +11,8 @@ the plain one.
 from kdist.parallel.tensor.activations import Divided, call_divided, stay_divided
 from kdist.parallel.tensor.attention import ShardedMultiHeadAttention
 from kdist.parallel.tensor.checks import check_division
-from kdist.parallel.tensor.conv import SHARDED_CONVOLUTIONS
-from kdist.parallel.tensor.dense import ShardedDense
 from kdist.parallel.tensor.embedding import ShardedEmbedding
+from kdist.parallel.tensor.linear import SHARDED_LINEARS
 from kdist.parallel.tensor.optimizers import check_optimizer
 from kdist.parallel.tensor.shards import ShardedLayer, Shards
 from kdist.parallel.tensor.slots import keep_plain_slots_in_files
@@ -33,13 +32,7 @@ __all__ = [
 ]
 
 _KINDS = {
-    kind.plain: kind
-    for kind in (
-        ShardedDense,
-        *SHARDED_CONVOLUTIONS,
-        ShardedEmbedding,
-        ShardedMultiHeadAttention,
-    )
+    kind.plain: kind for kind in (*SHARDED_LINEARS, ShardedEmbedding, ShardedMultiHeadAttention)
 }
 
 

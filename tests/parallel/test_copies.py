@@ -1,0 +1,207 @@
+"""A copy is like the original in what its numbers do not show, or it is refused."""
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+from kdist.parallel import device, split, stage
+
+TWO = kdist.Layout(branch=2)
+layers = keras.layers
+
+
+def examples(rows=24, features=4):
+    generator = np.random.default_rng(0)
+    return generator.normal(2.0, 3.0, (rows, features)).astype("float32"), generator.integers(
+        0, 3, rows
+    )
+
+
+def chain(*middle):
+    """Inputs, the layers given, a head."""
+    x = inputs = keras.Input((4,))
+    for layer in middle:
+        x = layer(x)
+    return keras.Model(inputs, layers.Dense(3, activation="softmax", name="head")(x))
+
+
+def split_in(layout, plain, plan=None):
+    with kdist.create_strategy(layout).scope():
+        return split(plain, {"head": device(1)} if plan is None else plan)
+
+
+def adapted():
+    normalization = layers.Normalization(name="normal")
+    normalization.adapt(examples()[0])
+    return chain(normalization)
+
+
+def test_what_a_layer_was_adapted_to():
+    plain = adapted()
+    x, _ = examples()
+    expected = plain.predict(x, verbose=0)
+    np.testing.assert_allclose(split_in(TWO, plain).predict(x, verbose=0), expected, atol=1e-6)
+
+
+def test_a_model_that_is_taken_into_a_scope_keeps_what_it_was_adapted_to(mirrored):
+    plain = adapted()
+    x, _ = examples()
+    with mirrored.scope():
+        model = kdist.Model.of(plain)
+    np.testing.assert_allclose(model.predict(x, verbose=0), plain.predict(x, verbose=0), atol=1e-6)
+
+
+class Own(kdist.Model):
+    def train_step(self, data):
+        raise AssertionError
+
+
+class OwnCall(keras.Model):
+    def call(self, inputs, training=None):
+        return super().call(inputs, training=training)
+
+
+@pytest.mark.parametrize(("kind", "what"), [(Own, "train_step"), (OwnCall, "call")])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_model_with_a_step_or_call_of_its_own(kind, what, nested):
+    inputs = keras.Input((4,))
+    x = layers.Dense(4, name="up")(inputs)
+    plain = kind(inputs, layers.Dense(3, name="head")(x), name="own")
+    if nested:
+        plain = chain(layers.Dense(4, name="before"), plain)
+    with pytest.raises(TypeError, match=f"'own' has a {what} of its own"):
+        split_in(TWO, plain)
+
+
+def test_a_model_that_was_compiled_is_compiled_anew():
+    plain = chain(layers.Dense(4, name="up"))
+    plain.compile(keras.optimizers.SGD(0.1, clipnorm=0.1), "mse")
+    model = split_in(TWO, plain)
+    assert model.optimizer is None
+    with pytest.raises(ValueError, match="compile"):
+        model.fit(*examples(), verbose=0)
+
+
+@pytest.mark.parametrize("how", ["layer", "bias"])
+def test_what_is_not_trained(how):
+    up = layers.Dense(4, name="up")
+    plain = chain(up)
+    if how == "layer":
+        up.trainable = False
+    else:
+        up.bias.trainable = False
+    model = split_in(TWO, plain)
+    names = [variable.path for variable in plain.trainable_variables]
+    assert [variable.path for variable in model.trainable_variables] == names
+
+
+def test_a_nested_model_that_is_cut_takes_its_inputs_in_their_order():
+    def plain_of(order):
+        a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+        first = layers.Dense(4, name="first")(layers.Concatenate(name="both")([a, 2.0 * b]))
+        inner = keras.Model([b, a], layers.Dense(4, name="second")(first), name="inner")
+        inputs = keras.Input((4,))
+        p, q = layers.Dense(4, name="p")(inputs), layers.Dense(4, name="q")(inputs)
+        return keras.Model(inputs, layers.Dense(3, name="head")(inner(order(p, q))))
+
+    layout = kdist.Layout(pipeline=2, micro_batches=2)
+    plan = {"inner/second|head": stage(1)}
+    with pytest.raises(ValueError, match="'inner' is cut and called with names"):
+        split_in(layout, plain_of(lambda p, q: {"a": p, "b": q}), plan)
+    split_in(layout, plain_of(lambda p, q: [q, p]), plan)
+
+
+def test_synchronised_statistics_in_a_pipeline_of_several_replicas():
+    layout = kdist.Layout(data=2, pipeline=2, micro_batches=2)
+    plain = chain(layers.BatchNormalization(synchronized=True, name="norm"))
+    with pytest.raises(ValueError, match="'norm' is synchronised"):
+        split_in(layout, plain, {"head": stage(1)})
+
+
+class Counting(layers.Layer):
+    def build(self, shape):
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        return x
+
+
+def test_state_is_written_once_a_micro_batch():
+    """Also where sample weights have to be known beforehand."""
+    layout = kdist.Layout(pipeline=2, micro_batches=2)
+    model = split_in(layout, chain(Counting(name="counting")), {"head": stage(1)})
+    with model.distribute_strategy.scope():
+        loss = keras.losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight")
+        model.compile("sgd", loss)
+    x, y = examples(8)
+    model.train_on_batch(x, y, sample_weight=np.arange(8.0))
+    assert float(model.get_layer("counting").calls.numpy()) == 2.0
+
+
+class BuiltInCall(layers.Layer):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.inner = layers.Dense(4)
+
+    def get_config(self):
+        return {"name": self.name}
+
+    def call(self, x):
+        return self.inner(x)
+
+
+class Nameless(layers.Layer):
+    def __init__(self):
+        super().__init__()
+
+    def get_config(self):
+        return {}
+
+    def call(self, x):
+        return x
+
+
+def lookup():
+    found = layers.IntegerLookup(name="lookup", output_mode="multi_hot")
+    found.adapt(np.arange(5))
+    return keras.Sequential([keras.Input((4,), dtype="int64"), found, layers.Dense(3, name="head")])
+
+
+@pytest.mark.parametrize(
+    ("build", "plan", "message"),
+    [
+        (
+            lambda: chain(BuiltInCall(name="late")),
+            {"late": device(1), "head": device(0)},
+            "'late' makes its weights when it is called: give it a build",
+        ),
+        (lambda: chain(Nameless()), None, "get_config lacks the name"),
+        (lookup, None, "'lookup' looks things up in a table"),
+    ],
+)
+def test_layers_that_cannot_be_copied(build, plan, message):
+    with pytest.raises(ValueError, match=message):
+        split_in(TWO, build(), plan)
+
+
+def test_a_model_that_is_not_split_in_a_layout_that_splits():
+    with kdist.create_strategy(TWO).scope():
+        model = kdist.Model.of(chain(layers.Dense(4)))
+        with pytest.raises(ValueError, match="kdist.parallel.split"):
+            model.compile("sgd", "mse")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reduction": "nonsense"},
+        {"num_packs": 2},
+        {"cluster": kdist.Cluster({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)},
+    ],
+    ids=["reduction", "num_packs", "cluster"],
+)
+def test_options_that_a_layout_has_not(options):
+    with pytest.raises(ValueError, match="a layout"):
+        kdist.create_strategy(TWO, **options)
