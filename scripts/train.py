@@ -93,14 +93,16 @@ flags.DEFINE_list("devices", None, "Which devices, such as GPU:0,GPU:2.")
 flags.DEFINE_string(
     "layout",
     None,
-    "Splits the model over devices: data=2,branch=2 is two replicas, each with branches on two "
-    "devices; pipeline=2 stages that follow each other. Instead of --strategy.",
+    "Splits the model over devices, instead of --strategy. data=2,branch=2: two replicas, each "
+    "with branches on two devices; pipeline=2,micro_batches=4: stages that work on four parts of a "
+    "batch in turn; tensor=2: layers whose weights are divided, which a --split file names.",
 )
 flags.DEFINE_string(
     "split",
     "auto",
     "With --layout, which layer goes where: auto balances what they cost; or a JSON file such as "
-    '{"stem.*": "stage(0)", "head": "stage(1)"}. scripts/check.py --layout shows what lies where.',
+    '{"stem.*": "stage(0)", "head": "stage(1)"} or {".*_up": "column()", ".*_down": "row()"}. '
+    "scripts/check.py --layout shows what lies where.",
 )
 flags.DEFINE_string(
     "reduction",
