@@ -56,8 +56,24 @@ def operations_that_run() -> Iterator[list[RanOperation]]:
             operations.extend(_ran(node, number) for node in graph.node)
 
 
+def short_name(device: str) -> str:
+    """Such as `"CPU:1"`, of a device's full name."""
+    return device.rpartition("device:")[2]
+
+
+def groups_of(strategy) -> list[list[str]]:
+    """The devices of each replica, such as `[["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]]`."""
+    return [[short_name(device) for device in group] for group in strategy.groups]
+
+
+def devices_of(strategy, variable) -> list[str]:
+    """The devices of a Keras variable's copies, one for each replica."""
+    copies = strategy.experimental_local_results(variable.value)
+    return [short_name(copy.device) for copy in copies]
+
+
 def _ran(node, function):
-    device = node.device.rpartition("device:")[2]
+    device = short_name(node.device)
     inputs = tuple(name.partition(":")[0] for name in node.input if not name.startswith("^"))
     return RanOperation(node.name, node.op, device, function, inputs)
 
@@ -115,7 +131,7 @@ def what_lies_where(model, x, y) -> list[OnDevice]:
         weights = _copies_on(strategy, model.variables, device)
         rows.append(
             OnDevice(
-                device.rpartition("device:")[2],
+                short_name(device),
                 len(weights),
                 _bytes(weights),
                 _bytes(_copies_on(strategy, model.optimizer.variables, device)),

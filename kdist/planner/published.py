@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kdist.planner.cost.compute import micro_step_seconds
+from kdist.planner.cost.compute_constants import ComputeConstants
 from kdist.planner.cost.setup import Gradients, InputWork, Setup
 from kdist.planner.machines import Machine
 from kdist.planner.published_models import (
@@ -19,6 +21,7 @@ from kdist.planner.published_models import (
     array_shape,
     family_of,
     find_model,
+    workload_name,
 )
 from kdist.planner.tables import Reader, count, maybe, number, read_own_table, read_table, text
 
@@ -267,3 +270,31 @@ def _rate(row: Mapping[str, Any]) -> PublishedRate:
         batch_assumed=row["per_gpu_batch"] is None,
         **cells,
     )
+
+
+def specified_micro_step_seconds(
+    rate: PublishedRate, setup: Setup, compute: ComputeConstants | None = None
+) -> float:
+    """How long a device computes in a micro-step, from its data sheet.
+
+    Args:
+        rate: the row; its own rate is not looked at.
+        setup: that of the row, by `setup_of`.
+        compute: of computation; by default those that come with kdist.
+
+    Raises:
+        ValueError: nothing is known of the model's or the GPU's arithmetic.
+    """
+    gpu = rate.gpu or setup.machine.gpu
+    seconds = micro_step_seconds(
+        workload_name(rate.model, rate.data),
+        gpu,
+        rate.precision or "fp32",
+        rate.local_batch,
+        rate.framework,
+        accumulate=rate.accumulate,
+        constants=compute,
+    )
+    if seconds is None:
+        raise ValueError(f"the time of {rate.model} on {gpu} in {rate.precision} is not known")
+    return seconds

@@ -12,7 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kdist.planner.constants import Constants
-from kdist.planner.cost.compute import micro_step_seconds
 from kdist.planner.cost.setup import Gradients, InputWork
 from kdist.planner.cost.step import micro_step_seconds_of, step_seconds
 from kdist.planner.gpus import find_gpu
@@ -24,8 +23,8 @@ from kdist.planner.published import (
     known_rates,
     precision_name,
     setup_of,
+    specified_micro_step_seconds,
 )
-from kdist.planner.published_models import workload_name
 from kdist.planner.tables import Reader, count, number, read_own_table, text
 from kdist.planner.training_recipes import Phase, Recipe, from_zero
 
@@ -118,7 +117,7 @@ def _epoch_seconds(rate, phase, machines, constants, slower, loader) -> float:
         loader: seconds of loading an image over those predicted.
     """
     setup = setup_of(rate, machines)
-    computing = slower * _predicted_micro_step(rate, setup)
+    computing = slower * specified_micro_step_seconds(rate, setup)
     work = _loaded(input_of(rate), phase, loader)
     training = step_seconds(setup, gradients_of(rate), work, computing, constants)
     seconds = IMAGENET_EXAMPLES / training.rate
@@ -151,7 +150,7 @@ def _computing_slower(like: str, family: str, kind: tuple, constants: Constants)
     machines = known_machines()
     found = [
         _measured_micro_step(rate, machines, constants)
-        / _predicted_micro_step(rate, setup_of(rate, machines))
+        / specified_micro_step_seconds(rate, setup_of(rate, machines))
         for rate in [*known_rates(), *_software_rates("synthetic", "real")]
         if _is_like(rate, like, family, kind, machines)
     ]
@@ -225,21 +224,6 @@ def _validated() -> dict[PublishedRate, int]:
 def _software_rates(*kinds: str) -> Sequence[PublishedRate]:
     """Rows of `tables/software_rates.csv` whose column `data` is one of `kinds`."""
     return [rate for rate in _validated() if rate.note in kinds]
-
-
-def _predicted_micro_step(rate: PublishedRate, setup) -> float:
-    """Seconds of computation, from the data sheet."""
-    gpu = rate.gpu or setup.machine.gpu
-    seconds = micro_step_seconds(
-        workload_name(rate.model, rate.data),
-        gpu,
-        rate.precision or "fp32",
-        rate.local_batch,
-        rate.framework,
-    )
-    if seconds is None:
-        raise ValueError(f"the time of {rate.model} on {gpu} in {rate.precision} is not known")
-    return seconds
 
 
 def _measured_micro_step(rate: PublishedRate, machines, constants) -> float:

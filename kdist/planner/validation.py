@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kdist.planner import compute_fitting
 from kdist.planner.constants import Constants, known_constants, prior_constants
-from kdist.planner.cost.compute import micro_step_seconds
 from kdist.planner.cost.compute_constants import (
     ComputeConstants,
     prior_compute_constants,
@@ -28,8 +27,9 @@ from kdist.planner.published import (
     pairs,
     read_rates,
     setup_of,
+    specified_micro_step_seconds,
 )
-from kdist.planner.published_models import find_model, workload_name
+from kdist.planner.published_models import find_model
 
 WITHIN_NODE = "within a node"
 NO_PEER_TO_PEER = "no peer-to-peer"
@@ -238,16 +238,5 @@ def specified_rate(
         ValueError: nothing is known of the model's or the GPU's arithmetic.
     """
     setup = setup_of(rate, machines)
-    gpu = rate.gpu or setup.machine.gpu
-    seconds = micro_step_seconds(
-        workload_name(rate.model, rate.data),
-        gpu,
-        rate.precision or "fp32",
-        rate.local_batch,
-        rate.framework,
-        accumulate=rate.accumulate,
-        constants=compute,
-    )
-    if seconds is None:
-        raise ValueError(f"the time of {rate.model} on {gpu} in {rate.precision} is not known")
+    seconds = specified_micro_step_seconds(rate, setup, compute)
     return step_seconds(setup, gradients_of(rate), input_of(rate), seconds, constants).rate

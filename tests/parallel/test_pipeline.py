@@ -11,7 +11,7 @@ import tensorflow as tf
 import kdist
 from kdist.parallel import split, stage
 from kdist.parallel.micro_batches import MicroStep
-from kdist.parallel.placement import operations_that_run
+from kdist.parallel.placement import groups_of, operations_that_run
 from kdist.parallel.schedule import (
     overlapped_share,
     peak_live,
@@ -373,10 +373,7 @@ def test_each_stage_is_on_its_device(schedule):
     x, y = images(16)
     with operations_that_run() as operations:
         model.fit(x, y, batch_size=16, verbose=0)
-    groups = [
-        [name.rpartition("device:")[2] for name in group]
-        for group in model.distribute_strategy.groups
-    ]
+    groups = groups_of(model.distribute_strategy)
     work = types_of_work(operations)
     assert set(work) == {
         (replica, kind, number)

@@ -6,7 +6,7 @@ import pytest
 
 import kdist
 from kdist.parallel import device, split, stage
-from kdist.parallel.placement import operations_that_run
+from kdist.parallel.placement import devices_of, groups_of, operations_that_run
 from kdist.testing import assert_same_weights
 
 ROWS, BATCH = 90, 16  # twelve steps in two epochs; the last batch of each is smaller
@@ -169,18 +169,14 @@ def assert_updates_are_beside(model, operations):
     """What a variable becomes is computed on its device, and not sent there from another."""
     at = {(o.function, o.device, o.name): o for o in operations}
     writes = [o for o in operations if o.type in WRITES]
-    assert {o.device for o in writes} == {name for group in groups(model) for name in group}
+    assert {o.device for o in writes} == {
+        name for group in groups_of(model.distribute_strategy) for name in group
+    }
     for write in writes:
         source = at[write.function, write.device, write.inputs[1]]
         while source.type in ("Identity", "Cast", "Reshape"):
             source = at[source.function, source.device, source.inputs[0]]
         assert source.type != "_Recv", write
-
-
-def groups(model):
-    """The names of the devices of each replica."""
-    strategy = model.distribute_strategy
-    return [[name.rpartition("device:")[2] for name in group] for group in strategy.groups]
 
 
 @pytest.mark.parametrize("layout", ["two branches", "data 2 x branches 2"])
@@ -190,16 +186,16 @@ def test_everything_is_where_it_was_asked_to_be(layout):
     with operations_that_run() as operations:
         model.fit(x, y, batch_size=BATCH, verbose=0)
     strategy = model.distribute_strategy
-    names = groups(model)
+    names = groups_of(model.distribute_strategy)
     for variable in model.trainable_variables:
         index = 1 if variable.path.startswith("conv/") else 0
         expected = [group[index] for group in names]
-        assert devices(strategy, variable) == expected, variable.path
+        assert devices_of(strategy, variable) == expected, variable.path
     slots = [v for v in model.optimizer.variables if "conv_kernel_momentum" in v.path]
-    assert [devices(strategy, slot) for slot in slots if "left" not in slot.path] == [
+    assert [devices_of(strategy, slot) for slot in slots if "left" not in slot.path] == [
         [group[1] for group in names]
     ]
-    assert [devices(strategy, slot) for slot in slots if "left" in slot.path] == [
+    assert [devices_of(strategy, slot) for slot in slots if "left" in slot.path] == [
         [group[0] for group in names]
     ]
     for replica, group in enumerate(names):
@@ -215,11 +211,6 @@ def test_everything_is_where_it_was_asked_to_be(layout):
         squares = [o.device for o in mine if o.type == "Square" and "adam" in o.name]
         assert (squares.count(group[0]), squares.count(group[1])) == (6, 2)
     assert_updates_are_beside(model, operations)
-
-
-def devices(strategy, variable):
-    copies = strategy.experimental_local_results(variable.value)
-    return [copy.device.rpartition("device:")[2] for copy in copies]
 
 
 def is_computing(operation):

@@ -12,7 +12,7 @@ import kdist
 from kdist.checkpoint.files import CheckpointError
 from kdist.checkpoint.snapshot import put, take
 from kdist.parallel import column, device, heads, row, split, stage
-from kdist.parallel.placement import operations_that_run
+from kdist.parallel.placement import devices_of, groups_of, operations_that_run
 from kdist.testing import assert_same_weights
 
 layers = keras.layers
@@ -161,17 +161,17 @@ _WRITES = ("Assign", "ResourceScatter")
 def assert_in_place(model, operations, has_root):
     """Variables, slots, what is computed forward and backward, and what writes."""
     strategy = model.distribute_strategy
-    groups = [[name.rpartition("device:")[2] for name in group] for group in strategy.groups]
+    groups = groups_of(strategy)
     variables_on: collections.Counter = collections.Counter()
     for variable in model.trainable_variables:
         expected = [group[place_of(model, variable.path)] for group in groups]
-        assert devices(strategy, variable) == expected, variable.path
+        assert devices_of(strategy, variable) == expected, variable.path
         variables_on.update(expected)
     for slot in model.optimizer.variables:
         if "shard_" in slot.path:
             layer = slot.path.partition("/")[2]
             expected = [group[place_of(model, layer, "_shard_")] for group in groups]
-            assert devices(strategy, slot) == expected, slot.path
+            assert devices_of(strategy, slot) == expected, slot.path
     for replica, group in enumerate(groups):
         mine = [o for o in operations if ("replica_1" in o.name) == bool(replica)]
         for backward in (False, True):
@@ -206,11 +206,6 @@ def place_of_operation(model, name):
     return model.places[found[1]] + int(found[2])
 
 
-def devices(strategy, variable):
-    copies = strategy.experimental_local_results(variable.value)
-    return [copy.device.rpartition("device:")[2] for copy in copies]
-
-
 def is_computing(operation):
     """Not a constant, a copy or a message, which are where they are needed."""
     return operation.type not in {"Const", "Identity", "_Send", "_Recv", "NoOp", "Shape", "Cast"}
@@ -236,7 +231,7 @@ def assert_takes_its_share(model, plain):
     on: collections.Counter = collections.Counter()
     for variable in (*model.variables, *model.optimizer.variables):
         if is_divided(model, variable.path):
-            (where,) = devices(model.distribute_strategy, variable)
+            (where,) = devices_of(model.distribute_strategy, variable)
             on[where] += bytes_of(variable)
     whole = sum(
         bytes_of(variable)
