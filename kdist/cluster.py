@@ -28,6 +28,7 @@ TF_CONFIG = "TF_CONFIG"
 _ROLES_OF = {
     "multi_worker": ({"worker"}, {"chief", "evaluator"}),
     "parameter_server": ({"chief", "worker", "ps"}, {"evaluator"}),
+    "a layout": ({"worker"}, {"chief"}),
 }
 
 

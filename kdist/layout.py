@@ -2,14 +2,18 @@
 
     Layout(data=2, pipeline=2, micro_batches=4)     # two replicas of two stages: four devices
     Layout.parse("data=2,pipeline=2,micro_batches=4")
+    Layout(data=2, pipeline=2, between="model")     # each host of two has a stage of both replicas
 
 A replica is on a group of devices, numbered from 0 within the group. Imports no TensorFlow.
 """
 
 import dataclasses
 import difflib
+import itertools
+from collections.abc import Sequence
 
 SCHEDULES = ("1f1b", "gpipe")
+BETWEEN = ("data", "model")
 
 _DEGREES = ("data", "tensor", "pipeline", "branch", "micro_batches")
 
@@ -27,10 +31,12 @@ class Layout:
             these work at the same time; 1 has one stage work after the other.
         schedule: `"1f1b"` lets a stage go back as soon as it can, and holds the activations of as
             many micro-batches as there are stages; `"gpipe"` goes forward with all of them first.
+        between: what is divided over the hosts of a job of several: `"data"` gives each its own
+            replicas, as far as they fit into one; `"model"` gives each its part of every replica.
 
     Raises:
-        ValueError: a degree is no whole number from 1 on, an unknown schedule, or degrees that do
-            not go together.
+        ValueError: a degree is no whole number from 1 on, an unknown schedule or division over
+            hosts, or degrees that do not go together.
     """
 
     data: int = 1
@@ -39,6 +45,7 @@ class Layout:
     branch: int = 1
     micro_batches: int = 1
     schedule: str = "1f1b"
+    between: str = "data"
 
     def __post_init__(self):
         for name in _DEGREES:
@@ -47,6 +54,13 @@ class Layout:
                 raise ValueError(f"{name}={degree!r}: a degree is a whole number from 1 on")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule={self.schedule!r}: there are {' and '.join(SCHEDULES)}")
+        if self.between not in BETWEEN:
+            raise ValueError(f"between={self.between!r}: there are {' and '.join(BETWEEN)}")
+        if self.between == "model" and self.group_size == 1:
+            raise ValueError(
+                "between=model without a model that is split: give pipeline=2, tensor=2 or "
+                "branch=2, or leave between out"
+            )
         if self.micro_batches > 1 and self.pipeline == 1:
             raise ValueError(
                 f"micro_batches={self.micro_batches} without stages: give pipeline=2 or more, or "
@@ -69,7 +83,7 @@ class Layout:
         given: dict[str, int | str] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, separator, value = (piece.strip() for piece in part.partition("="))
-            names = [*_DEGREES, "schedule"]
+            names = [*_DEGREES, "schedule", "between"]
             if not separator or name not in names:
                 raise ValueError(
                     f"{part!r} in layout {text!r}{_meant(name, names)}: write it as "
@@ -89,6 +103,35 @@ class Layout:
     def devices(self) -> int:
         """Of all replicas."""
         return self.data * self.group_size
+
+    def groups(self, hosts: Sequence[Sequence[str]]) -> list[list[str]]:
+        """The devices of each replica.
+
+        Args:
+            hosts: the devices of each host, as many on each.
+
+        Raises:
+            ValueError: there are not as many as the layout has, or they cannot be divided so.
+        """
+        there_are = sum(map(len, hosts))
+        if there_are != self.devices:
+            names = ", ".join(device for host in hosts for device in host)
+            raise ValueError(
+                f"{self} is for {self.devices} devices and there are {there_are} ({names}): name "
+                "as many, or take another layout"
+            )
+        size = self.group_size
+        if self.between == "model":
+            if size % len(hosts):
+                raise ValueError(
+                    f"{self}: the {size} devices of a replica cannot be divided over {len(hosts)} "
+                    "hosts; take another layout, or leave between out"
+                )
+            part = size // len(hosts)
+            parts = [[host[n * part : (n + 1) * part] for host in hosts] for n in range(self.data)]
+            return [list(itertools.chain.from_iterable(group)) for group in parts]
+        devices = list(itertools.chain.from_iterable(hosts))
+        return [devices[first : first + size] for first in range(0, len(devices), size)]
 
     def __str__(self):
         said = [

@@ -20,12 +20,12 @@ import tensorflow as tf
 
 from kdist.agreement import first_task
 from kdist.cluster import Cluster
+from kdist.coordinator import devices_of_all, parameter_server_strategy, serve
 from kdist.devices import find_devices
 from kdist.exposure import check_allowed, shut_out_others
 from kdist.join import join
 from kdist.layout import Layout
-from kdist.parallel.groups import GroupStrategy
-from kdist.parameter_servers import coordinate, serve
+from kdist.parallel.groups import GroupStrategy, short_name
 from kdist.planner.plans import Layout as PlannedLayout
 from kdist.planner.plans import Plan
 from kdist.telemetry.collector import note_collector
@@ -88,7 +88,8 @@ def create_strategy(
             it has machines. Or the layout of a model that is split over devices.
         devices: how many, or their names; None takes all GPUs, or the CPU where there are none.
             A number on a machine without GPUs makes that many logical CPU devices. Under
-            `multi_worker` they are those of this task; all tasks have the same number.
+            `multi_worker`, and with a layout in a job of several tasks, they are those of this
+            task; all tasks have the same number.
         reduction: how `mirrored` adds gradients across devices: `auto` (TensorFlow's choice
             between GPUs, `reduction_to_one_device` between CPU devices), `nccl` (GPUs only),
             `hierarchical_copy`, `reduction_to_one_device`. How `multi_worker` does: `auto`, `nccl`
@@ -127,8 +128,10 @@ def create_strategy(
         cluster = _planned_cluster(layout, cluster)
         name, devices = layout.strategy, layout.devices
     if isinstance(name, Layout):
-        _check_layout_alone(reduction, num_packs, partitioner, cluster)
-        return _groups(name, devices)
+        _check_layout_alone(reduction, num_packs, partitioner)
+        cluster = Cluster.resolve() if cluster is None else cluster
+        check_allowed(cluster, allow_remote)
+        return _groups(name, devices, cluster, cluster_timeout_seconds)
     if name in _OF_JOBS:
         cluster = Cluster.resolve() if cluster is None else cluster
         check_allowed(cluster, allow_remote)
@@ -164,14 +167,16 @@ def num_workers(strategy: tf.distribute.Strategy) -> int:
     """Processes that compute: 1, unless the strategy is one of several tasks."""
     if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
         return number_of_workers(strategy)
+    if isinstance(strategy, GroupStrategy):
+        return len({device.rpartition("/")[0] for device in device_names(strategy)})
     return strategy.num_replicas_in_sync // replicas_here(strategy)
 
 
 def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     """The devices that the strategy's replicas compute on, such as `("GPU:0", "GPU:1")`."""
-    devices = strategy.extended.worker_devices
     if isinstance(strategy, GroupStrategy):
-        devices = [device for group in strategy.groups for device in group]
+        return tuple(short_name(device) for group in strategy.groups for device in group)
+    devices = strategy.extended.worker_devices
     return tuple(device.rsplit("/device:", 1)[-1].rsplit("/", 1)[-1].upper() for device in devices)
 
 
@@ -237,23 +242,40 @@ def _mirrored(devices, cross_device_ops):
     return tf.distribute.MirroredStrategy(names, cross_device_ops=cross_device_ops)
 
 
-def _check_layout_alone(reduction, num_packs, partitioner, cluster):
+def _check_layout_alone(reduction, num_packs, partitioner):
     if (reduction, num_packs, partitioner) != ("auto", None, None):
         raise ValueError(
             f"reduction={reduction!r}, num_packs={num_packs}, partitioner={partitioner}: a layout "
             "has no such choice, leave them out"
         )
-    cluster = Cluster.resolve() if cluster is None else cluster
-    tasks = sum(len(addresses) for addresses in cluster.tasks.values())
-    if tasks > 1:
+
+
+def _groups(layout, devices, cluster, cluster_timeout_seconds):
+    if cluster.is_alone:
+        devices = layout.devices if devices is None else devices
+        return GroupStrategy(layout, [find_devices(devices)])
+    if devices is None:
+        devices = _devices_of_each(layout, cluster)
+    names = find_devices(devices)
+    layout.groups([names] * cluster.num_workers)  # raises before the others wait
+    facts = {"the layout": str(layout), "the devices": ", ".join(names)}
+    collector = join(cluster, "a layout", cluster_timeout_seconds, facts)
+    if cluster != first_task(cluster):
+        serve(cluster, names)
+    strategy = GroupStrategy(layout, devices_of_all(cluster, names))
+    shut_out_others(cluster)
+    note_collector(strategy, collector)
+    return strategy
+
+
+def _devices_of_each(layout, cluster):
+    each, left = divmod(layout.devices, cluster.num_workers)
+    if left:
         raise ValueError(
-            f"a layout is for the devices of one machine, and this job has {tasks} tasks: start "
-            "it alone, without TF_CONFIG"
+            f"{layout} is for {layout.devices} devices, which cannot be divided over "
+            f"{cluster.num_workers} tasks: take another layout or another number of tasks"
         )
-
-
-def _groups(layout, devices):
-    return GroupStrategy(layout, find_devices(layout.devices if devices is None else devices))
+    return each
 
 
 def _multi_worker(devices, communication, cluster, cluster_timeout_seconds, step_timeout_seconds):
@@ -277,7 +299,7 @@ def _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner):
     collector = join(cluster, "parameter_server", cluster_timeout_seconds)
     if not cluster.is_chief:
         serve(cluster, devices)
-    strategy = coordinate(cluster)
+    strategy = parameter_server_strategy(cluster)
     shut_out_others(cluster)
     note_collector(strategy, collector)
     serve_embeddings(strategy, partitioner)

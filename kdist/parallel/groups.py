@@ -1,6 +1,6 @@
 """A strategy whose replicas are groups of devices: data parallelism of split models.
 
-    strategy = GroupStrategy(Layout(data=2, pipeline=2), ["GPU:0", "GPU:1", "GPU:2", "GPU:3"])
+    strategy = GroupStrategy(Layout(data=2, pipeline=2), [["GPU:0", "GPU:1", "GPU:2", "GPU:3"]])
     with strategy.scope(), strategy.on(1):
         layer.build(shape)               # its variables are on GPU:1, mirrored on GPU:3
 
@@ -12,6 +12,7 @@ trains under this as well.
 
 import contextlib
 import dataclasses
+import re
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -26,27 +27,20 @@ class GroupStrategy(tf.distribute.MirroredStrategy):
 
     Args:
         layout: how many replicas, each on how many devices.
-        devices: the first replica's, then the next one's.
+        hosts: the devices of each host; full names where there are several.
 
     Attributes:
         layout: the same.
         groups: the devices of each replica, with full names.
 
     Raises:
-        ValueError: there are not as many devices as the layout has.
+        ValueError: there are not as many devices as the layout has, or they cannot be divided so.
     """
 
-    def __init__(self, layout: Layout, devices: Sequence[str]):
-        if len(devices) != layout.devices:
-            raise ValueError(
-                f"{layout} is for {layout.devices} devices and there are {len(devices)} "
-                f"({', '.join(devices)}): name as many, or take another layout"
-            )
-        names, size = [canonical_device(device) for device in devices], layout.group_size
+    def __init__(self, layout: Layout, hosts: Sequence[Sequence[str]]):
         self.layout = layout
-        self.groups = tuple(
-            tuple(names[first : first + size]) for first in range(0, len(names), size)
-        )
+        groups = layout.groups(hosts)
+        self.groups = tuple(tuple(canonical_device(name) for name in group) for group in groups)
         tf.distribute.Strategy.__init__(self, _GroupExtended(self, self.groups))
 
     def local(self, variable: tf.Variable) -> tf.Variable:
@@ -84,16 +78,29 @@ class _Beside:
     _devices: tuple[str, ...]
 
 
+def short_name(device: str) -> str:
+    """Such as `"CPU:1"`, of a device's full name; on another host, such as `"worker:1/CPU:1"`."""
+    task, _, name = device.rpartition("/device:")
+    job = re.search(r"/job:(\w+)/replica:0/task:(\d+)", task)
+    if job is None or job[1] == "localhost":
+        return name
+    return f"{job[1]}:{job[2]}/{name}"
+
+
 class _GroupExtended(MirroredExtended):
     """Creates variables on the devices of one number in all groups."""
 
     def __init__(self, strategy, groups):
         self._groups = groups
         self._this_thread = threading.local()
-        first = [group[0] for group in groups]
+        self._first = [group[0] for group in groups]
         # As for `mirrored` on CPU devices; between GPUs, NCCL would need all devices in one group.
         reduce = tf.distribute.ReductionToOneDevice()
-        super().__init__(strategy, first, cross_device_ops=reduce)
+        # One of them here, and all below: several hosts are refused here, and work.
+        super().__init__(strategy, self._first[:1], cross_device_ops=reduce)
+
+    def _initialize_strategy(self, devices):
+        super()._initialize_strategy(self._first)
 
     @property
     def index(self):

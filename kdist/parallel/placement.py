@@ -14,6 +14,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from kdist.parallel.groups import short_name
 from kdist.tensorflow_internals import graphs_that_run
 
 
@@ -24,7 +25,7 @@ class RanOperation:
     Attributes:
         name: with the scopes of layer and replica.
         type: such as `"MatMul"`.
-        device: such as `"CPU:1"`.
+        device: such as `"CPU:1"`; where there are several hosts, such as `"worker:1/CPU:1"`.
         function: the number of the function that it is part of.
         inputs: names of the operations, on the same device, whose outputs it takes; messages from
             other devices come from operations of type `"_Recv"`.
@@ -56,11 +57,6 @@ def operations_that_run() -> Iterator[list[RanOperation]]:
             operations.extend(_ran(node, number) for node in graph.node)
 
 
-def short_name(device: str) -> str:
-    """Such as `"CPU:1"`, of a device's full name."""
-    return device.rpartition("device:")[2]
-
-
 def groups_of(strategy) -> list[list[str]]:
     """The devices of each replica, such as `[["CPU:0", "CPU:1"], ["CPU:2", "CPU:3"]]`."""
     return [[short_name(device) for device in group] for group in strategy.groups]
@@ -75,7 +71,12 @@ def devices_of(strategy, variable) -> list[str]:
 def _ran(node, function):
     device = short_name(node.device)
     inputs = tuple(name.partition(":")[0] for name in node.input if not name.startswith("^"))
-    return RanOperation(node.name, node.op, device, function, inputs)
+    return RanOperation(node.name, _plain_type(node.op), device, function, inputs)
+
+
+def _plain_type(kind):
+    """The type of an operation for which TensorFlow has chosen a kernel of oneDNN."""
+    return kind.removeprefix("_MklNative").removeprefix("_Mkl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,7 @@ def what_lies_where(model, x, y) -> list[OnDevice]:
     strategy = model.distribute_strategy
     rows = []
     for device in (device for group in strategy.groups for device in group):
-        here = [o for o in operations if device.endswith(o.device)]
+        here = [o for o in operations if o.device == short_name(device)]
         computing = [o for o in here if o.type not in _IDLE]
         backward = [o for o in computing if o.is_backward]
         forward = [o for o in computing if not o.is_backward and _is_of(model, o)]
