@@ -254,6 +254,7 @@ def _groups(layout, devices, cluster, cluster_timeout_seconds):
     if cluster.is_alone:
         devices = layout.devices if devices is None else devices
         return GroupStrategy(layout, [find_devices(devices)])
+    cluster.check_roles_for("a layout")
     if devices is None:
         devices = _devices_of_each(layout, cluster)
     names = find_devices(devices)

@@ -36,6 +36,8 @@ def test_devices(layout, in_a_group):
         ("data=2,micro_batches=4", "--accumulate=4"),
         ("branch=2,tensor=2", "leave branch out"),
         ("branch=2,pipeline=2", "leave branch out"),
+        ("pipeline=2,between=hosts", "there are data and model"),
+        ("data=2,between=model", "without a model that is split"),
     ],
 )
 def test_what_is_refused(text, message):
@@ -46,3 +48,38 @@ def test_what_is_refused(text, message):
 def test_a_degree_is_a_number():
     with pytest.raises(ValueError, match="data=True"):
         Layout(data=True)
+
+
+HOSTS = [["a0", "a1"], ["b0", "b1"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("data=2,pipeline=2", [["a0", "a1"], ["b0", "b1"]]),
+        ("data=2,pipeline=2,between=model", [["a0", "b0"], ["a1", "b1"]]),
+        ("pipeline=4", [["a0", "a1", "b0", "b1"]]),
+        ("pipeline=4,between=model", [["a0", "a1", "b0", "b1"]]),
+        ("data=4", [["a0"], ["a1"], ["b0"], ["b1"]]),
+    ],
+)
+def test_groups_of_devices(text, groups):
+    assert Layout.parse(text).groups(HOSTS) == groups
+    assert Layout.parse(str(Layout.parse(text))).groups(HOSTS) == groups
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "message"),
+    [
+        ("pipeline=2", HOSTS, r"for 2 devices and there are 4 \(a0, a1, b0, b1\)"),
+        ("pipeline=3,between=model", [["a"], ["b"]], "for 3 devices and there are 2"),
+        (
+            "data=2,pipeline=3,between=model",
+            [["a", "b", "c"]] * 2,
+            "cannot be divided over 2 hosts",
+        ),
+    ],
+)
+def test_devices_that_do_not_suit(text, hosts, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.parse(text).groups(hosts)

@@ -1,6 +1,8 @@
 import pytest
 import tensorflow as tf
 
+import kdist
+from kdist.cluster import Cluster
 from kdist.strategies import create_strategy, device_names
 
 
@@ -53,6 +55,13 @@ def test_strategies_of_two_sizes_live_in_one_process():
         assert strategy.experimental_local_results(total)[0].numpy() == devices
 
 
+PIPELINES = kdist.Layout(data=2, pipeline=2)
+
+
+def hosts(number, host="localhost"):
+    return Cluster({"worker": [f"{host}:{port}" for port in range(1, number + 1)]})
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -80,6 +89,15 @@ def test_strategies_of_two_sizes_live_in_one_process():
         ({"name": "tpu"}, "no TPU answers.*TPU_NAME"),
         ({"name": "tpu", "devices": 2}, "takes all cores"),
         ({"name": "mirrored", "devices": ["GPU:0"]}, "no such device: GPU:0"),
+        ({"name": PIPELINES, "devices": 3}, "is for 4 devices and there are 3"),
+        ({"name": PIPELINES, "reduction": "ring"}, "a layout has no such choice"),
+        ({"name": PIPELINES, "cluster": hosts(3)}, "cannot be divided over 3 tasks"),
+        ({"name": PIPELINES, "cluster": hosts(2), "devices": 3}, "for 4 devices and there are 6"),
+        ({"name": PIPELINES, "cluster": hosts(2, "10.0.0.1")}, "allow it by --allow_remote"),
+        (
+            {"name": PIPELINES, "cluster": Cluster({"ps": ["localhost:1", "localhost:2"]}, "ps")},
+            "a layout needs tasks of the role worker",
+        ),
     ],
 )
 def test_refuses(arguments, says):
