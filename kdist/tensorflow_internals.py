@@ -58,15 +58,15 @@ def each_worker_has(devices: Sequence[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def graphs_that_run() -> Iterator[list]:
     """Gives a list that holds, after the block, for each function that ran in it for the first time
-    the GraphDefs into which TensorFlow has cut it, one for each device.
+    its `post_optimization_graph`, and its `partition_graphs`: what TensorFlow has cut that into,
+    one for each device.
     """
     functions: list = []
     owner = context.context()
     owner.enable_graph_collection()
     try:
         yield functions
-        metadata = owner.export_run_metadata()
-        functions.extend(list(each.partition_graphs) for each in metadata.function_graphs)
+        functions.extend(owner.export_run_metadata().function_graphs)
     finally:
         owner.disable_graph_collection()
 

@@ -97,6 +97,18 @@ class Telemetry(keras.callbacks.Callback):
             "goodput": useful / whole if useful and whole else None,
             "model_flops_utilization": timing.get("model_flops_utilization"),
             **{name: timing[name] for name in timing if name.startswith("step_seconds_")},
+            **self._of_split_model(timing),
+        }
+
+    def _of_split_model(self, timing):
+        """What each device did, and sent; nothing of a model that is not split."""
+        crossing = self._windows.crossing_bytes() if self._windows else None
+        if crossing is None and "device_busy_share" not in timing:
+            return {}
+        return {
+            "device_busy_share": timing.get("device_busy_share"),
+            "bubble_share": timing.get("bubble_share"),
+            "crossing_bytes_per_step": crossing,
         }
 
     def on_train_begin(self, logs=None):
@@ -147,7 +159,7 @@ class Telemetry(keras.callbacks.Callback):
         figures = None
         if self.first_call_seconds is None:
             self.first_call_seconds = now - self._epoch_began
-            self._windows.forget()
+            self._windows.after_first_call()
         else:
             figures = self._windows.after_call(self._step - before)
         if now - self._last_line >= self._every_seconds:

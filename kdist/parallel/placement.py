@@ -52,8 +52,8 @@ def operations_that_run() -> Iterator[list[RanOperation]]:
     operations: list[RanOperation] = []
     with graphs_that_run() as functions:
         yield operations
-    for number, graphs in enumerate(functions):
-        for graph in graphs:
+    for number, function in enumerate(functions):
+        for graph in function.partition_graphs:
             operations.extend(_ran(node, number) for node in graph.node)
 
 

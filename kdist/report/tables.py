@@ -40,6 +40,10 @@ def _milliseconds(value):
     return shown(None if number(value) is None else 1e3 * value, 2)
 
 
+def _megabytes(value):
+    return shown(sum(value.values()) / 1e6 if isinstance(value, dict) else None, 2)
+
+
 def _devices(value):
     is_long = isinstance(value, list) and len(value) > 4
     return f"{len(value)}: {value[0]} … {value[-1]}" if is_long else shown(value)
@@ -74,6 +78,8 @@ OPTIONAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Median step (ms)": ("step_seconds_p50", _milliseconds),
     "Peak compute used": ("model_flops_utilization", percent),
     "Goodput": ("goodput", percent),
+    "Devices wait": ("bubble_share", percent),
+    "Sent between devices a step (MB)": ("crossing_bytes_per_step", _megabytes),
 }
 
 

@@ -142,7 +142,7 @@ def _step_times(runs, title, percentiles, max_points):
 
 
 def share_plots(run: Run, max_points: int = MAX_POINTS) -> list[Plot]:
-    """Of one run over time: the share of each part, and the busy time of each replica."""
+    """Of one run over time: the share of each part, and how busy each replica or device was."""
     timing = run.metrics("timing")
     shares = Plot("Share of the time", _MINUTES, "%", len(PARTS), max_points, from_zero=True)
     for part, (colour, label) in PARTS.items():
@@ -165,4 +165,17 @@ def share_plots(run: Run, max_points: int = MAX_POINTS) -> list[Plot]:
         label = f"replica {name.rpartition('/')[2]}"
         hover = "%{y:.4g} ms a step at minute %{x:.2f}"
         busy.add_line(label, seconds / 60, 1e3 * times, Style.of_order(order), hover=hover)
-    return [plot for plot in (shares, busy) if plot.data]
+    return [plot for plot in (shares, busy, _device_plot(timing, max_points)) if plot.data]
+
+
+def _device_plot(timing, max_points):
+    """Of a split model: how much of the time each device works, and does not wait for others."""
+    columns = [name for name in timing.columns if name.startswith("device_busy_share/")]
+    title = "Share of the time in which each device works"
+    plot = Plot(title, _MINUTES, "%", len(columns), max_points, from_zero=True)
+    for order, name in enumerate(columns):
+        seconds, shares = timing.points("seconds", name)
+        label = f"device {name.rpartition('/')[2]}"
+        hover = "%{y:.0f} % at minute %{x:.2f}"
+        plot.add_line(label, seconds / 60, 100 * shares, Style.of_order(order), hover=hover)
+    return plot

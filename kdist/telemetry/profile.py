@@ -8,6 +8,7 @@ work = profiles.end(steps=4)      # after it: a Work, when a profile has just en
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 
 import tensorflow as tf
 
@@ -25,7 +26,12 @@ class SampledProfiles:
 
     Args:
         first_after_seconds: of training; by then everything is compiled. Defaults to 30.
+
+    Attributes:
+        placed: of a split model, the device of each of its operations.
     """
+
+    placed: Mapping[str, str] | None = None
 
     def __init__(self, first_after_seconds: float = 30.0):
         self._due = time.perf_counter() + first_after_seconds
@@ -67,7 +73,7 @@ class SampledProfiles:
     def _ended(self, steps_took):
         try:
             tf.profiler.experimental.stop()
-            return read_trace(self._directory, self._steps)
+            return read_trace(self._directory, self._steps, self.placed)
         except (tf.errors.OpError, OSError):  # a full disk, or ended by somebody else
             return None
         finally:

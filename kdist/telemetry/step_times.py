@@ -6,7 +6,7 @@ times.together()                              # of all windows
 """
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kdist.telemetry.trace import Work
@@ -23,6 +23,7 @@ class StepTimes:
         replicas: how many share a step.
         flops_per_example: of forward and backward pass; None where that is not known.
         peak_flops: what all devices together could do in a second; None where not known.
+        devices: of a split model, those that its layers are on.
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class StepTimes:
         replicas: int,
         flops_per_example: float | None = None,
         peak_flops: float | None = None,
+        devices: Sequence[str] = (),
     ):
         self._global_batch, self._replicas = global_batch, replicas
         self._flops_per_example, self._peak_flops = flops_per_example, peak_flops
+        self._devices = devices
         self._steps, self._seconds, self._callback_seconds = 0, 0.0, 0.0
         self._input_seconds: float | None = None
         self._step_seconds: collections.Counter[float] = collections.Counter()
@@ -72,7 +75,7 @@ class StepTimes:
             **_percentiles(times.step_seconds),
             "examples_per_second": rate,
             "examples_per_second_per_replica": rate / self._replicas if rate else None,
-            **_shares(times, work),
+            **_shares(times, work, self._devices),
             "model_flops_utilization": self._utilization(rate),
         }
 
@@ -96,7 +99,7 @@ def _percentiles(step_seconds: Mapping[float, int]):
     return found
 
 
-def _shares(times, work):
+def _shares(times, work, devices):
     callbacks = min(times.callback_seconds / times.seconds, 1.0)
     waiting = times.input_seconds
     share = None if waiting is None else min(waiting / times.seconds, 1.0 - callbacks)
@@ -110,5 +113,17 @@ def _shares(times, work):
         **shares,
         "compute_share": steps * (1 - reducing),
         "reduce_share": steps * reducing,
-        "replica_busy_seconds": list(work.busy_seconds),
+        **(_busy_shares(work, devices) if devices else {}),
+        **({} if devices else {"replica_busy_seconds": list(work.busy_seconds)}),
     }
+
+
+def _busy_shares(work, devices):
+    """Of the time in which any device of a split model worked, the share in which each did.
+
+    What is missing to 1, on average, is the bubble: devices that wait for others.
+    """
+    busy = dict(zip(work.devices, work.busy_seconds, strict=True))
+    whole = work.compute_seconds + work.reduce_seconds
+    shares = [busy.get(device, 0.0) / whole for device in devices]
+    return {"device_busy_share": shares, "bubble_share": 1 - sum(shares) / len(shares)}

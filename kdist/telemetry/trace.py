@@ -15,7 +15,7 @@ import dataclasses
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
@@ -66,12 +66,14 @@ class Work:
         compute_seconds: a step, in which any of them computed.
         reduce_seconds: a step, in which nobody computed and gradients were added up.
         operations: those that took the most time first.
+        devices: the names of those that `busy_seconds` are of.
     """
 
     busy_seconds: Sequence[float]
     compute_seconds: float
     reduce_seconds: float
     operations: Sequence[Operation]
+    devices: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +88,15 @@ class _Event:
     end: int
 
 
-def read_trace(directory: str | os.PathLike, steps: int) -> Work | None:
+def read_trace(
+    directory: str | os.PathLike, steps: int, placed: Mapping[str, str] | None = None
+) -> Work | None:
     """Reads what `tf.profiler` has written under `directory`; None if there is nothing in it.
 
     Args:
         directory: that the profiler was given; of several profiles, the newest is read.
         steps: how many steps were made meanwhile.
+        placed: of a split model, the device of each of its operations; others are left out then.
     """
     files = pathlib.Path(directory).glob("plugins/profile/*/*.xplane.pb")
     newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
@@ -99,15 +104,17 @@ def read_trace(directory: str | os.PathLike, steps: int) -> Work | None:
         return None
     space = xplane_pb2.XSpace()
     space.ParseFromString(newest.read_bytes())
-    return work_of(space, steps)
+    return work_of(space, steps, placed)
 
 
-def work_of(space: xplane_pb2.XSpace, steps: int) -> Work | None:
+def work_of(
+    space: xplane_pb2.XSpace, steps: int, placed: Mapping[str, str] | None = None
+) -> Work | None:
     """The same of a profile in memory."""
     gpus = [plane for plane in space.planes if plane.name.startswith("/device:GPU")]
     hosts = [plane for plane in space.planes if plane.name == "/host:CPU"]
     events = [e for plane in gpus for e in _kernels(plane)] or [
-        e for plane in hosts for e in _operations(plane)
+        e for plane in hosts for e in _operations(plane, placed)
     ]
     if not events or steps < 1:
         return None
@@ -119,11 +126,13 @@ def work_of(space: xplane_pb2.XSpace, steps: int) -> Work | None:
     anybody = [interval for intervals in computing.values() for interval in intervals]
     compute = _covered(anybody)
     a_step = _PICOSECONDS * steps
+    devices = sorted(computing)
     return Work(
-        [_covered(computing[device]) / a_step for device in sorted(computing)],
+        [_covered(computing[device]) / a_step for device in devices],
         compute / a_step,
         (_covered(anybody + reducing) - compute) / a_step,
         _longest(events, steps),
+        devices,
     )
 
 
@@ -138,7 +147,7 @@ def _kernels(plane):
             yield _event(line, event, name, "kernel", device, bool(_COLLECTIVE.search(name)))
 
 
-def _operations(plane):
+def _operations(plane, placed):
     """What ran on the host's cores, of the model's graph."""
     for line in plane.lines:
         for event in line.events:
@@ -146,8 +155,13 @@ def _operations(plane):
             if not found or _NO_WORK.match(found["type"]):
                 continue
             name, kind = _LOOP.sub("", found["name"]), found["type"]
-            replica = _REPLICA.search(name)
-            device = f"replica {replica[1] if replica else 0}"
+            if placed is None:
+                replica = _REPLICA.search(name)
+                device = f"replica {replica[1] if replica else 0}"
+            elif found["name"] not in placed:
+                continue
+            else:
+                device = placed[found["name"]]
             reduces = bool(_COLLECTIVE.search(kind)) or f"{SCOPE}/" in name
             yield _event(line, event, name, kind, device, reduces)
 

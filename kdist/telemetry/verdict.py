@@ -14,6 +14,7 @@ from typing import Any
 _INPUT = 0.1
 _CALLBACKS = 0.1
 _REDUCTION = 0.25
+_BUBBLE = 0.25
 # How far one device may be behind the others, and how idle they may be.
 _BEHIND = 0.1
 _IDLE = 0.5
@@ -31,6 +32,7 @@ def verdict(timing: Mapping[str, Any], devices: Sequence[Mapping[str, Any]] = ()
         _input(timing),
         _reduction(timing),
         _callbacks(timing),
+        _bubble(timing),
         _slow_replica(timing.get("replica_busy_seconds") or []),
         *_slow_gpus(devices),
         _idle(timing, devices),
@@ -65,6 +67,16 @@ def _callbacks(timing):
         _CALLBACKS,
         "callbacks take {:.0%} of a step; take several steps a call "
         "(--steps_per_execution=auto), or callbacks that read logs less often",
+    )
+
+
+def _bubble(timing):
+    return _share(
+        timing.get("bubble_share"),
+        _BUBBLE,
+        "the devices of the split model wait {:.0%} of the time for each other; give a pipeline "
+        "more micro-batches (--layout=…,micro_batches=8), or balance what each device computes "
+        "(scripts/check.py --layout shows what lies where)",
     )
 
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 from kdist.planner import find_gpu
 from kdist.telemetry.flops import training_flops
 from kdist.telemetry.profile import SampledProfiles
+from kdist.telemetry.split_steps import SplitSteps, split_devices
 from kdist.telemetry.step_times import StepTimes
 
 
@@ -37,13 +38,17 @@ class Windows:
             strategy.num_replicas_in_sync,
             flops,
             peak,
+            split_devices(strategy),
         )
         can_profile = self._clock is not None and _computes_here(strategy)
         self._profiles = SampledProfiles() if profiles and can_profile else None
+        self._split = SplitSteps(model) if split_devices(strategy) else None
         self._since = time.perf_counter()
 
     def before_call(self):
         """To be called before each call of the step function."""
+        if self._split:
+            self._split.before_call()
         if self._profiles:
             self._profiles.begin()
 
@@ -63,8 +68,12 @@ class Windows:
         self._since = time.perf_counter()
         return self._times.window(self._clock.take(), work) if self._clock else {}
 
-    def forget(self):
-        """Leaves out what was done until now."""
+    def after_first_call(self):
+        """To be called after the first call, which traces and compiles; leaves that out."""
+        if self._split:
+            self._split.after_first_call()
+            if self._profiles:
+                self._profiles.placed = self._split.placed
         self._since = time.perf_counter()
         if self._clock:
             self._clock.take()
@@ -73,8 +82,14 @@ class Windows:
         """The figures of all windows together; empty if there was none."""
         return self._times.together()
 
+    def crossing_bytes(self) -> dict[str, int] | None:
+        """Of a split model, what a step sends from device to device; None for another model."""
+        return self._split.crossing_bytes if self._split else None
+
     def end(self):
         """Ends what goes on besides."""
+        if self._split:
+            self._split.end()
         if self._profiles:
             self._profiles.stop()
 

@@ -17,6 +17,7 @@ def test_nothing_to_say():
         "reduce_share": 0.1,
         "examples_per_second": 100.0,
         "replica_busy_seconds": [0.1, 0.102],
+        "bubble_share": 0.1,
     }
     assert verdict(timing, even) == []
     assert verdict({}) == []
@@ -33,6 +34,11 @@ def test_gradients_and_callbacks():
     reduction, callbacks = verdict({"reduce_share": 0.41, "callback_share": 0.15})
     assert "all-reduce is 41% of a step" in reduction
     assert "callbacks take 15%" in callbacks
+
+
+def test_the_bubble_of_a_split_model():
+    (text,) = verdict({"bubble_share": 0.4})
+    assert "wait 40% of the time for each other; give a pipeline more micro-batches" in text
 
 
 def test_a_slow_replica_is_named():

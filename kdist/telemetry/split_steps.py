@@ -1,0 +1,65 @@
+"""Which operations of a split model are on which device, and what they send each other."""
+
+import contextlib
+import functools
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from kdist.parallel.groups import GroupStrategy, short_name
+from kdist.parallel.traffic import WatchedGraphs, watched_graphs
+
+
+def split_devices(strategy: tf.distribute.Strategy) -> list[str]:
+    """The devices that models under a strategy are split over, as far as this process has them.
+
+    Empty where replicas are on one device each.
+    """
+    if not isinstance(strategy, GroupStrategy) or strategy.layout.group_size == 1:
+        return []
+    names = [short_name(device) for group in strategy.groups for device in group]
+    host = names[0].rpartition("/")[0]
+    return [name for name in names if name.rpartition("/")[0] == host]
+
+
+class SplitSteps:
+    """Looks at the first call of a split model's step, when TensorFlow tells of its graphs.
+
+    Args:
+        model: compiled; what it was given to train on has to be known by its first call.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        self._watch = contextlib.ExitStack()
+        self._graphs: WatchedGraphs | None = None
+
+    def before_call(self):
+        """To be called before each call; watches the first one."""
+        if self._graphs is None:
+            self._graphs = self._watch.enter_context(watched_graphs())
+
+    def after_first_call(self):
+        """To be called after it."""
+        self._watch.close()
+
+    @property
+    def placed(self) -> Mapping[str, str] | None:
+        """The device of each operation; None where TensorFlow did not tell: the step ran before."""
+        return (self._graphs.devices or None) if self._graphs else None
+
+    @functools.cached_property
+    def crossing_bytes(self) -> dict[str, int] | None:
+        """Such as `{"CPU:0 to CPU:1": 1228800}`, in a step; None where it is not known."""
+        batch = getattr(self._model, "global_batch_size", None)
+        if not (self._graphs and batch):
+            return None
+        layout = self._model.distribute_strategy.layout
+        crossing = self._graphs.crossing_bytes(batch // (layout.data * layout.micro_batches))
+        if crossing is None:
+            return None
+        return {f"{here} to {there}": size for (here, there), size in sorted(crossing.items())}
+
+    def end(self):
+        """Ends the watching, if training ended within the first call."""
+        self._watch.close()

@@ -1,0 +1,107 @@
+"""What telemetry says of models that are split over devices."""
+
+import functools
+import json
+
+import keras
+import numpy as np
+import pytest
+from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+import kdist
+from kdist.callbacks import Telemetry
+from kdist.parallel import split, stage
+from kdist.parallel.traffic import watched_graphs
+from kdist.telemetry.profile import SampledProfiles
+from kdist.telemetry.step_times import StepTimes
+from kdist.telemetry.trace import Work, work_of
+from kdist.training.clock import Times
+from tests.telemetry.test_trace import plane
+
+BATCH, HIDDEN = 16, 128
+FLOAT = 4
+
+
+def stages(layout, **options):
+    with kdist.create_strategy(kdist.Layout.parse(layout)).scope():
+        inputs = keras.Input((8,))
+        x = keras.layers.Dense(HIDDEN, "relu", name="first")(inputs)
+        plain = keras.Model(inputs, keras.layers.Dense(4, name="second")(x))
+        model = split(plain, {"first": stage(0), "second": stage(1)})
+        model.compile("sgd", "mse", **options)
+    return model
+
+
+def examples(rows=4 * BATCH):
+    x = np.random.default_rng(0).normal(size=(rows, 8)).astype("float32")
+    return x, x[:, :4]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "rows", "activations"),
+    [
+        ("pipeline=2", {}, 64, BATCH * HIDDEN),
+        ("pipeline=2", {"steps_per_execution": 4}, 64, BATCH * HIDDEN),
+        ("pipeline=2,micro_batches=2", {}, 64, BATCH * HIDDEN),
+        ("data=2,pipeline=2", {}, 64, BATCH // 2 * HIDDEN),
+    ],
+)
+def test_bytes_that_cross(layout, options, rows, activations):
+    """The activations go to the second stage, with targets; their gradients come back."""
+    model = stages(layout, **options)
+    with watched_graphs() as graphs:
+        model.fit(*examples(rows), batch_size=BATCH, verbose=0)
+    layout = model.distribute_strategy.layout
+    crossing = graphs.crossing_bytes(BATCH // (layout.data * layout.micro_batches))
+    there, back = crossing["CPU:0", "CPU:1"], crossing["CPU:1", "CPU:0"]
+    targets = BATCH // layout.data * 4
+    # Besides them single numbers; with micro-batches the inputs, from whose rows they are cut.
+    inputs = BATCH * 8 if layout.micro_batches > 1 else 0
+    assert 0 <= there - FLOAT * (activations + targets) <= FLOAT * (inputs + 32)
+    assert 0 <= back - FLOAT * activations <= FLOAT * 32
+
+
+def test_operations_are_told_by_the_device_that_they_are_on():
+    space = xplane_pb2.XSpace()
+    events = [("a/MatMul:MatMul", 0, 10), ("b/MatMul:MatMul", 5, 20), ("range:Range", 0, 40)]
+    plane(space, "/host:CPU", "thread", events)
+    work = work_of(space, 10, {"a/MatMul": "CPU:0", "b/MatMul": "CPU:1"})
+    assert work.devices == ["CPU:0", "CPU:1"]
+    assert work.busy_seconds == pytest.approx([0.001, 0.0015])
+    assert work.compute_seconds == pytest.approx(0.002)
+
+
+def test_the_bubble_is_what_devices_wait():
+    times = StepTimes(64, 2, devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
+    work = Work([0.1, 0.2, 0.2], 0.3, 0.1, [], ["CPU:0", "CPU:1", "CPU:3"])
+    figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), work)
+    assert figures["device_busy_share"] == pytest.approx([0.25, 0.5, 0, 0.5])
+    assert figures["bubble_share"] == pytest.approx(1 - 1.25 / 4)
+    assert "replica_busy_seconds" not in figures
+
+
+def test_a_training(tmp_path, monkeypatch):
+    profiles = functools.partial(SampledProfiles, first_after_seconds=0.0)
+    monkeypatch.setattr("kdist.telemetry.windows.SampledProfiles", profiles)
+    model = stages("pipeline=2,micro_batches=2")
+    telemetry = Telemetry(tmp_path, device_seconds=None)
+    x, y = examples(64 * BATCH)
+    model.fit(x, y, batch_size=BATCH, epochs=8, verbose=0, callbacks=[telemetry])
+    summary = telemetry.summary()
+    assert summary["crossing_bytes_per_step"].keys() == {"CPU:0 to CPU:1", "CPU:1 to CPU:0"}
+    assert len(summary["device_busy_share"]) == 2
+    assert all(0 < share < 1 for share in summary["device_busy_share"])
+    assert summary["bubble_share"] == pytest.approx(1 - sum(summary["device_busy_share"]) / 2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert any("device_busy_share" in line for line in lines if line["kind"] == "timing")
+    plots = kdist.report.timing_plots.share_plots(kdist.report.read_run(tmp_path))
+    assert plots[-1].title == "Share of the time in which each device works"
+
+
+def test_a_model_that_is_whole_has_none_of_it(mirrored, tmp_path):
+    with mirrored.scope():
+        model = kdist.Model.of(keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]))
+        model.compile("sgd", "mse")
+    telemetry = Telemetry(tmp_path, device_seconds=None)
+    model.fit(*examples(), batch_size=BATCH, verbose=0, callbacks=[telemetry])
+    assert "crossing_bytes_per_step" not in telemetry.summary()
