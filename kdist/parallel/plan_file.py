@@ -1,6 +1,7 @@
 """Split plans in files: JSON, patterns on names of layers beside where they go.
 
 {"stem.*": "stage(0)", ".*_up": "column(stage=1)", "head": "stage(1)"}
+{".*_up/kernel": [null, "model"], ".*_down/kernel": ["model", null]}
 """
 
 import ast
@@ -55,6 +56,8 @@ def write_plan(plan: split_plan.SplitPlan, path: str | os.PathLike):
 
 
 def _text(where):
+    if isinstance(where, tuple):
+        return list(where)
     if isinstance(where, split_plan.Division):
         return f"{where.how}({'' if where.stage is None else f'stage={where.stage}'})"
     return f"{type(where).__name__.lower()}({where.number})"
@@ -62,6 +65,8 @@ def _text(where):
 
 def _place(path, pattern, text):
     """What a text such as "stage(1)" says; no more than a name and numbers is looked at."""
+    if isinstance(text, list):
+        return tuple(text)
     try:
         call = ast.parse(text, mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):

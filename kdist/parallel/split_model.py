@@ -28,6 +28,7 @@ from kdist.parallel.split_plan import (
     operations_by_name,
     places_by_name,
 )
+from kdist.parallel.variable_patterns import on_layers
 from kdist.training import step as steps
 from kdist.training.accumulation import optimizers_of
 from kdist.training.keras_internals import recompute_constants, save_as, saved_name
@@ -44,7 +45,8 @@ def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":
     Args:
         model: functional or Sequential, built; nested ones are split as well.
         plan: a name's pattern -> `stage(n)`, `device(n)`, or `column()`, `row()`, `heads()` for
-            layers whose weights are divided; see `kdist.parallel.split_plan`.
+            layers whose weights are divided, or a variable's pattern -> its axes, such as
+            `(None, "model")`; see `kdist.parallel.split_plan`.
 
     Raises:
         ValueError: another strategy, or a plan that does not fit the model or the layout.
@@ -57,6 +59,7 @@ def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":
             "a model is split in the scope of a strategy of groups of devices: "
             "`with kdist.create_strategy(kdist.Layout(pipeline=2)).scope():`"
         )
+    plan = on_layers(model, plan)
     places = places_by_name(model, plan, strategy.layout)
     divisions = divisions_by_name(model, plan, strategy.layout)
     for name, operation in operations_by_name(model).items():

@@ -3,6 +3,7 @@
     {"stage1/.*": stage(0), "stage2/.*": stage(1)}      # stages of a pipeline
     {"branch_b.*": device(1)}                           # devices of a replica's group
     {".*_up": column(), ".*_down": row(), ".*_attention": heads()}  # weights that are divided
+    {".*_up/kernel": (None, "model"), ".*_down/kernel": ("model", None)}  # the same, of variables
 
 A pattern is a regular expression that matches a whole name. A layer within a nested model has the
 names of both, `block/conv`; a pattern that matches the nested model is for all of it that no
@@ -12,7 +13,7 @@ number among them, and to 0 at the beginning.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import keras
 
@@ -74,7 +75,7 @@ def device(number: int) -> Device:
     return Device(number)
 
 
-SplitPlan = Mapping[str, Stage | Device | Division]
+SplitPlan = Mapping[str, Stage | Device | Division | tuple]
 
 
 def places_by_name(model: keras.Model, plan: SplitPlan, layout: Layout) -> dict[str, int]:
@@ -97,7 +98,7 @@ def places_by_name(model: keras.Model, plan: SplitPlan, layout: Layout) -> dict[
     """
     graph = functional_graph(model)
     numbers = {pattern: _number(pattern, where, layout) for pattern, where in plan.items()}
-    patterns = _matched(list(_names(graph)), numbers)
+    patterns = match_names(list(_names(graph)), numbers)
     divided = {name for name in patterns if isinstance(plan[patterns[name]], Division)}
     _check_degree(divided, layout)
     matched = {name: number for name in patterns if (number := numbers[patterns[name]]) is not None}
@@ -120,7 +121,7 @@ def divisions_by_name(model: keras.Model, plan: SplitPlan, layout: Layout) -> di
     Raises:
         ValueError: the layout is for divided layers, and the plan names none.
     """
-    patterns = _matched(list(_names(functional_graph(model))), plan)
+    patterns = match_names(list(_names(functional_graph(model))), plan)
     where = {name: plan[pattern] for name, pattern in patterns.items()}
     divisions = {name: each.how for name, each in where.items() if isinstance(each, Division)}
     if layout.tensor > 1 and not divisions:
@@ -191,7 +192,7 @@ def _number(pattern, where, layout):
     else:
         raise TypeError(
             f"{pattern!r} goes to {where!r}: say kdist.parallel.stage(n), device(n), column(), "
-            "row() or heads()"
+            'row() or heads(); or, of a variable, its axes, such as (None, "model")'
         )
     if number is None:
         return None
@@ -211,8 +212,12 @@ def _check_degree(divided, layout):
         )
 
 
-def _matched(names, patterns):
-    """The pattern that matches each name that one matches."""
+def match_names(names: list[str], patterns: Iterable[str], kind: str = "layer") -> dict[str, str]:
+    """The pattern that matches each name that one matches.
+
+    Raises:
+        ValueError: a pattern matches nothing, or is no regular expression; two match one name.
+    """
     by_name: dict[str, str] = {}
     for pattern in patterns:
         try:
@@ -220,7 +225,7 @@ def _matched(names, patterns):
         except re.error as error:
             raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
         if not found:
-            raise ValueError(f"{pattern!r} matches no layer; there are {_listed(names)}")
+            raise ValueError(f"{pattern!r} matches no {kind}; there are {_listed(names)}")
         for name in found:
             if name in by_name:
                 raise ValueError(

@@ -1,0 +1,92 @@
+"""Plans that name variables and their axes become plans of layers."""
+
+import keras
+import pytest
+
+import kdist
+from kdist.parallel import column, device, heads, read_plan, row, split, stage, write_plan
+from kdist.parallel.split_plan import Division
+from kdist.parallel.variable_patterns import on_layers
+
+
+def transformer():
+    layers = keras.layers
+    inputs = keras.Input((4,), dtype="int32")
+    x = layers.Embedding(8, 8, name="tokens")(inputs)
+    x = layers.MultiHeadAttention(2, 4, name="attention")(x, x)
+    block = keras.Sequential(
+        [
+            keras.Input((4, 8)),
+            layers.Dense(16, "relu", name="ffn_up"),
+            layers.Dense(8, name="ffn_down"),
+        ],
+        name="block",
+    )
+    x = layers.Reshape((4, 8, 1), name="image")(block(x))
+    x = layers.Conv2D(4, 3, name="conv")(x)
+    return keras.Model(inputs, x)
+
+
+@pytest.mark.parametrize(
+    ("plan", "layers"),
+    [
+        (
+            {".*/ffn_up/kernel": (None, "model"), ".*/ffn_down/kernel": ("model", None)},
+            {"block/ffn_up": column(), "block/ffn_down": row()},
+        ),
+        (
+            {"block/ffn_up/kernel": (None, "model"), "block/ffn_up/bias": ("model",)},
+            {"block/ffn_up": column()},
+        ),
+        ({"tokens/.*": ("model", None)}, {"tokens": row()}),
+        ({"conv/kernel": (None, None, "model", None)}, {"conv": row()}),
+        ({"conv/kernel": (None, None, None, "model")}, {"conv": column()}),
+        (
+            {
+                "attention/(query|key|value)/kernel": (None, "model", None),
+                "attention/(query|key|value)/bias": ("model", None),
+                "attention/attention_output/kernel": ("model", None, None),
+            },
+            {"attention": heads()},
+        ),
+        (
+            {"block/.*": stage(1), "block/ffn_up/kernel": (None, "model")},
+            {"block/ffn_up": Division("column", 1), "block/ffn_down": stage(1)},
+        ),
+        ({"block": stage(1)}, {"block": stage(1)}),
+    ],
+)
+def test_axes_of_variables(plan, layers):
+    assert on_layers(transformer(), plan) == layers
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"ffn_up/kernel": (None, "model")}, r"matches no variable; there are tokens/embeddings"),
+        ({"tokens/.*": (None, "model"), ".*s": (None, "model")}, "both match 'tokens/embeddings'"),
+        ({"conv/kernel": (None, "model")}, r"shape \(3, 3, 1, 4\); say None or .* its 4 axes"),
+        ({"tokens/.*": (None, "data")}, "say None or"),
+        ({"tokens/.*": (None, None)}, '"model" for one'),
+        ({"tokens/.*": ("model", "model")}, "cannot be divided so"),
+        ({"conv/kernel": ("model", None, None, None)}, "cannot be divided so; a kernel is divid"),
+        ({"attention/query/kernel": ("model", None, None)}, "attention by its heads"),
+        (
+            {"block/ffn_up/kernel": ("model", None), "block/ffn_up/bias": ("model",)},
+            "divides 'block/ffn_up/bias' by column, and another pattern its layer by row",
+        ),
+        ({"tokens": device(0), "tokens/.*": (None, "model")}, "both say where 'tokens' goes"),
+    ],
+)
+def test_what_is_refused(plan, message):
+    with pytest.raises(ValueError, match=message):
+        on_layers(transformer(), plan)
+
+
+def test_a_model_is_split_so(tmp_path):
+    plan = {".*/ffn_up/kernel": (None, "model"), ".*/ffn_down/kernel": ("model", None)}
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    with kdist.create_strategy(kdist.Layout(tensor=2)).scope():
+        model = split(transformer(), plan)
+    assert model.divisions == {"block/ffn_up": "column", "block/ffn_down": "row"}
