@@ -36,7 +36,8 @@ def all_layouts(model, **arguments):
 
 def test_what_fits_everywhere_and_computes_much_is_replicated():
     """Weights few, arithmetic much: replicas exchange little and never wait for each other."""
-    model = kdist.models.resnet18((64, 64, 3), 10)
+    convolutions = (layers.Conv2D(32, 3, padding="same", name=f"c{n}") for n in range(4))
+    model = keras.Sequential([keras.Input((64, 64, 8)), *convolutions])
     found = suggest(model, devices=4, memory_gb=32, batch_size=256)
     assert found.layout == Layout(data=4)
     assert found == {}
@@ -93,13 +94,20 @@ def test_there_is_no_plan():
         suggest(model, devices=2, batch_size=1)
 
 
-def test_micro_batches_are_refused_where_replicas_synchronize():
-    inputs = keras.Input((64,))
-    x = inputs
-    for _ in range(4):
-        x = layers.BatchNormalization(synchronized=True)(layers.Dense(64)(x))
-    found = suggest(keras.Model(inputs, x), devices=4, batch_size=64)
-    assert found.layout.data == 1 or found.layout.micro_batches == 1
+def test_micro_batches_are_refused_where_replicas_synchronize(monkeypatch):
+    """Also where they would be the fastest."""
+    monkeypatch.setattr(
+        "kdist.parallel.suggesting.step_seconds",
+        lambda pieces, numbers, layout, rows: -(layout.data**2) * layout.micro_batches,
+    )
+    found = {}
+    for synchronized in (False, True):
+        x = inputs = keras.Input((64,))
+        for _ in range(4):
+            x = layers.BatchNormalization(synchronized=synchronized)(layers.Dense(64)(x))
+        found[synchronized] = suggest(keras.Model(inputs, x), devices=4, batch_size=64).layout
+    assert found[False] == Layout(data=2, pipeline=2, micro_batches=16)
+    assert found[True] == Layout(pipeline=4, micro_batches=32)
 
 
 # What it is chosen by.

@@ -32,7 +32,7 @@ def gated():
     up = layers.Dense(64, name="up")(inputs)
     x = layers.Multiply(name="product")([gate, up])
     x = layers.Dropout(0.0, name="drop")(x)
-    x = layers.LayerNormalization(name="norm")(layers.Dense(16, name="down")(x))
+    x = layers.LayerNormalization(name="norm")(layers.Dense(64, name="down")(x))
     x = layers.Dense(64, activation="relu", name="first")(x)
     x = layers.Dense(64, activation="relu", name="second")(x)
     return keras.Model(inputs, layers.Dense(3, activation="softmax", name="head")(x))
@@ -131,12 +131,12 @@ def test_what_is_gathered_is_what_the_plan_says(name):
 
 SLOW = pytest.mark.slow
 CASES = [
-    ("transformer", "tensor=4"),
+    pytest.param("transformer", "tensor=4", marks=SLOW),
     pytest.param("transformer", "data=2,tensor=2", marks=SLOW),
     pytest.param("transformer", "pipeline=2,tensor=2,micro_batches=2", marks=SLOW),
     ("gated", "pipeline=2,tensor=2"),
     pytest.param("cnn", "tensor=4", marks=SLOW),
-    ("nested", "tensor=4"),
+    ("nested", "pipeline=2,tensor=2"),
 ]
 
 
@@ -188,6 +188,14 @@ def test_each_of_four_devices_holds_its_share():
     assert rows[0].slot_bytes == pytest.approx(counted / 2, rel=1e-3)
 
 
+def test_activations_are_kept_in_parts_where_they_stay_divided():
+    model = transformer()
+    divided = ModelWork(model).pieces(chosen_divisions(model, 4))
+    for whole, first in zip(ModelWork(model).pieces(), divided, strict=True):
+        in_parts = whole.name in ("block1_attention", "block1_ffn_up")
+        assert first.kept_bytes == whole.kept_bytes / (4 if in_parts else 1), whole.name
+
+
 def test_small_layers_stay_whole():
     plan = suggest(transformer(), Layout(tensor=2))
     assert "position_embedding" not in plan
@@ -230,6 +238,17 @@ def test_a_column_whose_rows_are_on_the_next_stage_is_gathered():
     assert {"gate", "up"} <= set(divisions.gathered)
     assert divisions.how["second"] == "row"
     assert "first" not in divisions.gathered
+
+
+def test_two_layers_on_two_stages_are_no_pair():
+    """Each by itself is then divided where no gather follows."""
+    model = keras.Sequential(
+        [keras.Input((64,)), layers.Dense(64, name="d0"), layers.Dense(64, name="d1")]
+    )
+    assert suggest(model, Layout(tensor=2)) == {"d0": column(), "d1": row()}
+    plan = suggest(model, Layout(pipeline=2, tensor=2))
+    assert plan == {"d0": row(0), "d1": row(1)}
+    assert plan.gathered == ()
 
 
 def test_programs_divide_weights_by_themselves():
