@@ -28,6 +28,8 @@ from kdist.parallel.split_plan import (
 
 # A pipeline of S stages is tried with as many micro-batches as S times these.
 _MICRO_BATCHES_PER_STAGE = (1, 2, 4, 8)
+# Plans whose steps are computed to be so close to each other are taken for equally fast.
+_NEARLY = 1.1
 
 
 class Suggestion(dict[str, Stage | Device | Division]):
@@ -67,7 +69,8 @@ def suggest(
     (`kdist.parallel.dividing`).
 
     Given `devices` in the place of a layout, all layouts of so many devices are tried, and of those
-    that fit the one whose step is computed to be the shortest is taken.
+    that fit one whose step is computed to be (nearly) the shortest is taken: of several, the one
+    with the most replicas and the fewest micro-batches.
 
     Args:
         model: functional or Sequential, built.
@@ -166,7 +169,7 @@ def _divisors(number):
 
 
 def _fastest(work, devices, memory_gb, batch_size):
-    """Of the plans that fit, the one with the shortest step."""
+    """Of the plans that fit, the simplest of those with about the shortest step."""
     found, refused = [], ""
     for layout in _layouts(devices, batch_size):
         if layout.data > batch_size:
@@ -184,7 +187,11 @@ def _fastest(work, devices, memory_gb, batch_size):
         raise ValueError(
             f"no layout of {devices} devices fits. {_too_large(least, memory_gb, batch_size)}"
         )
-    return min(fitting, key=lambda each: each.step_seconds)
+    longest = _NEARLY * min(each.step_seconds for each in fitting)
+    return min(
+        (each for each in fitting if each.step_seconds <= longest),
+        key=lambda each: (-each.layout.data, each.layout.micro_batches, each.step_seconds),
+    )
 
 
 def _too_large(found, memory_gb, batch_size):
