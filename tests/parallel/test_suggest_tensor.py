@@ -10,7 +10,7 @@ import kdist
 from kdist import Layout
 from kdist.parallel import column, heads, row, split, split_as, stage, suggest
 from kdist.parallel.dividing import chosen_divisions
-from kdist.parallel.pieces import ModelWork
+from kdist.parallel.pieces import LINK_BYTES_PER_SECOND, ModelWork
 from kdist.parallel.placement import groups_of, operations_that_run, what_lies_where
 from kdist.testing import assert_same_weights
 
@@ -194,6 +194,25 @@ def test_activations_are_kept_in_parts_where_they_stay_divided():
     for whole, first in zip(ModelWork(model).pieces(), divided, strict=True):
         in_parts = whole.name in ("block1_attention", "block1_ffn_up")
         assert first.kept_bytes == whole.kept_bytes / (4 if in_parts else 1), whole.name
+
+
+def test_a_divided_layer_computes_its_part_and_its_devices_meet():
+    """Numbers of a token: 16 features, 64 within the feed-forward part; six tokens."""
+    model = transformer()
+    whole = {piece.name: piece.seconds for piece in ModelWork(model).pieces()}
+    pieces = ModelWork(model).pieces(chosen_divisions(model, 4))
+    numbers_sent = {
+        "block1_attention": 3 * (16 + 16),  # to three others, and their sums back
+        "block1_ffn_up": 3 * 16,  # what it gives stays divided
+        "block1_ffn_down": 3 * 16,
+        "token_embedding": 3 * (1 + 16 / 4),  # the number of the token; three parts are joined
+    }
+    for piece in pieces:
+        seconds = whole[piece.name]
+        if piece.name in numbers_sent:
+            sent = 4 * TOKENS * numbers_sent[piece.name]
+            seconds = seconds / 4 + 2 * sent / LINK_BYTES_PER_SECOND
+        assert piece.seconds == pytest.approx(seconds, rel=1e-9), piece.name
 
 
 def test_small_layers_stay_whole():
