@@ -2,8 +2,6 @@
 
     balanced_stages(pieces, 4)           # the stage of each piece: [0, 0, 1, …]
     branches(pieces, 2)                  # the device of each
-
-Imports no TensorFlow.
 """
 
 import collections

@@ -3,8 +3,6 @@
 For devices in the proportions of a V100 with NVLink (`kdist.parallel.pieces`). What costs nothing
 here: that a device reaches less of its peak with fewer rows at a time, the host, and waiting for
 input. Good for comparing layouts with each other; how long a step takes, `kdist.plan` predicts.
-
-Imports no TensorFlow.
 """
 
 from collections.abc import Sequence
