@@ -1,7 +1,7 @@
 """Pieces of a model on stages that take about equally long, or on devices side by side.
 
-    balanced_stages(pieces, 4)           # the stage of each piece: [0, 0, 1, …]
-    branches(pieces, 2)                  # the device of each
+balanced_stages(pieces, 4)           # the stage of each piece: [0, 0, 1, …]
+branches(pieces, 2)                  # the device of each
 """
 
 import collections

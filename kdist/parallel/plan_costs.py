@@ -1,7 +1,7 @@
 """What a plan is computed to take: seconds of a step, bytes of each device.
 
-For devices in the proportions of a V100 with NVLink (`kdist.parallel.pieces`). What costs nothing
-here: that a device reaches less of its peak with fewer rows at a time, the host, and waiting for
+For devices in the proportions of a V100 with NVLink (`kdist.parallel.pieces`). What counts
+nothing here: that a device reaches less of its peak with fewer rows at a time, and waiting for
 input. Good for comparing layouts with each other; how long a step takes, `kdist.plan` predicts.
 """
 
