@@ -95,12 +95,13 @@ flags.DEFINE_string(
     None,
     "Splits the model over devices, instead of --strategy. data=2,branch=2: two replicas, each "
     "with branches on two devices; pipeline=2,micro_batches=4: stages that work on four parts of a "
-    "batch in turn; tensor=2: layers whose weights are divided, which a --split file names.",
+    "batch in turn; tensor=2: layers whose weights are divided over two devices.",
 )
 flags.DEFINE_string(
     "split",
     "auto",
-    "With --layout, which layer goes where: auto balances what they cost; or a JSON file such as "
+    "With --layout, which layer goes where: auto balances what they cost, and divides the largest "
+    "weights; or a JSON file such as "
     '{"stem.*": "stage(0)", "head": "stage(1)"} or {".*_up": "column()", ".*_down": "row()"}. '
     "scripts/check.py --layout shows what lies where.",
 )

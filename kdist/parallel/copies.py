@@ -2,6 +2,8 @@
 
 import keras
 
+from kdist.layout import Layout
+
 # What a model may do in its own way, which a copy of its layers would not.
 _OWN_WAYS = (
     *("call", "train_step", "test_step", "predict_step"),
@@ -74,3 +76,19 @@ def leave_uncompiled(model: keras.Model):
     """As a model that `compile` has not been called on: Keras's copies are compiled by Keras."""
     model.compiled, model.optimizer = False, None
     model._compile_loss = model._compile_metrics = None
+
+
+def check_micro_batches(model: keras.Model, layout: Layout):
+    """Raises where a model's layers do not go with a layout's micro-batches.
+
+    Raises:
+        ValueError: a layer is synchronised over replicas.
+    """
+    if layout.data == 1 or layout.micro_batches == 1:
+        return
+    for layer in model._flatten_layers():
+        if getattr(layer, "synchronized", False):
+            raise ValueError(
+                f"{layer.name!r} is synchronised over replicas, whose micro-batches may differ in "
+                "size: leave synchronized out, or micro_batches"
+            )

@@ -14,7 +14,7 @@ import keras
 from kdist.layout import Layout
 from kdist.parallel import split_plan
 from kdist.parallel.split_model import SplitModel, split
-from kdist.parallel.suggest import suggest
+from kdist.parallel.suggesting import suggest
 
 # What a plan can say: the functions of `split_plan` by their names.
 _SAYS = {name: getattr(split_plan, name) for name in ("stage", "device", "column", "row", "heads")}

@@ -66,24 +66,13 @@ def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":
         if name in divisions:
             how = divisions[name]
             tensor_parallel.check_division(name, operation, how, strategy.layout.tensor)
-    _check_micro_batches(model, strategy.layout)
+    copies.check_micro_batches(model, strategy.layout)
     copy = Model.of(_copy(model, "", places, divisions, strategy))
     copy.__class__ = _split_class(type(copy))  # type: ignore[arg-type]
     copy.places, copy.divisions = places, divisions
     copy.set_weights(model.get_weights())
     recompute_constants(copy)
     return copy
-
-
-def _check_micro_batches(model, layout):
-    if layout.data == 1 or layout.micro_batches == 1:
-        return
-    for layer in model._flatten_layers():
-        if getattr(layer, "synchronized", False):
-            raise ValueError(
-                f"{layer.name!r} is synchronised over replicas, whose micro-batches may differ in "
-                "size: leave synchronized out, or micro_batches"
-            )
 
 
 def _copy(model, prefix, places, divisions, strategy):

@@ -1,5 +1,7 @@
 """Which layers can be divided, and into how many parts."""
 
+import math
+
 import keras
 
 _CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
@@ -51,6 +53,39 @@ def check_division(name: str, layer, how: str, degree: int):
             f"only some of the variables of {name!r} are trainable: freeze the layer with "
             "trainable=False, or leave it whole"
         )
+
+
+def possible_divisions(name: str, layer, degree: int) -> list[str]:
+    """How the weights of a layer could be divided; of most operations, in no way.
+
+    Args:
+        name: and `layer` and `degree`, as `check_division` takes them.
+    """
+    return [how for how in _HOW.get(type(layer), ()) if _is_possible(name, layer, how, degree)]
+
+
+def _is_possible(name, layer, how, degree):
+    try:
+        check_division(name, layer, how, degree)
+    except ValueError:
+        return False
+    return True
+
+
+def divided_numbers(layer, how: str) -> int:
+    """How many numbers of a layer's weights are divided; a bias that is added to a sum is not.
+
+    Args:
+        layer: one that can be divided.
+        how: "column", "row" or "heads".
+    """
+    bias = None
+    if how == "heads":
+        bias = layer._output_dense.bias
+    elif how == "row":
+        bias = getattr(layer, "bias", None)
+    whole = 0 if bias is None else math.prod(bias.shape)
+    return sum(math.prod(weight.shape) for weight in layer.weights) - whole
 
 
 def _check_kind(name, layer, how):
