@@ -20,6 +20,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from kdist.backend import check_is_tensorflow
 from kdist.training.keras_internals import Functional as KerasFunctional
 from kdist.training.keras_internals import TensorFlowTrainer, recompute_constants, save_as
 from kdist.training.replicated import ReplicatedTrainer
@@ -35,6 +36,7 @@ class Model(ReplicatedTrainer, keras.Model):
     """
 
     def __new__(cls, *args, **kwargs):
+        check_is_tensorflow("kdist.Model")
         if cls is Model and _are_functional(args, kwargs):
             cls = Functional
         return super().__new__(cls)
@@ -78,6 +80,7 @@ class Model(ReplicatedTrainer, keras.Model):
             ValueError: `model` has to be copied and cannot be: it is not built, or a subclass
                 without `get_config`.
         """
+        check_is_tensorflow("kdist.Model")
         if not isinstance(model, keras.Model):
             raise TypeError(f"Model.of takes a keras.Model, got {type(model).__name__}")
         if model._distribute_strategy is not _current_strategy():
@@ -96,6 +99,7 @@ def patch_keras():
     functional API, and shall stay as they are. Models that exist already are included; nothing but
     training changes. There is no way back.
     """
+    check_is_tensorflow("kdist.patch_keras()")
     Model.__bases__ = (keras.Model,)
     keras.Model.__bases__ = tuple(
         ReplicatedTrainer if base is TensorFlowTrainer else base for base in keras.Model.__bases__

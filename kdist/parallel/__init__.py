@@ -1,11 +1,13 @@
 """Models split over devices: their layers, branches, stages and weights."""
 
+from kdist.parallel.jax_mesh import Mesh
 from kdist.parallel.plan_file import read_plan, split_as, write_plan
 from kdist.parallel.split_model import SplitModel, split
 from kdist.parallel.split_plan import column, device, heads, row, stage
 from kdist.parallel.suggest import suggest
 
 __all__ = [
+    "Mesh",
     "SplitModel",
     "column",
     "device",
