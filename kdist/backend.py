@@ -1,7 +1,8 @@
 """Which of Keras's backends this process has: TensorFlow, or JAX (`pip install 'kdist[jax]'`).
 
-Keras takes one, from KERAS_BACKEND, when it is imported, and keeps it. Strategies, `kdist.Model` and
-the callbacks are TensorFlow's; builders, pipelines, schedules and `kdist.parallel.Mesh` work on JAX.
+Keras takes one, from KERAS_BACKEND, when it is imported, and keeps it. Strategies, `kdist.Model`
+and most callbacks are TensorFlow's; builders, pipelines and schedules work on both, and
+`kdist.parallel.Mesh` on JAX.
 """
 
 import keras

@@ -25,7 +25,8 @@ SCALES = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math
 class ExampleSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """A learning rate as a function of the examples seen; the base of all schedules here.
 
-    A subclass writes `_rate(examples)` with `keras.ops` on float64 (on JAX: float32), and `get_config`.
+    A subclass writes `_rate(examples)` with `keras.ops`, on float64 (on JAX: float32), and
+    `get_config`.
 
     Args:
         batch: the `Batch` behind one optimizer step, or its dict of sizes.

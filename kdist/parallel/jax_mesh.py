@@ -12,6 +12,7 @@ Xu et al., 2021, arXiv:2105.04663); so all is as it is on one device, BatchNorm 
 included. The model stays Keras's own, in files as well.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -189,10 +190,8 @@ def _first_devices(layout):
 
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         wanted = max(layout.devices, jax.config.jax_num_cpu_devices)
-        try:
+        with contextlib.suppress(RuntimeError):  # JAX has started; it may have enough
             jax.config.update("jax_num_cpu_devices", wanted)
-        except RuntimeError:  # JAX has started; it may have enough
-            pass
     names = keras.distribution.list_devices()
     if len(names) >= layout.devices:
         return names[: layout.devices]
