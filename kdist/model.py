@@ -60,8 +60,7 @@ class Model(ReplicatedTrainer, keras.Model):
         A model that is compiled with a schedule of kdist is saved as not compiled, so that its
         file opens without kdist; after opening it, call `compile` with a schedule again.
         """
-        config = super().get_compile_config()
-        return {} if _names_kdist(config) else config
+        return _readable_without_kdist(super().get_compile_config())
 
     @classmethod
     def of(cls, model: keras.Model) -> "Model":
@@ -114,6 +113,19 @@ class Functional(Model, KerasFunctional):
 @save_as(keras.Sequential, "keras.Sequential")
 class Sequential(Model, keras.Sequential):
     """What `kdist.Model.of` makes of a `keras.Sequential`."""
+
+
+@save_as(KerasFunctional, f"{KerasFunctional.__module__}.{KerasFunctional.__name__}")
+class JaxFunctional(KerasFunctional):
+    """What builders make where Keras computes with JAX: Keras's own model, and its trainer."""
+
+    def get_compile_config(self):
+        """As that of `Model`."""
+        return _readable_without_kdist(super().get_compile_config())
+
+
+def _readable_without_kdist(config):
+    return {} if _names_kdist(config) else config
 
 
 def _current_strategy():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 
 from kdist.backend import is_tensorflow
-from kdist.model import Model
+from kdist.model import JaxFunctional, Model
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float64")
 
@@ -96,7 +96,7 @@ def pixels(
 
 def model(inputs, outputs, name: str) -> keras.Model:
     """A functional model: a `kdist.Model`; a `keras.Model` where Keras computes with JAX."""
-    return (Model if is_tensorflow() else keras.Model)(inputs, outputs, name=name)
+    return (Model if is_tensorflow() else JaxFunctional)(inputs, outputs, name=name)
 
 
 def probabilities(features, num_classes: int, initializer="glorot_uniform"):

@@ -117,7 +117,7 @@ def builders():
             mesh.place(model)
             model.compile("sgd", "sparse_categorical_crossentropy")
             history = model.fit(np.ones((4, *shape)), np.arange(4) % 3, batch_size=4, verbose=0)
-        found[name] = [type(model).__module__, history.history["loss"][0]]
+        found[name] = [isinstance(model, kdist.Model), history.history["loss"][0]]
     return found
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import kdist
 from kdist.parallel import column, row, write_plan
+from kdist.testing import python
 
 TRAIN = pathlib.Path(__file__).parents[2] / "scripts" / "train.py"
 ON_JAX = ["--backend=jax", "--dataset=digits", "--model=mlp", "--verbose=0"]
@@ -47,8 +48,11 @@ def test_a_layout_trains_on_a_mesh(tmp_path):
     assert "on CPU:0, CPU:1, CPU:2, CPU:3 (JAX mesh data=2,tensor=2, 2 repl" in process.stdout
     assert "examples/sec" in process.stdout
 
-    model = keras.saving.load_model(tmp_path / "run/checkpoints/epoch-0002.keras", compile=False)
-    assert evaluated(model) == pytest.approx(
+    saved = tmp_path / "run/checkpoints/epoch-0002.keras"
+    plain = "import json, keras, sys; model = keras.saving.load_model(sys.argv[1]);"
+    plain += "print(json.dumps(['kdist' in sys.modules, type(model).__module__]))"
+    assert python(plain, [str(saved)]) == [False, "keras.src.models.functional"]
+    assert evaluated(keras.saving.load_model(saved)) == pytest.approx(
         [summary["test_loss"], summary["test_accuracy"]], abs=1e-5
     )
 
