@@ -20,6 +20,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from kdist.backend import check_is_tensorflow
 from kdist.training.keras_internals import Functional as KerasFunctional
 from kdist.training.keras_internals import TensorFlowTrainer, recompute_constants, save_as
 from kdist.training.replicated import ReplicatedTrainer
@@ -35,6 +36,7 @@ class Model(ReplicatedTrainer, keras.Model):
     """
 
     def __new__(cls, *args, **kwargs):
+        check_is_tensorflow("kdist.Model")
         if cls is Model and _are_functional(args, kwargs):
             cls = Functional
         return super().__new__(cls)
@@ -58,8 +60,7 @@ class Model(ReplicatedTrainer, keras.Model):
         A model that is compiled with a schedule of kdist is saved as not compiled, so that its
         file opens without kdist; after opening it, call `compile` with a schedule again.
         """
-        config = super().get_compile_config()
-        return {} if _names_kdist(config) else config
+        return _readable_without_kdist(super().get_compile_config())
 
     @classmethod
     def of(cls, model: keras.Model) -> "Model":
@@ -78,6 +79,7 @@ class Model(ReplicatedTrainer, keras.Model):
             ValueError: `model` has to be copied and cannot be: it is not built, or a subclass
                 without `get_config`.
         """
+        check_is_tensorflow("kdist.Model")
         if not isinstance(model, keras.Model):
             raise TypeError(f"Model.of takes a keras.Model, got {type(model).__name__}")
         if model._distribute_strategy is not _current_strategy():
@@ -96,6 +98,7 @@ def patch_keras():
     functional API, and shall stay as they are. Models that exist already are included; nothing but
     training changes. There is no way back.
     """
+    check_is_tensorflow("kdist.patch_keras()")
     Model.__bases__ = (keras.Model,)
     keras.Model.__bases__ = tuple(
         ReplicatedTrainer if base is TensorFlowTrainer else base for base in keras.Model.__bases__
@@ -110,6 +113,19 @@ class Functional(Model, KerasFunctional):
 @save_as(keras.Sequential, "keras.Sequential")
 class Sequential(Model, keras.Sequential):
     """What `kdist.Model.of` makes of a `keras.Sequential`."""
+
+
+@save_as(KerasFunctional, f"{KerasFunctional.__module__}.{KerasFunctional.__name__}")
+class JaxFunctional(KerasFunctional):
+    """What builders make where Keras computes with JAX: Keras's own model, and its trainer."""
+
+    def get_compile_config(self):
+        """As that of `Model`."""
+        return _readable_without_kdist(super().get_compile_config())
+
+
+def _readable_without_kdist(config):
+    return {} if _names_kdist(config) else config
 
 
 def _current_strategy():

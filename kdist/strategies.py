@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from kdist.agreement import first_task
+from kdist.backend import check_is_tensorflow, check_no_distribution
 from kdist.cluster import Cluster
 from kdist.coordinator import devices_of_all, parameter_server_strategy, serve
 from kdist.devices import find_devices
@@ -112,8 +113,11 @@ def create_strategy(
             job that are missing, were told different things, or are on other machines without
             `allow_remote`.
         TimeoutError: another task did not come.
-        RuntimeError: TensorFlow's context was configured otherwise before.
+        RuntimeError: TensorFlow's context was configured otherwise before; Keras has another
+            backend, or a `keras.distribution` is set, which does nothing on TensorFlow.
     """
+    check_is_tensorflow("kdist.create_strategy")
+    check_no_distribution()
     builders = {
         "auto": _auto,
         "one_device": _one_device,

@@ -19,6 +19,9 @@
   # a model in two stages, on two replicas: four devices
   python scripts/train.py --layout=data=2,pipeline=2 --model=lenet --dataset=digits
 
+  # Keras's JAX backend, two replicas of two devices; the file says which weights are divided
+  python scripts/train.py --backend=jax --layout=data=2,tensor=2 --split=split.json --model=mlp
+
   # what slows it down: the ten most expensive operations, and curves in W&B
   python scripts/train.py --profile=10:20 --wandb_mode=auto --price_usd_per_hour=2.48
 
@@ -34,6 +37,7 @@ config.json, metrics.jsonl, devices.jsonl, summary.json, checkpoints and a repor
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pathlib
@@ -81,6 +85,13 @@ flags.DEFINE_string(
 )
 
 # Where.
+flags.DEFINE_enum(
+    "backend",
+    "tensorflow",
+    ["tensorflow", "jax"],
+    "What Keras computes with. jax (pip install 'kdist[jax]') takes --layout with data and tensor, "
+    "or --num_devices, and no --strategy; what else it does not take, it names.",
+)
 flags.DEFINE_string(
     "strategy",
     "auto",
@@ -245,12 +256,30 @@ SAME_TO_GO_ON = (
     *("sync_batch_norm", "seed", "local_steps", "local_slots"),
 )
 
+# What --backend=jax takes; all other flags are refused, with what to do instead.
+ON_JAX = (
+    *("backend", "model", "dataset", "fallback_dataset", "data_dir", "download", "examples"),
+    *("operations", "num_devices", "layout", "split", "local_batch_size", "epochs", "optimizer"),
+    *("learning_rate", "schedule", "ramp_epochs", "decay", "scale_learning_rate"),
+    *("base_batch_size", "precision", "steps_per_execution", "sync_batch_norm", "seed", "run_dir"),
+    *("price_usd_per_hour", "verbose"),
+)
+INSTEAD_ON_JAX = {
+    "strategy": "say --layout=data=N or --num_devices=N",
+    "accumulate": "JAX has no micro-steps here; take a smaller --local_batch_size",
+    "jit_compile": "JAX compiles every step; leave it out",
+}
+
 # --minutes: how many steps are timed, and how many are trained in any case.
 MEASURED_STEPS = 2
 MINIMAL_STEPS = 4
 
 
 def main(_):
+    choose_backend()
+    if FLAGS.backend == "jax":
+        train_on_jax()
+        return
     import keras  # after --help has been answered: TensorFlow takes seconds to import
 
     started = time.perf_counter()
@@ -349,6 +378,95 @@ def main(_):
     print(f"report: {kdist.report.write([run.path], run.report)}")
     writer.write_report(run.report)
     writer.close()
+
+
+def choose_backend():
+    """Has Keras compute with --backend, when it is imported.
+
+    Raises:
+        ImportError: JAX is not installed.
+        ValueError: KERAS_BACKEND says something else and --backend nothing; or a flag is given
+            that --backend=jax does not take.
+    """
+    said = os.environ.get("KERAS_BACKEND", FLAGS.backend)
+    if said != FLAGS.backend and not FLAGS["backend"].present:
+        raise ValueError(f"KERAS_BACKEND is {said}, and --backend {FLAGS.backend}: say --backend")
+    os.environ["KERAS_BACKEND"] = FLAGS.backend
+    if FLAGS.backend == "tensorflow":
+        return
+    for flag in FLAGS.flags_by_module_dict()[sys.argv[0]]:
+        if flag.present and flag.name not in ON_JAX:
+            remedy = INSTEAD_ON_JAX.get(flag.name, "leave it out, or take --backend=tensorflow")
+            raise ValueError(f"--{flag.name} is not for --backend=jax: {remedy}")
+    if FLAGS.steps_per_execution == "auto":
+        raise ValueError("--steps_per_execution=auto is not for --backend=jax: give a number")
+    if importlib.util.find_spec("jax") is None:
+        raise ImportError("JAX is not installed: pip install 'kdist[jax]'")
+
+
+def train_on_jax():
+    """What `main` does, for --backend=jax: a layout of data and tensor on a mesh."""
+    import keras
+
+    started = time.perf_counter()
+    run_dir = FLAGS.run_dir or default_run_dir()
+    RunDirectory(run_dir).check_is_free()
+    check_one_task()
+    layout = split_layout() or kdist.Layout(data=FLAGS.num_devices or 1)
+    mesh = kdist.parallel.Mesh(layout)
+    batch = kdist.Batch(FLAGS.local_batch_size, layout.data)
+    keras.utils.set_random_seed(FLAGS.seed)
+    dataset, train, test = load_data(batch)
+    print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
+    model = build_model(train)
+    mesh.place(model, kdist.parallel.plan_as_said(model, layout, FLAGS.split))
+    model.compile(
+        optimizer(learning_rate(batch, train.num_examples)),
+        loss(model),
+        weighted_metrics=[accuracy(model)],
+        steps_per_execution=steps_per_execution(),
+    )
+    run = RunDirectory.create(run_dir, config(dataset, train.num_examples))
+    seconds = kdist.callbacks.EpochSeconds()
+    checkpoint = kdist.callbacks.EpochCheckpoint(run.checkpoints)
+    history = model.fit(
+        train.dataset(),
+        steps_per_epoch=train.steps_per_epoch,
+        validation_data=kdist.data.weighed(test),
+        shuffle=False,  # the pipeline has done it
+        epochs=FLAGS.epochs,
+        callbacks=[seconds, kdist.callbacks.StopOnNonFiniteLoss(checkpoint), checkpoint],
+        verbose=verbosity(),
+    ).history
+    summary = {
+        **summary_on_jax(mesh, batch, dataset, train, model),
+        "test_accuracy": history["val_accuracy"][-1],
+        "test_loss": history["val_loss"][-1],
+        **speed_of(seconds.seconds, train),
+        **cost(time.perf_counter() - started),
+    }
+    run.write_summary(summary)
+    print_summary(summary)
+
+
+def check_one_task():
+    """Raises a ValueError where this is one of several tasks of a job."""
+    tasks = sum(map(len, kdist.Cluster.resolve().tasks.values()))
+    if tasks > 1:
+        raise ValueError(
+            f"--backend=jax is for the devices of one machine, and this job has {tasks} tasks: "
+            "start it alone, without TF_CONFIG, or take --backend=tensorflow"
+        )
+
+
+def speed_of(epoch_seconds, train):
+    """Seconds of an epoch, and the rate of those after the first, in which JAX compiles."""
+    examples = train.steps_per_epoch * train.batch.global_size
+    later = epoch_seconds[1:]
+    return {
+        "seconds_per_epoch": sum(epoch_seconds) / len(epoch_seconds),
+        "examples_per_second": len(later) * examples / sum(later) if later else None,
+    }
 
 
 def follow_plan():
@@ -630,9 +748,37 @@ def summary_of_layout(strategy, batch, dataset, examples, model):
     }
 
 
-def versions():
+def summary_on_jax(mesh, batch, dataset, train, model):
+    """As `summary_of_layout`, of a mesh; and what its devices hold of the model."""
+    from kdist.parallel.jax_mesh import bytes_per_device
+
+    held = bytes_per_device([*model.variables, *model.optimizer.variables])
+    return {
+        "model": FLAGS.model,
+        "parameters": model.count_params(),
+        "dataset": dataset,
+        "examples": train.num_examples,
+        "backend": FLAGS.backend,
+        "strategy": f"JAX mesh {mesh.layout}",
+        "layout": str(mesh.layout),
+        "devices": [str(name).upper() for name in mesh.device_mesh.devices.flatten()],
+        "state_bytes_per_device": {name.upper(): size for name, size in held.items()},
+        "num_replicas": batch.replicas,
+        "local_batch_size": batch.local,
+        "accumulate": batch.accumulate,
+        "workers": 1,
+        "global_batch_size": batch.global_size,
+        "local_steps": None,
+        "precision": FLAGS.precision,
+        "epochs": FLAGS.epochs,
+        "versions": versions("jax"),
+        "git_commit": git_commit(),
+    }
+
+
+def versions(*more):
     """Versions of what the numbers depend on."""
-    names = ("kdist", "tensorflow", "keras", "numpy")
+    names = ("kdist", "tensorflow", "keras", "numpy", *more)
     return {
         "python": sys.version.split()[0],
         **{name: importlib.metadata.version(name) for name in names},
@@ -670,10 +816,12 @@ def print_summary(summary):
         + (f", {local} local steps, slots: {summary['local_slots']}" if local else "")
         + ")"
     )
-    for sentence in summary["verdict"]:
+    for sentence in summary.get("verdict", ()):
         print(sentence)
-    if summary["staleness"]["steps"]:
-        print("staleness: mean {mean:.2f}, largest {largest}".format(**summary["staleness"]))
+    if (staleness := summary.get("staleness")) and staleness["steps"]:
+        print("staleness: mean {mean:.2f}, largest {largest}".format(**staleness))
+    if sizes := summary.get("state_bytes_per_device"):
+        print("weights and slots: " + ", ".join(f"{n} {s:,} bytes" for n, s in sizes.items()))
 
 
 if __name__ == "__main__":

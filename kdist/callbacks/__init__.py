@@ -9,6 +9,7 @@ callbacks = [
 
 from kdist.callbacks.checkpoint import Checkpoint
 from kdist.callbacks.epoch_checkpoint import EpochCheckpoint
+from kdist.callbacks.epoch_seconds import EpochSeconds
 from kdist.callbacks.profile import Profile
 from kdist.callbacks.stop_on_nonfinite_loss import NonFiniteLossError, StopOnNonFiniteLoss
 from kdist.callbacks.telemetry import Telemetry
@@ -16,6 +17,7 @@ from kdist.callbacks.telemetry import Telemetry
 __all__ = [
     "Checkpoint",
     "EpochCheckpoint",
+    "EpochSeconds",
     "NonFiniteLossError",
     "Profile",
     "StopOnNonFiniteLoss",

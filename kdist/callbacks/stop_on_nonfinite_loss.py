@@ -50,7 +50,8 @@ class StopOnNonFiniteLoss(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         # Several workers have to stop at the same step, and their clocks differ.
-        self._looks_at_each_call = are_several_workers(self.model.distribute_strategy)
+        strategy = getattr(self.model, "distribute_strategy", None)  # none on other backends
+        self._looks_at_each_call = strategy is not None and are_several_workers(strategy)
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch + 1

@@ -15,6 +15,7 @@ from kdist.data.load import load
 from kdist.data.pipeline import Pipeline
 from kdist.data.source import DatasetUnavailable, Source
 from kdist.data.throughput import Throughput, measure
+from kdist.data.weighed import weighed
 
 __all__ = [
     "DatasetUnavailable",
@@ -24,4 +25,5 @@ __all__ = [
     "from_arrays",
     "load",
     "measure",
+    "weighed",
 ]

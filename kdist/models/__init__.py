@@ -8,6 +8,9 @@ Image models take pixels from 0 to 255, uint8 or float, of shape (B, H, W, C): i
 until they are on the device, where the model's first layer scales them. Class probabilities,
 of shape (B, num_classes), and logits are float32 under every precision. Every builder takes
 `sync_batch_norm` and `precision`; saved models open in plain Keras.
+
+Where Keras computes with JAX (KERAS_BACKEND=jax), builders give plain Keras models, for
+`kdist.parallel.Mesh`; BatchNorm is then over the whole batch in any case.
 """
 
 import difflib

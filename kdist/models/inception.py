@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 
 from kdist.model import Model
-from kdist.models.parts import batch_norm, builder, pixels, probabilities
+from kdist.models.parts import batch_norm, builder, model, pixels, probabilities
 
 
 @builder
@@ -64,4 +64,4 @@ def inception(
     for number in range(1, blocks + 1):
         x = block(x, f"block{number}")
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
-    return Model(inputs, probabilities(x, num_classes), name=name)
+    return model(inputs, probabilities(x, num_classes), name=name)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 
 from kdist.model import Model
-from kdist.models.parts import batch_norm, builder, pixels, probabilities
+from kdist.models.parts import batch_norm, builder, model, pixels, probabilities
 
 
 @builder
@@ -52,4 +52,4 @@ def lenet(
     x = keras.layers.Flatten()(x)
     for units in (120, 84):
         x = keras.layers.Dense(units, activation=activation)(x)
-    return Model(inputs, probabilities(x, num_classes), name=name)
+    return model(inputs, probabilities(x, num_classes), name=name)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 
 from kdist.model import Model
-from kdist.models.parts import batch_norm, builder, pixels, probabilities
+from kdist.models.parts import batch_norm, builder, model, pixels, probabilities
 
 
 @builder
@@ -44,4 +44,4 @@ def mlp(
         if batch_normalization:
             x = batch_norm(sync_batch_norm)(x)
         x = keras.layers.ReLU()(x)
-    return Model(inputs, probabilities(x, num_classes), name=name)
+    return model(inputs, probabilities(x, num_classes), name=name)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import keras
 
 from kdist.model import Model
-from kdist.models.parts import builder, pixels, probabilities
+from kdist.models.parts import builder, is_synchronized, model, pixels, probabilities
 
 # A server that is reached but stays silent for so long is given up.
 DOWNLOAD_SILENCE_SECONDS = 30
@@ -69,7 +69,7 @@ def mobilenet_v2(
         outputs = keras.layers.Dense(1, dtype="float32", name="logit")(x)
     else:
         outputs = probabilities(x, num_classes)
-    return Model(inputs, outputs, name=name)
+    return model(inputs, outputs, name=name)
 
 
 def _extractor(input_shape, weights, sync_batch_norm):
@@ -83,7 +83,7 @@ def _extractor(input_shape, weights, sync_batch_norm):
         extractor = keras.applications.MobileNetV2(input_shape, include_top=False, weights=None)
         if weights is not None:
             _load(extractor, weights)
-    return _synchronised(extractor) if sync_batch_norm else extractor
+    return _synchronised(extractor) if is_synchronized(sync_batch_norm) else extractor
 
 
 def _downloaded(input_shape):

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import keras
 
+from kdist.backend import is_tensorflow
+from kdist.model import JaxFunctional, Model
+
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float64")
 
 
@@ -91,6 +94,11 @@ def pixels(
     return inputs, keras.layers.Rescaling(rescale, offset, name="rescale")(inputs)
 
 
+def model(inputs, outputs, name: str) -> keras.Model:
+    """A functional model: a `kdist.Model`; a `keras.Model` where Keras computes with JAX."""
+    return (Model if is_tensorflow() else JaxFunctional)(inputs, outputs, name=name)
+
+
 def probabilities(features, num_classes: int, initializer="glorot_uniform"):
     """Class probabilities (B, num_classes) from features (B, F), in float32.
 
@@ -116,5 +124,10 @@ def batch_norm(sync_batch_norm: bool, name: str | None = None):
         name: the layer's.
     """
     return keras.layers.BatchNormalization(
-        momentum=0.9, epsilon=1e-5, synchronized=sync_batch_norm, name=name
+        momentum=0.9, epsilon=1e-5, synchronized=is_synchronized(sync_batch_norm), name=name
     )
+
+
+def is_synchronized(sync_batch_norm: bool) -> bool:
+    """What a BatchNormalization is told; on JAX it has the whole batch, and must not be asked."""
+    return sync_batch_norm and is_tensorflow()

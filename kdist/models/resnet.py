@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 
 from kdist.model import Model
-from kdist.models.parts import batch_norm, builder, pixels, probabilities
+from kdist.models.parts import batch_norm, builder, model, pixels, probabilities
 
 INITIALIZERS = {
     "glorot_uniform": keras.initializers.GlorotUniform,
@@ -58,7 +58,7 @@ def resnet18(
             x = layers.residual(x, filters, halve, f"stage{stage}_block{block}")
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
     outputs = probabilities(x, num_classes, new_initializer())
-    return Model(inputs, outputs, name=name)
+    return model(inputs, outputs, name=name)
 
 
 def _initializer_factory(initializer):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import keras
 
 from kdist.model import Model
-from kdist.models.parts import builder, probabilities
+from kdist.models.parts import builder, model, probabilities
 
 
 @builder
@@ -64,7 +64,7 @@ def transformer(
         x = _block(x, width, heads, dropout, f"block{number}")
     x = keras.layers.LayerNormalization(name="norm")(x)
     x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
-    return Model(tokens, probabilities(x, num_classes), name=name)
+    return model(tokens, probabilities(x, num_classes), name=name)
 
 
 def _block(x, width, heads, dropout, name):

@@ -11,6 +11,7 @@ import pathlib
 
 import keras
 
+from kdist.backend import check_is_tensorflow
 from kdist.layout import Layout
 from kdist.parallel import split_plan
 from kdist.parallel.split_model import SplitModel, split
@@ -28,9 +29,25 @@ def split_as(model: keras.Model, layout: Layout, said: str = "auto") -> SplitMod
         layout: of the strategy in whose scope this is called.
         said: `"auto"`, a plan that `suggest` finds; or the file of one.
     """
+    return split(model, plan_as_said(model, layout, said))
+
+
+def plan_as_said(model: keras.Model, layout: Layout, said: str = "auto") -> split_plan.SplitPlan:
+    """The plan that a program's flag `--split` says.
+
+    Args:
+        model: and `layout`, and `said`, as `split_as` takes them.
+
+    Raises:
+        ValueError: `suggest` finds none; or Keras has another backend than TensorFlow, on whose
+            graphs it reads what layers cost.
+    """
     if said != "auto":
-        return split(model, read_plan(said))
-    return split(model, suggest(model, layout) if layout.group_size > 1 else {})
+        return read_plan(said)
+    if layout.group_size == 1:
+        return {}
+    check_is_tensorflow(f"--split=auto of {layout} (without a file that says what is divided)")
+    return suggest(model, layout)
 
 
 def read_plan(path: str | os.PathLike) -> split_plan.SplitPlan:

@@ -44,6 +44,7 @@ __all__ = [
     "filter_traceback",
     "get_keras_mask",
     "image_module",
+    "lay_out",
     "loss_module",
     "nn_module",
     "potentially_ragged_concat",
@@ -98,6 +99,19 @@ EPOCH_ITERATOR_MEMBERS = (
     "catch_stop_iteration",
     "reset",
 )
+
+
+def lay_out(variable, layout):
+    """Puts a variable of the JAX backend on the devices that a layout says.
+
+    What optimizers make beside it later, such as slots, follows it.
+
+    Args:
+        variable: a `keras.Variable`.
+        layout: a `keras.distribution.TensorLayout`.
+    """
+    variable._layout = layout
+    variable.assign(variable.value)
 
 
 def recompute_constants(model):

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from kdist import heartbeat
+from kdist.backend import check_no_distribution
 from kdist.training import inputs
 from kdist.training.clock import StepClock
 from kdist.training.coordinated import has_parameter_servers
@@ -91,7 +92,11 @@ class Loops:
 
         In a job with an evaluator, that task evaluates each checkpoint on `validation_data`, and
         the others do not.
+
+        Raises:
+            RuntimeError: a `keras.distribution` is set, which does nothing on TensorFlow.
         """
+        check_no_distribution()
         self._assert_compile_called("fit")
         epochs = _at_most(keras.config.max_epochs(), epochs)
         if validation_split and validation_data is None:

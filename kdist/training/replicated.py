@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from kdist import heartbeat
+from kdist.backend import check_no_distribution
 from kdist.training import compiled_parts, keras_hooks
 from kdist.training import step as steps
 from kdist.training.accumulation import Accumulators, optimizers_of
@@ -118,6 +119,7 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
             ValueError: `accumulate` or `local_steps` is no whole number from 1 on, or
                 `max_staleness` none from 0; an unknown `local_slots`, or `local_steps` under a
                 strategy where replicas share their variables.
+            RuntimeError: a `keras.distribution` is set.
         """
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate must be a whole number from 1 on, got {accumulate!r}")
@@ -125,6 +127,7 @@ class ReplicatedTrainer(Loops, TensorFlowTrainer):
             raise ValueError(
                 f"max_staleness must be None or a whole number from 0 on, got {max_staleness!r}"
             )
+        check_no_distribution()
         self._check_is_split()
         check_local(local_steps, local_slots, self.distribute_strategy)
         self.average_replicas()

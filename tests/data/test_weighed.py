@@ -1,0 +1,34 @@
+"""Padding in the evaluation of plain Keras models."""
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+
+
+@pytest.fixture
+def model():
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((2, 2, 1))
+    x = keras.layers.Dense(3, kernel_regularizer="l2")(keras.layers.Flatten()(inputs))
+    return keras.Model(inputs, keras.layers.Softmax()(x))
+
+
+def test_padding_weighs_nothing(model):
+    """Seven examples in two batches of four are seven examples, by loss, metric and regularizer."""
+    draw = np.random.default_rng(0)
+    x, y = draw.uniform(size=(7, 2, 2, 1)).astype("float32"), draw.integers(0, 3, 7)
+    source = kdist.data.from_arrays(x, y)
+    test = kdist.data.Pipeline(source, kdist.Batch(4), training=False)
+    model.compile(loss="sparse_categorical_crossentropy", weighted_metrics=["accuracy"])
+    found = model.evaluate(kdist.data.weighed(test), verbose=0)
+    assert found == pytest.approx(model.evaluate(x, y, batch_size=7, verbose=0), abs=1e-6)
+    plain = model.evaluate(test.dataset(), verbose=0)
+    assert plain[0] != pytest.approx(found[0], abs=1e-3)
+
+
+def test_a_pipeline_for_training_is_refused():
+    source = kdist.data.from_arrays(np.zeros((8, 2, 2, 1), "uint8"), np.zeros(8, int))
+    with pytest.raises(ValueError, match=r"no padding: take pipeline.dataset\(\)"):
+        kdist.data.weighed(kdist.data.Pipeline(source, kdist.Batch(4)))
