@@ -1,5 +1,6 @@
 """Models split over devices: their layers, branches, stages and weights."""
 
+from kdist.parallel.joining import joined
 from kdist.parallel.plan_file import read_plan, split_as, write_plan
 from kdist.parallel.split_model import SplitModel, split
 from kdist.parallel.split_plan import column, device, heads, row, stage
@@ -10,6 +11,7 @@ __all__ = [
     "column",
     "device",
     "heads",
+    "joined",
     "read_plan",
     "row",
     "split",

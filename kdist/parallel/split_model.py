@@ -19,6 +19,7 @@ from kdist.model import Model
 from kdist.parallel import copies, pipeline
 from kdist.parallel import tensor as tensor_parallel
 from kdist.parallel.groups import GroupStrategy
+from kdist.parallel.joining import joined, outside_of_strategy
 from kdist.parallel.split_plan import (
     SplitPlan,
     divisions_by_name,
@@ -189,6 +190,14 @@ class SplitModel(Model):
         if self.divisions and self.optimizer is not None:
             tensor_parallel.check_optimizer(optimizers_of(self), self.divisions)
             tensor_parallel.keep_plain_slots_in_files(self, optimizers_of(self))
+
+    def export(self, *args, **kwargs):
+        """Keras's, of the plain model (see `kdist.parallel.joined`).
+
+        What it writes names no device, and runs on any one machine, wherever this model is.
+        """
+        plain = joined(self, "CPU:0")  # it may be too large for one accelerator
+        return outside_of_strategy(lambda: plain.export(*args, **kwargs))
 
     @logs_are_metrics
     def train_step(self, data):

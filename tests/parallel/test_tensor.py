@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.checkpoint.files import CheckpointError
 from kdist.checkpoint.snapshot import put, take
 from kdist.parallel import column, device, heads, row, split, stage
 from kdist.parallel.placement import devices_of, groups_of, operations_that_run
@@ -486,9 +485,6 @@ def test_a_checkpoint_resumes_under_the_same_layout():
     assert_same_weights(resumed.get_weights(), model.get_weights(), 0)
     paths = [variable.path for variable in (*model.variables, *model.optimizer.variables)]
     assert len(paths) == len(set(paths))
-    other = split_in(TENSOR_4, mlp(), plan_of("mlp", TENSOR_4), "adam")
-    with pytest.raises(CheckpointError):
-        put(other, arrays)
 
 
 # What is refused.

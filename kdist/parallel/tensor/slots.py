@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import keras
 
 from kdist.parallel.tensor.shards import Division
-from kdist.parallel.tensor.weights import plain_variables
+from kdist.parallel.tensor.weights import plain_weights
 
 
 def keep_plain_slots_in_files(model: keras.Model, optimizers: Iterable):
@@ -45,7 +45,7 @@ def plain_slots(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> li
     joined: dict[tuple, list] = {}
     for variable in optimizer.variables:
         joined.setdefault(_key(variable, owners), []).append(variable)
-    axes = [division.axis for division in plain_variables(model)]
+    axes = [division.axis for division in plain_weights(model)]
     return [
         Division(joined[key], axes[key[0]] if len(joined[key]) > 1 else None)
         for key in _in_plain_order(list(joined))
@@ -56,7 +56,7 @@ def _owners(model):
     """How the paths of a variable's slots begin -> number of the plain variable."""
     return {
         piece.path.replace("/", "_") + "_": number
-        for number, division in enumerate(plain_variables(model))
+        for number, division in enumerate(plain_weights(model))
         for piece in division.pieces
     }
 
