@@ -58,7 +58,8 @@ def outside_of_strategy(function: Callable[[], Any]):
 
 def _joined(model, device):
     originals = operations_by_name(model)
-    own = {type(each).__name__: type(each) for each in originals.values() if not _is_keras(each)}
+    kinds = {type(each) for each in originals.values() if not is_nested(each)}
+    own = {kind.__name__: kind for kind in kinds if kind.__module__.partition(".")[0] != "keras"}
     with tf.device(device):
         plain = _plain_class(type(model)).from_config(model.get_config(), custom_objects=own)
         for division, variable in zip(
@@ -74,11 +75,7 @@ def _joined(model, device):
     return plain
 
 
-def _is_keras(operation):
-    return type(operation).__module__.partition(".")[0] == "keras"
-
-
 def _plain_class(split_class):
     """The class that was split, without what kdist has added to it."""
     kinds = (kind for kind in split_class.__mro__ if issubclass(kind, keras.Model))
-    return next(kind for kind in kinds if not issubclass(kind, Model))
+    return next(k for k in kinds if not issubclass(k, Model) and not vars(k).get("is_placed"))

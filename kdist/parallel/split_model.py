@@ -109,7 +109,8 @@ def _copy(model, prefix, places, divisions, strategy):
             whole.append((copy, operation))
         return copy
 
-    copy = keras.models.clone_model(model, clone_function=copied)
+    inputs = copies.copied_inputs(model)
+    copy = keras.models.clone_model(model, inputs, clone_function=copied)
     copies.leave_uncompiled(copy)
     for layer, original in whole:
         copies.give_trainability(layer, original)
@@ -140,6 +141,8 @@ def _placed_class(functional_class):
     """The class that is `functional_class`, but calls its operations on their devices."""
 
     class Placed(functional_class):
+        is_placed = True
+
         def _run_through_graph(self, inputs, operation_fn=lambda op: op, call_fn=None):
             if call_fn is not None:  # symbolic: nothing is computed
                 return super()._run_through_graph(inputs, operation_fn, call_fn)

@@ -187,7 +187,7 @@ def test_a_round_of_local_sgd_that_is_under_way_goes_along(pair, written, tmp_pa
     expected = fit(compiled(after, local_steps=3))
     assert_same_weights(model.get_weights(), expected.get_weights(), TOLERANCE)
     kept = [take(each)["optimizer/5"] for each in (model, expected)]
-    assert largest_difference(kept[0][:1], kept[0][1:]) > 1e-4  # each replica has its own
+    assert largest_difference(kept[0][:1], kept[0][1:]) > 10 * TOLERANCE  # each replica has its own
     assert_same_weights(*kept, TOLERANCE)
 
 
