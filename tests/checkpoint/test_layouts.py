@@ -39,7 +39,16 @@ def adam():
     return keras.optimizers.Adam(1e-3, epsilon=1e-3)
 
 
+def two_optimizers():
+    """Momentum for attention, Adam for all else."""
+    attention, others = keras.optimizers.SGD(0.02, momentum=0.9), adam()
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(others, {"it/.*": attention})
+    )
+
+
 OPTIMIZERS = {
+    "two optimizers": two_optimizers,
     "Adam": adam,
     "moving average": lambda: keras.optimizers.SGD(0.02, momentum=0.9, use_ema=True),
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(adam(), dynamic_growth_steps=3),
@@ -162,9 +171,17 @@ def test_it_goes_on_under_another_layout(pair, written, whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["moving average", "loss scale"])
 @pytest.mark.parametrize(
-    "pair", [("tensor=2", "one device"), ("one device", "data and tensor")], ids=ids
+    ("pair", "optimizer"),
+    [
+        (("tensor=2", "one device"), "moving average"),
+        (("tensor=2", "one device"), "loss scale"),
+        (("tensor=2", "one device"), "two optimizers"),
+        (("one device", "data and tensor"), "moving average"),
+        (("one device", "data and tensor"), "loss scale"),
+        (("one device", "tensor=2"), "two optimizers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ids(value),
 )
 def test_all_that_an_optimizer_knows_goes_along(pair, optimizer, written, whole, tmp_path):
     before, after = pair
