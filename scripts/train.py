@@ -253,7 +253,7 @@ flags.DEFINE_enum(
 SAME_TO_GO_ON = (
     *("model", "examples", "minutes", "operations", "epochs", "optimizer", "learning_rate"),
     *("schedule", "ramp_epochs", "decay", "scale_learning_rate", "base_batch_size", "precision"),
-    *("sync_batch_norm", "seed", "local_steps", "local_slots"),
+    *("sync_batch_norm", "seed", "local_steps", "local_slots", "backend"),
 )
 
 # What --backend=jax takes; all other flags are refused, with what to do instead.

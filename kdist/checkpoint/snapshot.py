@@ -1,8 +1,10 @@
 """What training has made of a model, as arrays: weights, optimizers, metrics, on each replica.
 
 arrays = take(model)      # all workers at the same step
-put(model, arrays)        # into a model that is built alike
+put(model, arrays)        # into a model that is built alike, however it is divided over devices
 
+Of a model whose weights are divided they are those of the plain model, so that a checkpoint can be
+gone on from under any layout. What is divided is joined here, on the host, one variable at a time.
 A variable that is the same on all replicas is one array. Of what each replica has for itself (the
 parts of metrics; slots and weights within a round of local SGD) an array has an axis R in front,
 one row a replica of the job.
@@ -15,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.checkpoint.files import CheckpointError
+from kdist.parallel.tensor import Division, plain_slots, plain_variables
 from kdist.tensorflow_internals import first_replica
 from kdist.training.accumulation import optimizers_of
 from kdist.training.keras_internals import recompute_constants
@@ -29,12 +32,19 @@ def take(model: keras.Model) -> dict[str, np.ndarray]:
     With several workers it is collective.
     """
     shared, own = _by_kind(model)
-    arrays = {name: np.array(_copies(variable)[0].numpy()) for name, variable in shared.items()}
+    arrays = {
+        name: division.joined([_copies(piece)[0].numpy() for piece in division.pieces])
+        for name, division in shared.items()
+    }
+    pieces = [piece for division in own.values() for piece in division.pieces]
     if are_several_workers(model.distribute_strategy):
-        rows = _of_all_workers(model.distribute_strategy, list(own.values()))
+        of_pieces = iter(_of_all_workers(model.distribute_strategy, pieces))
     else:
-        rows = [np.stack([copy.numpy() for copy in _copies(v)]) for v in own.values()]
-    return {**arrays, **dict(zip(own, rows, strict=True))}
+        of_pieces = ([copy.numpy() for copy in _copies(piece)] for piece in pieces)
+    for name, division in own.items():
+        rows = zip(*(next(of_pieces) for _ in division.pieces), strict=True)
+        arrays[name] = np.stack([division.joined(row) for row in rows])
+    return arrays
 
 
 def put(model: keras.Model, arrays: Mapping[str, np.ndarray]):
@@ -48,30 +58,45 @@ def put(model: keras.Model, arrays: Mapping[str, np.ndarray]):
     shared, own = _by_kind(model)
     replicas = model.distribute_strategy.num_replicas_in_sync
     _check(arrays, shared, own)
-    for name, variable in shared.items():
-        for copy in _copies(variable):
-            copy.assign(arrays[name])
+    for name, division in shared.items():
+        for piece, part in zip(division.pieces, division.parts(arrays[name]), strict=True):
+            for copy in _copies(piece):
+                copy.assign(part)
     first = _first_replica(model.distribute_strategy)
-    for name, variable in own.items():
+    for name, division in own.items():
         rows = _for_replicas(arrays[name], replicas, is_sum=name.startswith("metrics/"))
-        for copy, row in zip(_copies(variable), rows[first:], strict=False):
-            copy.assign(row)
+        of_pieces = zip(*(division.parts(row) for row in rows[first:]), strict=True)
+        for piece, parts in zip(division.pieces, of_pieces, strict=True):
+            for copy, part in zip(_copies(piece), parts, strict=False):
+                copy.assign(part)
     recompute_constants(model)
 
 
 def _by_kind(model):
-    """(variables that are the same everywhere, those that each replica has for itself) by name."""
+    """(variables that are the same everywhere, those that each replica has for itself) by name.
+
+    They are the plain model's, as `Division`s: of one piece each, where nothing is divided.
+    """
     metrics = {id(variable) for variable in model.metrics_variables}
-    weights = [variable for variable in model.variables if id(variable) not in metrics]
-    slots = [variable for optimizer in optimizers_of(model) for variable in optimizer.variables]
+    if model.is_split and model.divisions:
+        weights = plain_variables(model)
+        slots = [slot for each in optimizers_of(model) for slot in plain_slots(model, each)]
+    else:
+        weights = _whole(model.variables)
+        slots = _whole(slot for each in optimizers_of(model) for slot in each.variables)
+    weights = [division for division in weights if id(division.pieces[0]) not in metrics]
     apart = model.local_steps is not None and model.distribute_strategy.num_replicas_in_sync > 1
     same = {**_named("weights", weights), **_named("optimizer", slots)}
-    parts = _named("metrics", model.metrics_variables)
+    parts = _named("metrics", _whole(model.metrics_variables))
     return ({}, {**same, **parts}) if apart else (same, parts)
 
 
-def _named(kind, variables):
-    return {f"{kind}/{number}": variable for number, variable in enumerate(variables)}
+def _whole(variables):
+    return [Division([variable]) for variable in variables]
+
+
+def _named(kind, divisions):
+    return {f"{kind}/{number}": division for number, division in enumerate(divisions)}
 
 
 def _copies(variable):
@@ -110,12 +135,13 @@ def _check(arrays, shared, own):
             f"are in it, and the model has {len(wanted)} ({min(missing)} is in one of them only). "
             "Build and compile the model as it was, or begin anew (--resume=never, a new --run_dir)"
         )
-    for name, variable in wanted.items():
+    for name, division in wanted.items():
         shape = arrays[name].shape[1:] if name in own else arrays[name].shape
-        if tuple(variable.shape) != shape or variable.dtype != arrays[name].dtype.name:
+        dtype = division.pieces[0].dtype
+        if division.shape != shape or dtype != arrays[name].dtype.name:
             raise CheckpointError(
-                f"the checkpoint is of another model: {variable.path} is {variable.dtype} "
-                f"{tuple(variable.shape)}, in the checkpoint {arrays[name].dtype.name} {shape}. "
+                f"the checkpoint is of another model or optimizer: {division.path} is {dtype} "
+                f"{division.shape}, in the checkpoint {arrays[name].dtype.name} {shape}. "
                 "Build the model as it was, or begin anew (--resume=never, a new --run_dir)"
             )
 

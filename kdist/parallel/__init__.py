@@ -1,6 +1,7 @@
 """Models split over devices: their layers, branches, stages and weights."""
 
 from kdist.parallel.jax_mesh import Mesh
+from kdist.parallel.joining import joined
 from kdist.parallel.measured_costs import measure_costs
 from kdist.parallel.plan_file import plan_as_said, read_plan, split_as, write_plan
 from kdist.parallel.split_model import SplitModel, split
@@ -14,6 +15,7 @@ __all__ = [
     "column",
     "device",
     "heads",
+    "joined",
     "measure_costs",
     "plan_as_said",
     "read_plan",

@@ -28,6 +28,21 @@ def check_model(model: keras.Model):
             )
 
 
+def copied_inputs(model: keras.Model):
+    """Inputs like a functional model's, in its structure, under their names; else None.
+
+    Keras's own copies of inputs have other names, and are neither sparse nor optional.
+    """
+    if isinstance(model, keras.Sequential):
+        return None
+    return keras.tree.map_structure(_copied_input, model.input)
+
+
+def _copied_input(tensor):
+    layer = tensor._keras_history.operation
+    return type(layer).from_config(layer.get_config()).output
+
+
 def copied(operation, name: str, place: int):
     """A copy of an operation, or of a layer, which is built.
 

@@ -29,6 +29,7 @@ from kdist.parallel.split_plan import (
     places_by_name,
 )
 from kdist.parallel.tensor.checks import check_division
+from kdist.parallel.variable_patterns import on_layers
 from kdist.parallel.whole_weights import divided_axes
 from kdist.training.keras_internals import lay_out
 
@@ -76,8 +77,8 @@ class Mesh(keras.distribution.ModelParallel):
 
         Args:
             model: built. It is not copied.
-            plan: a name's pattern -> `column()`, `row()` or `heads()`, as `kdist.parallel.split`
-                takes it. By default nothing is divided.
+            plan: a name's pattern -> `column()`, `row()` or `heads()`, or axes of variables, as
+                `kdist.parallel.split` takes them. By default nothing is divided.
 
         Returns:
             `model`.
@@ -118,6 +119,7 @@ class Mesh(keras.distribution.ModelParallel):
         if self.layout.tensor == 1 and not plan:
             return {}
         _check_no_devices(plan)
+        plan = on_layers(model, plan)
         places_by_name(model, plan, self.layout)
         divisions = divisions_by_name(model, plan, self.layout)
         layers, axes = operations_by_name(model), {}

@@ -8,12 +8,14 @@ import ast
 import json
 import os
 import pathlib
+import re
 
 import keras
 
-from kdist.backend import check_is_tensorflow
+from kdist.backend import is_tensorflow
 from kdist.layout import Layout
 from kdist.parallel import split_plan
+from kdist.parallel.dividing import chosen_divisions
 from kdist.parallel.split_model import SplitModel, split
 from kdist.parallel.suggesting import suggest
 
@@ -39,15 +41,17 @@ def plan_as_said(model: keras.Model, layout: Layout, said: str = "auto") -> spli
         model: and `layout`, and `said`, as `split_as` takes them.
 
     Raises:
-        ValueError: `suggest` finds none; or Keras has another backend than TensorFlow, on whose
-            graphs it reads what layers cost.
+        ValueError: none is found.
     """
     if said != "auto":
         return read_plan(said)
     if layout.group_size == 1:
         return {}
-    check_is_tensorflow(f"--split=auto of {layout} (without a file that says what is divided)")
-    return suggest(model, layout)
+    if is_tensorflow():
+        return suggest(model, layout)
+    # What layers cost is read on TensorFlow's graphs; which are large needs none.
+    divisions = chosen_divisions(model, layout.tensor).how
+    return {re.escape(name): split_plan.Division(how) for name, how in divisions.items()}
 
 
 def read_plan(path: str | os.PathLike) -> split_plan.SplitPlan:

@@ -19,6 +19,7 @@ from kdist.model import Model
 from kdist.parallel import copies, pipeline
 from kdist.parallel import tensor as tensor_parallel
 from kdist.parallel.groups import GroupStrategy
+from kdist.parallel.joining import joined, outside_of_strategy
 from kdist.parallel.split_plan import (
     SplitPlan,
     divisions_by_name,
@@ -100,7 +101,8 @@ def _copy(model, prefix, places, divisions, strategy):
             whole.append((copy, operation))
         return copy
 
-    copy = keras.models.clone_model(model, clone_function=copied)
+    inputs = copies.copied_inputs(model)
+    copy = keras.models.clone_model(model, inputs, clone_function=copied)
     copies.leave_uncompiled(copy)
     for layer, original in whole:
         copies.give_trainability(layer, original)
@@ -131,6 +133,8 @@ def _placed_class(functional_class):
     """The class that is `functional_class`, but calls its operations on their devices."""
 
     class Placed(functional_class):
+        is_placed = True
+
         def _run_through_graph(self, inputs, operation_fn=lambda op: op, call_fn=None):
             if call_fn is not None:  # symbolic: nothing is computed
                 return super()._run_through_graph(inputs, operation_fn, call_fn)
@@ -181,6 +185,14 @@ class SplitModel(Model):
         if self.divisions and self.optimizer is not None:
             tensor_parallel.check_optimizer(optimizers_of(self), self.divisions)
             tensor_parallel.keep_plain_slots_in_files(self, optimizers_of(self))
+
+    def export(self, *args, **kwargs):
+        """Keras's, of the plain model (see `kdist.parallel.joined`).
+
+        What it writes names no device, and runs on any one machine, wherever this model is.
+        """
+        plain = joined(self, "CPU:0")  # it may be too large for one accelerator
+        return outside_of_strategy(lambda: plain.export(*args, **kwargs))
 
     @logs_are_metrics
     def train_step(self, data):

@@ -1,31 +1,86 @@
-"""Tasks of a model that is split over hosts die; the launcher starts the job again."""
+"""The life of a split model: trained, killed, gone on with under another layout, and served.
 
-import json
+Each part is a process of its own; what is served is opened without kdist, on one device.
+"""
+
 import pathlib
 
+import numpy as np
 import pytest
 
-from tests.faults import split
-from tests.faults.jobs import RESTARTED
-
-PROGRAM = pathlib.Path(split.__file__)
-LAYOUT = "data=2,pipeline=2,between=model"
+from kdist.testing import assert_same_weights, python
+from tests.faults import trained_split
+from tests.faults.jobs import Run
 
 pytestmark = pytest.mark.slow
 
+PROGRAM = pathlib.Path(trained_split.__file__)
 
-def test_a_run_whose_tasks_are_killed_ends_as_one_that_was_left_alone(start, row):
-    """That which serves has no part in checkpoints; that which coordinates writes them."""
-    whole = start(LAYOUT, "--workers=2", program=PROGRAM)
-    expected = whole.ends()
-    run = start(LAYOUT, "--workers=2", "--max_restarts=1", program=PROGRAM)
-    noticed = []
-    for name in ("worker 1", "worker 0"):
-        run.wait_for_checkpoint(run.newest() + 1)
-        run.signal(name)
-        noticed.append(run.wait_to_be_told(f"{name} was ended by SIGKILL"))
-    result = run.ends()
-    assert run.said(None).count("starting again from the checkpoint of step ") == 2
-    assert json.dumps(result) == json.dumps(expected)
-    assert max(result["history"]["loss"]) < 2.3  # it has learned
-    row("kill -9 of a host, of the coordinator", LAYOUT, RESTARTED, max(noticed), None, "yes")
+SERVED = """
+import json, sys
+import numpy as np
+import tensorflow as tf
+assert len(tf.config.list_logical_devices()) == 1
+tf.config.set_soft_device_placement(False)  # no operation may ask for a device that is not here
+served = tf.saved_model.load(sys.argv[1] + "/served")
+predicted = np.load(sys.argv[1] + "/predicted.npz")
+assert "kdist" not in sys.modules, "opened by TensorFlow alone"
+print(json.dumps(float(np.abs(served.serve(predicted["x"]).numpy() - predicted["y"]).max())))
+"""
+
+OPENED = """
+import json, sys
+import numpy as np
+import keras
+import tensorflow as tf
+assert len(tf.config.list_logical_devices()) == 1
+model = keras.models.load_model(sys.argv[1] + "/model.keras")
+predicted = np.load(sys.argv[1] + "/predicted.npz")
+difference = float(np.abs(model.predict(predicted["x"], verbose=0) - predicted["y"]).max())
+steps = int(model.optimizer.iterations.numpy())
+model.fit(predicted["x"], np.zeros(len(predicted["x"])), batch_size=16, verbose=0)
+assert "kdist" not in sys.modules, "opened by Keras alone"
+print(json.dumps([type(model).__module__, difference, steps]))
+"""
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """The weights of a run on one device that nothing happened to."""
+    run = Run(tmp_path_factory.mktemp("whole"), "data=1", program=PROGRAM).start()
+    assert run.ends() == {"from": None, "steps": trained_split.STEPS}
+    return _weights(run)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tensor=2", "pipeline=2,micro_batches=2"),
+        ("pipeline=2", "data=2,tensor=2"),
+        ("data=2,tensor=2", "data=1"),
+    ],
+)
+def test_it_is_killed_goes_on_otherwise_and_is_served(before, after, start, expected):
+    killed = start(before, program=PROGRAM)
+    killed.wait_for_checkpoint(trained_split.STEPS // 4)
+    killed.signal("worker 0")
+    killed.fails()
+    at = killed.newest()
+    assert trained_split.STEPS // 4 <= at < trained_split.STEPS
+    run = Run(killed.directory, after, program=PROGRAM).start()
+    try:
+        assert run.ends() == {"from": at, "steps": trained_split.STEPS}
+    finally:
+        run.stop()
+    assert_same_weights(_weights(run), expected, 1e-5)
+    here = str(run.directory)
+    assert python(SERVED, [here]) < 1e-6
+    module, difference, steps = python(OPENED, [here])
+    assert module.startswith("keras.")
+    assert difference < 1e-6
+    assert steps == trained_split.STEPS
+
+
+def _weights(run):
+    with np.load(run.directory / "weights.npz") as file:
+        return [file[name] for name in file]

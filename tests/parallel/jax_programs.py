@@ -91,7 +91,6 @@ def misuse():
         "kdist.Model": lambda: kdist.Model(inputs, hidden),
         "Model.of": lambda: kdist.Model.of(model),
         "strategy": lambda: kdist.create_strategy("one_device"),
-        "auto": lambda: kdist.parallel.plan_as_said(model, two.layout),
     }
     return {name: message(action) for name, action in wrong.items()}
 
@@ -102,6 +101,15 @@ def message(action):
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def suggested():
+    """How a model is divided where no file says it."""
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, "relu", name="up")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(3, name="down")(hidden))
+    plan = kdist.parallel.plan_as_said(model, kdist.Layout(tensor=2))
+    return {name: where.how for name, where in plan.items()}
 
 
 def builders():
@@ -123,7 +131,7 @@ def builders():
 
 if __name__ == "__main__":
     directory, *names = sys.argv[1:]
-    functions = {"misuse": misuse, "builders": builders}
+    functions = {"misuse": misuse, "builders": builders, "suggested": suggested}
     Mesh(kdist.Layout(data=2, tensor=2))  # JAX starts with four devices
     train_on = functools.partial(train, pathlib.Path(directory))
     print(json.dumps({n: functions.get(n, functools.partial(train_on, n))() for n in names}))

@@ -100,7 +100,7 @@ def trained(directory, name):
 def few(tmp_path_factory):
     """(directory, the model trained here, what the program on JAX has found)."""
     directory = tmp_path_factory.mktemp("few")
-    return directory, trained(directory, "mlp"), on_jax(directory, "mlp", "misuse")
+    return directory, trained(directory, "mlp"), on_jax(directory, "mlp", "misuse", "suggested")
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,6 @@ def test_a_device_of_two_holds_half_of_what_is_divided(few):
         ("kdist.Model", "RuntimeError: kdist.Model is for Keras on TensorFlow, and .* is jax"),
         ("Model.of", "RuntimeError: kdist.Model is for Keras on TensorFlow, and .* is jax"),
         ("strategy", "RuntimeError: kdist.create_strategy is for Keras on TensorFlow"),
-        ("auto", "RuntimeError: --split=auto of tensor=2 .* is for Keras on TensorFlow"),
     ],
 )
 def test_wrong_uses_on_jax(few, wrong, expected):
@@ -188,6 +187,10 @@ def test_wrong_uses_on_jax(few, wrong, expected):
 
 def test_all_wrong_uses_are_refused(few):
     assert "no error" not in few[-1]["misuse"].values()
+
+
+def test_what_is_divided_is_suggested_as_on_tensorflow(few):
+    assert few[-1]["suggested"] == {"up": "column", "down": "row"}
 
 
 def test_a_mesh_is_for_jax():

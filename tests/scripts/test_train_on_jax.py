@@ -73,7 +73,6 @@ def evaluated(model):
         ("--accumulate=2", "--accumulate is not for .*: .*take a smaller --local_batch_size"),
         ("--wandb_mode=offline", "--wandb_mode is not for .*: leave it out, or take --backend=ten"),
         ("--steps_per_execution=auto", "--steps_per_execution=auto is not .*: give a number"),
-        ("--layout=tensor=2", "--split=auto of tensor=2"),
         ("--layout=pipeline=2", "pipeline=2: on a JAX mesh"),
     ],
 )

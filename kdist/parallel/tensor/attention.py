@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from kdist.parallel.tensor.shards import Division, ShardedLayer, stands_for, sum_of
+from kdist.parallel.tensor.shards import Division, Generators, ShardedLayer, stands_for, sum_of
 
 
 @stands_for(keras.layers.MultiHeadAttention)
@@ -42,10 +42,8 @@ class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
         self._value_dense = _Projection(self._divisions("_value_dense"))
         self._softmax, self._dropout_layer = first._softmax, first._dropout_layer
         self._output_dense = _Projection(self._output_divisions())
-
-    def differs(self, number):
-        """Heads of different parts drop different elements."""
-        return {} if self.seed is None else {"seed": self.seed + number}
+        for generators in self._generators():  # heads of different parts drop different elements
+            generators.assign(generators.whole())
 
     def _divisions(self, name):
         parts = [getattr(part, name) for part in self.shards.parts]
@@ -59,14 +57,22 @@ class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
         bias = [] if self._output_bias is None else [Division([self._output_bias])]
         return [Division(kernels, 0), *bias]
 
+    def _generators(self):
+        layers = [part._dropout_layer for part in self.shards.parts]
+        states = [layer.seed_generator.state for layer in layers if layer.rate > 0]
+        return [Generators(states)] if states else []
+
     def divisions(self):
+        return [*self._input_divisions(), *self._output_dense.hidden.divisions]
+
+    def all_divisions(self):
+        output = self._output_dense.hidden.divisions
+        return [*self._input_divisions(), *self._generators(), *output]
+
+    def _input_divisions(self):
         gate = [self._gate_dense] if self._use_gate else []
         projections = [self._query_dense, self._key_dense, *gate, self._value_dense]
-        return [
-            division
-            for projection in (*projections, self._output_dense)
-            for division in projection.hidden.divisions
-        ]
+        return [division for projection in projections for division in projection.hidden.divisions]
 
     def save_own_variables(self, store):
         """Nothing: as in the plain layer, they are the projections'."""

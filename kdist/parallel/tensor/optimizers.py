@@ -24,6 +24,8 @@ _REASONS = {
     "update by the root mean square of the whole",
     _of.Lamb: "its trust ratio is of the norms of a whole weight and its update",
     _of.Muon: "it orthogonalizes a whole matrix",
+    _of.MultiOptimizer: "which optimizers a function will give is known too late: give it a "
+    "keras.optimizers.OptimizerMap",
 }
 
 
@@ -46,7 +48,7 @@ def check_optimizer(optimizers: Iterable[keras.optimizers.Optimizer], layers: It
         where = f"the weights of {', '.join(list(layers)[:3])} … are divided"
         for kind, reason in _REASONS.items():
             if isinstance(optimizer, kind):
-                raise ValueError(f"{where}, and {name} would act otherwise: {reason}; {instead}")
+                raise ValueError(f"{where}, and {name} could act otherwise: {reason}; {instead}")
         if not isinstance(optimizer, _ELEMENTWISE):
             raise ValueError(
                 f"{where}, and {name} is not known to act on each element by itself; {instead}"
@@ -60,10 +62,15 @@ def check_optimizer(optimizers: Iterable[keras.optimizers.Optimizer], layers: It
 
 def _unwrapped(optimizer):
     """Those that update weights, within those that wrap others."""
-    if isinstance(optimizer, _of.LossScaleOptimizer):
-        yield from _unwrapped(optimizer.inner_optimizer)
-    elif isinstance(optimizer, _of.MultiOptimizer):
-        for inner in optimizer.optimizers:
-            yield from _unwrapped(inner)
-    else:
+    inner = inner_optimizers(optimizer)
+    for each in inner:
+        yield from _unwrapped(each)
+    if not inner:
         yield optimizer
+
+
+def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Those that an optimizer wraps."""
+    if isinstance(optimizer, _of.LossScaleOptimizer):
+        return [optimizer.inner_optimizer]
+    return list(optimizer.optimizers) if isinstance(optimizer, _of.MultiOptimizer) else []

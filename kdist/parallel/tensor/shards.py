@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,8 +28,15 @@ class Division:
 
     def whole(self) -> np.ndarray:
         """The value of the plain variable."""
-        values = [piece.numpy() for piece in self.pieces]
-        return values[0] if self.axis is None else np.concatenate(values, self.axis)
+        return self.joined([piece.numpy() for piece in self.pieces])
+
+    def joined(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """The plain variable's value where the pieces have these; a copy."""
+        return np.array(values[0]) if self.axis is None else np.concatenate(values, self.axis)
+
+    def parts(self, value: np.ndarray) -> Sequence[np.ndarray]:
+        """What of a plain variable's value each piece has."""
+        return [value] if self.axis is None else np.split(value, len(self.pieces), self.axis)
 
     def assign(self, value):
         """Gives each piece its part of a plain variable's value.
@@ -42,8 +50,7 @@ class Division:
                 f"{self.pieces[0].path} is a part of a variable of shape {shape}, and the value "
                 f"has the shape {value.shape}"
             )
-        parts = [value] if self.axis is None else np.split(value, len(self.pieces), self.axis)
-        for piece, part in zip(self.pieces, parts, strict=True):
+        for piece, part in zip(self.pieces, self.parts(value), strict=True):
             piece.assign(part)
 
     @property
@@ -53,6 +60,23 @@ class Division:
         if self.axis is not None:
             shape[self.axis] *= len(self.pieces)
         return tuple(shape)
+
+    @property
+    def path(self) -> str:
+        """What the plain variable is called, within messages."""
+        return re.sub("shard_0[/_]", "", self.pieces[0].path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Generators(Division):
+    """The state (seed, count of draws) of the parts' generators of random numbers.
+
+    The first part's is the plain layer's. The seed of each further one is larger by one, so that
+    no two parts draw the same.
+    """
+
+    def parts(self, value):
+        return [value + np.array([number, 0], value.dtype) for number in range(len(self.pieces))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +144,12 @@ class ShardedLayer:
     shards: Shards
 
     def divisions(self) -> list[Division]:
-        """The plain layer's variables, in its order."""
+        """The plain layer's weights, in its order."""
         raise NotImplementedError
+
+    def all_divisions(self) -> list[Division]:
+        """The plain layer's variables, in its order: also those that are no weights."""
+        return self.divisions()
 
     @property
     def is_by_row(self) -> bool:
@@ -137,7 +165,7 @@ class ShardedLayer:
         own.pop("activity_regularizer", None)  # it is for the output as a whole
         initial = {name: "zeros" for name in own if name.endswith("_initializer")}
         for number in range(len(self.shards)):
-            config = {**own, **initial, **self.differs(number), "name": f"shard_{number}"}
+            config = {**own, **initial, "name": f"shard_{number}"}
             with self.shards.on(number):
                 part = plain.from_config(config)
                 part.build(*shapes)
@@ -149,11 +177,6 @@ class ShardedLayer:
             self._tracker.add_to_store("layers", part)  # type: ignore[attr-defined]
         # A tuple of parts may come in, of which each has another size.
         self.input_spec = None
-
-    def differs(self, number: int) -> dict:
-        """What the configuration of the part of that number has by itself; by default nothing."""
-        del number
-        return {}
 
     def divided(self, inputs, axis: int = -1) -> Sequence:
         """The features of a tensor, an equal part a device; a tuple of parts stays as it is."""

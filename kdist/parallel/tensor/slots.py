@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 import keras
 
+from kdist.parallel.tensor.optimizers import inner_optimizers
 from kdist.parallel.tensor.shards import Division
-from kdist.parallel.tensor.weights import plain_variables
+from kdist.parallel.tensor.weights import plain_weights
 
 
 def keep_plain_slots_in_files(model: keras.Model, optimizers: Iterable):
@@ -23,6 +24,7 @@ def keep_plain_slots_in_files(model: keras.Model, optimizers: Iterable):
     for optimizer in optimizers:
         optimizer.save_own_variables = functools.partial(_save, model, optimizer)
         optimizer.load_own_variables = functools.partial(_load, model, optimizer)
+        keep_plain_slots_in_files(model, inner_optimizers(optimizer))
 
 
 def _save(model, optimizer, store):
@@ -40,12 +42,21 @@ def _load(model, optimizer, store):
 
 
 def plain_slots(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> list[Division]:
-    """The variables of the plain model's optimizer, in its order."""
+    """The variables of the plain model's optimizer, in its order: its own, then wrapped ones'."""
+    inner = inner_optimizers(optimizer)
+    theirs = {id(variable) for each in inner for variable in each.variables}
+    own = [variable for variable in optimizer.variables if id(variable) not in theirs]
+    slots = [slot for each in inner for slot in plain_slots(model, each)]
+    return [*_in_pieces(model, own), *slots]
+
+
+def _in_pieces(model, variables):
+    """The plain model's slots, of which these are one optimizer's."""
     owners = _owners(model)
     joined: dict[tuple, list] = {}
-    for variable in optimizer.variables:
+    for variable in variables:
         joined.setdefault(_key(variable, owners), []).append(variable)
-    axes = [division.axis for division in plain_variables(model)]
+    axes = [division.axis for division in plain_weights(model)]
     return [
         Division(joined[key], axes[key[0]] if len(joined[key]) > 1 else None)
         for key in _in_plain_order(list(joined))
@@ -56,7 +67,7 @@ def _owners(model):
     """How the paths of a variable's slots begin -> number of the plain variable."""
     return {
         piece.path.replace("/", "_") + "_": number
-        for number, division in enumerate(plain_variables(model))
+        for number, division in enumerate(plain_weights(model))
         for piece in division.pieces
     }
 

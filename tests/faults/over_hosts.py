@@ -1,6 +1,6 @@
 """A training of a model that is split over hosts, for tests that disturb it.
 
-python split.py LAYOUT DIRECTORY OUTPUT
+python over_hosts.py LAYOUT DIRECTORY OUTPUT
 
 Checkpoints go to DIRECTORY, the weights and the history, when training is through, to OUTPUT.
 """
