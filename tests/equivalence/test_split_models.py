@@ -150,21 +150,29 @@ def examples(name):
 
 
 @functools.cache
-def plain_model(name, synchronized=False):
+def plain_model(name):
     """The model with its first weights, which stay so; with BatchNorm in float64 throughout."""
-    if name not in HAVE_BATCH_NORM:
-        keras.utils.set_random_seed(0)
-        return MODELS[name]()
+    keras.utils.set_random_seed(0)
+    plain = MODELS[name]()
+    return copied(plain, dtype="float64") if name in HAVE_BATCH_NORM else plain
 
-    def in_float64(layer):
-        config = {**layer.get_config(), "dtype": "float64"}
-        if isinstance(layer, keras.layers.BatchNormalization):
-            config["synchronized"] = synchronized
-        return type(layer).from_config(config)
 
-    original = plain_model(name) if synchronized else MODELS[name]()
-    copy = keras.models.clone_model(original, clone_function=in_float64)
-    copy.set_weights(original.get_weights())
+@functools.cache
+def synchronized_model(name):
+    """The same, with BatchNorm over all replicas."""
+    return copied(plain_model(name), synchronized=True)
+
+
+def copied(model, **arguments):
+    """A copy with its weights, whose layers have those of `arguments` that they take."""
+
+    def changed(layer):
+        config = layer.get_config()
+        taken = {name: value for name, value in arguments.items() if name in config}
+        return type(layer).from_config({**config, **taken})
+
+    copy = keras.models.clone_model(model, clone_function=changed)
+    copy.set_weights(model.get_weights())
     return copy
 
 
@@ -211,7 +219,7 @@ def test_weights_are_those_of_one_device(name, plan, layout, optimizer):
     accumulated = layout.micro_batches if has_batch_norm else 1
     with dtype("float64" if has_batch_norm else "float32"):
         expected = reference(name, optimizer, replicas, accumulated)
-        plain = plain_model(name, synchronized)
+        plain = synchronized_model(name) if synchronized else plain_model(name)
         with kdist.create_strategy(layout).scope():
             plan = suggest(plain, layout) if plan == "suggested" else PLANS[name][plan]
             model = split(plain, plan)

@@ -1,13 +1,15 @@
 """What `assert_in_place` is to find, it finds: each kind of thing, put elsewhere."""
 
 import dataclasses
+import functools
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kdist
-from kdist.parallel import column, row, split
+from kdist.parallel import column, device, row, split, split_model
 from kdist.parallel.in_place import assert_in_place, parts_of, slots_of
 from kdist.parallel.placement import operations_that_run
 
@@ -65,3 +67,48 @@ def test_operations_elsewhere(trained, what):
     if what in ("forward", "writing"):
         with pytest.raises(AssertionError):
             assert_in_place(model, [o for o in operations if not ELSEWHERE[what](o)])
+
+
+def trained_in_two_places():
+    """A model on two devices, not divided, and what ran in its first step."""
+    layers = keras.layers
+    inputs = keras.Input((8,))
+    x = layers.Dense(8, name="low")(inputs)
+    plain = keras.Model(inputs, layers.Dense(4, activation="softmax", name="high")(x))
+    with kdist.create_strategy(kdist.Layout(branch=2)).scope():
+        model = split(plain, {"high": device(1)})
+        model.compile(keras.optimizers.SGD(momentum=0.9), "sparse_categorical_crossentropy")
+    with operations_that_run() as operations:
+        model.fit(np.ones((8, 8), "float32"), np.arange(8) % 4, batch_size=8, verbose=0)
+    return model, operations
+
+
+def test_a_model_that_does_its_work_elsewhere(monkeypatch):
+    """Calls, or gradients, on the device of the step: where TensorFlow has them by itself."""
+    assert_in_place(*trained_in_two_places())
+    call = lambda strategy, here, stay, name, operation, *args, **kwargs: operation(*args, **kwargs)  # noqa: E731
+    by_itself = functools.partial(tf.compat.v1.gradients, colocate_gradients_with_ops=False)
+    for where, name, other in (
+        (split_model, "_call_on", call),
+        (tf, "gradients", by_itself),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, other)
+            model, operations = trained_in_two_places()
+        with pytest.raises(AssertionError, match="high"):
+            assert_in_place(model, operations)
+
+
+def test_variables_elsewhere(monkeypatch):
+    model, operations = trained_in_two_places()
+    monkeypatch.setitem(model.places, "high", 0)
+    with pytest.raises(AssertionError, match="high/kernel"):
+        assert_in_place(model, operations)
+
+
+def test_slots_elsewhere(monkeypatch):
+    model, operations = trained_in_two_places()
+    first, *_, last = (slot for slots in slots_of(model).values() for slot in slots)
+    monkeypatch.setattr(last, "_value", first._value)
+    with pytest.raises(AssertionError, match="momentum"):
+        assert_in_place(model, operations)
