@@ -42,6 +42,11 @@ class RanOperation:
         """Whether it is part of a gradient."""
         return "gradients/" in self.name
 
+    @property
+    def computes(self) -> bool:
+        """Whether it computes: constants, copies and messages are where they are needed."""
+        return self.type not in _IDLE
+
 
 @contextlib.contextmanager
 def operations_that_run() -> Iterator[list[RanOperation]]:
@@ -126,7 +131,7 @@ def what_lies_where(model, x, y) -> list[OnDevice]:
     rows = []
     for device in (device for group in strategy.groups for device in group):
         here = [o for o in operations if o.device == short_name(device)]
-        computing = [o for o in here if o.type not in _IDLE]
+        computing = [o for o in here if o.computes]
         backward = [o for o in computing if o.is_backward]
         forward = [o for o in computing if not o.is_backward and _is_of(model, o)]
         weights = _copies_on(strategy, model.variables, device)

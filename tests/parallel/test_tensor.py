@@ -11,7 +11,8 @@ import pytest
 import kdist
 from kdist.checkpoint.snapshot import put, take
 from kdist.parallel import column, device, heads, row, split, stage
-from kdist.parallel.placement import devices_of, groups_of, operations_that_run
+from kdist.parallel.in_place import assert_in_place
+from kdist.parallel.placement import devices_of, operations_that_run
 from kdist.testing import assert_same_weights
 
 layers = keras.layers
@@ -148,66 +149,9 @@ def test_weights_are_those_of_one_device_and_everything_is_in_its_place(name, la
         trained(model, shape)
     assert_same_weights(model.get_weights(), plain.get_weights(), 1e-5)
     assert max(np.abs(a - b).max() for a, b in zip(before, plain.get_weights(), strict=True)) > 1e-3
-    assert_in_place(model, operations, has_root=optimizer == "adam")
+    assert_in_place(model, operations)
     if (layout, optimizer) == (TENSOR_4, "adam"):
         assert_takes_its_share(model, plain)
-
-
-# The second is what tokens' gradients are applied with.
-_WRITES = ("Assign", "ResourceScatter")
-
-
-def assert_in_place(model, operations, has_root):
-    """Variables, slots, what is computed forward and backward, and what writes."""
-    strategy = model.distribute_strategy
-    groups = groups_of(strategy)
-    variables_on: collections.Counter = collections.Counter()
-    for variable in model.trainable_variables:
-        expected = [group[place_of(model, variable.path)] for group in groups]
-        assert devices_of(strategy, variable) == expected, variable.path
-        variables_on.update(expected)
-    for slot in model.optimizer.variables:
-        if "shard_" in slot.path:
-            layer = slot.path.partition("/")[2]
-            expected = [group[place_of(model, layer, "_shard_")] for group in groups]
-            assert devices_of(strategy, slot) == expected, slot.path
-    for replica, group in enumerate(groups):
-        mine = [o for o in operations if ("replica_1" in o.name) == bool(replica)]
-        for backward in (False, True):
-            seen = set()
-            for operation in mine:
-                if operation.is_backward == backward and is_computing(operation):
-                    place = place_of_operation(model, operation.name)
-                    if place is not None:
-                        seen.add(place)
-                        assert operation.device == group[place], operation
-            assert seen == set(range(len(group))), (replica, backward)
-    writes = collections.Counter(o.device for o in operations if o.type.startswith(_WRITES))
-    roots = collections.Counter(o.device for o in operations if o.type == "Sqrt")
-    for where, count in variables_on.items():
-        assert writes[where] >= count
-        assert not has_root or roots[where] >= count
-
-
-def place_of(model, path, mark="/shard_"):
-    """The number of the device of a variable, or of a slot, within a group."""
-    layer, found, rest = path.partition(mark)
-    if not found:
-        layer = path.split("/")[0]
-    return model.places[layer] + (int(re.match(r"\d+", rest)[0]) if found else 0)
-
-
-def place_of_operation(model, name):
-    """That of an operation of a part of a layer; None for all else."""
-    found = re.search(r"([^/]+?)(?:_\d+)?/shard_(\d)(_\d+)?(/|$)", name)
-    if not found or found[1] not in model.places:
-        return None
-    return model.places[found[1]] + int(found[2])
-
-
-def is_computing(operation):
-    """Not a constant, a copy or a message, which are where they are needed."""
-    return operation.type not in {"Const", "Identity", "_Send", "_Recv", "NoOp", "Shape", "Cast"}
 
 
 @pytest.mark.parametrize("name", MODELS)
