@@ -135,9 +135,9 @@ PAIRS = [
     ("one device", "tensor=2"),
     ("tensor=2", "one device"),
     ("tensor=2", "tensor=4"),
-    ("data and tensor", "pipeline"),
 ]
 MORE_PAIRS = [
+    ("data and tensor", "pipeline"),
     ("one device", "pipeline"),
     ("one device", "pipeline and tensor"),
     ("mirrored", "tensor=4"),
