@@ -27,6 +27,8 @@ class Layout:
             these work at the same time; 1 has one stage work after the other.
         schedule: `"1f1b"` lets a stage go back as soon as it can, and holds the activations of as
             many micro-batches as there are stages; `"gpipe"` goes forward with all of them first.
+        recompute: a stage keeps of a micro-batch only what it takes from other stages, and computes
+            its activations again before it goes back: less memory for up to a third more work.
 
     Raises:
         ValueError: a degree is no whole number from 1 on, an unknown schedule, or degrees that do
@@ -39,6 +41,7 @@ class Layout:
     branch: int = 1
     micro_batches: int = 1
     schedule: str = "1f1b"
+    recompute: bool = False
 
     def __post_init__(self):
         for name in _DEGREES:
@@ -53,23 +56,42 @@ class Layout:
                 f"save memory with compile(accumulate={self.micro_batches}) "
                 f"(--accumulate={self.micro_batches})"
             )
+        self._check_recompute()
         if self.branch > 1 and self.pipeline * self.tensor > 1:
             raise ValueError(
                 f"branch={self.branch} goes with data only, not with pipeline={self.pipeline} and "
                 f"tensor={self.tensor}: leave branch out, or the others"
             )
 
+    def _check_recompute(self):
+        if not isinstance(self.recompute, bool):
+            raise ValueError(f"recompute={self.recompute!r}: it is true or false")
+        if self.recompute and self.pipeline == 1:
+            raise ValueError(
+                "recompute without stages: give pipeline=2 or more and micro_batches=2 or more, or "
+                "save memory with compile(accumulate=2) (--accumulate=2)"
+            )
+        if self.recompute and self.micro_batches == 1:
+            raise ValueError(
+                "recompute with micro_batches=1 saves nothing, as no stage holds more than it goes "
+                "back with: give micro_batches=2 or more, or leave recompute out"
+            )
+
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """The layout that is written as `"data=2,pipeline=2"`; an empty text is one device.
 
+        `recompute` alone is `recompute=true`.
+
         Raises:
             ValueError: it is written otherwise, says something twice, or is no possible layout.
         """
-        given: dict[str, int | str] = {}
+        given: dict[str, int | str | bool] = {}
+        names = [*_DEGREES, "schedule", "recompute"]
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, separator, value = (piece.strip() for piece in part.partition("="))
-            names = [*_DEGREES, "schedule"]
+            if name == "recompute" and not separator:
+                separator, value = "=", "true"
             if not separator or name not in names:
                 raise ValueError(
                     f"{part!r} in layout {text!r}{_meant(name, names)}: write it as "
@@ -77,7 +99,7 @@ class Layout:
                 )
             if name in given:
                 raise ValueError(f"layout {text!r} says {name} twice; leave one out")
-            given[name] = int(value) if value.isdecimal() else value
+            given[name] = _value(value)
         return cls(**given)  # type: ignore[arg-type]
 
     @property
@@ -92,11 +114,18 @@ class Layout:
 
     def __str__(self):
         said = [
-            f"{field.name}={getattr(self, field.name)}"
+            f"{field.name}={str(getattr(self, field.name)).lower()}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
         return ",".join(said) or "data=1"
+
+
+def _value(text):
+    """What is written: a number, true, false or a name."""
+    if text.isdecimal():
+        return int(text)
+    return {"true": True, "false": False}.get(text, text)
 
 
 def _meant(name, names):
