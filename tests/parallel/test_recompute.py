@@ -13,6 +13,7 @@ from kdist.parallel import split, stage
 from kdist.parallel.placement import operations_that_run
 from kdist.parallel.schedule import stage_order
 from kdist.parallel.timeline import recorded_timeline
+from kdist.tensorflow_internals import graphs_that_run
 from kdist.testing import assert_same_weights
 
 ROWS = 48
@@ -215,6 +216,36 @@ def test_each_stage_goes_forward_twice_but_where_it_goes_back_at_once(layout):
             assert ran[number, "forward"] == list(range(parsed.micro_batches))
             again = sorted(work.micro_batch for work in order if work.is_again)
             assert ran.get((number, "recompute"), []) == again
+
+
+def multiplied_before(graph, name):
+    """Scopes of the matrix products that an operation waits for, of data or of control."""
+    nodes = {node.name: node for node in graph.node}
+    seen, left = set(), [name]
+    while left:
+        node = nodes[left.pop()]
+        taken = [each.lstrip("^").partition(":")[0] for each in node.input]
+        left += [each for each in taken if each not in seen]
+        seen.update(taken)
+    return {each.partition("/")[0] for each in seen if "MatMul" in nodes[each].op}
+
+
+def test_masks_of_dropout_wait_as_well():
+    """They do not depend on what a stage takes, and would be made and held from the beginning."""
+    x, y = vectors()
+    drop = keras.layers.Dropout(0.5, seed=1)
+    with graphs_that_run() as functions:
+        trained(three_stages([drop]), "pipeline=2,micro_batches=2,recompute", x[:16], y[:16])
+    before = {
+        node.name.partition("/")[0]: multiplied_before(graph, node.name)
+        for graphs in functions
+        for graph in graphs
+        for node in graph.node
+        if node.op == "StatelessRandomUniformV2" and node.name.startswith("recompute_")
+    }
+    assert before.keys() == {"recompute_0_on_stage_0", "recompute_1_on_stage_0"}
+    assert "forward_1_on_stage_0" in before["recompute_0_on_stage_0"]
+    assert "backward_0_on_stage_0" in before["recompute_1_on_stage_0"]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
