@@ -4,7 +4,7 @@ They are counted in the graphs that ran, after TensorFlow's own optimizations: w
 a gradient takes that none has made is held from one pass to the other. Tensors that share memory,
 such as a reshaped one, count once; weights, and what is computed of weights alone, do not count.
 What a gradient needs shapes of only is not held either. What operations need while they run is not
-in it, nor is the batch that the step is given.
+in it, nor is the batch that the step is given, nor workspaces of oneDNN and cuDNN.
 """
 
 import collections
@@ -110,12 +110,12 @@ def held_activations(operations: Iterable, sizes: Mapping[str, list]) -> Activat
                 continue
             if _is_of_weights(source, nodes, known):
                 continue
-            was_again = "recompute_" in source.name
+            was_again = any("recompute_" in name for name in (source.name, *source.tensors))
             key = source.function, source.device, source.name, output
             if key in counted or (is_again and was_again):
                 continue
             counted.add(key)
-            size = _size(source, output, sizes, sent)
+            size = _size(source, output, sizes, sent, nodes)
             if size is None:
                 found.unknown.add(o.device)
             bytes_of = found.computed_again if was_again else found.kept
@@ -148,11 +148,18 @@ def _is_of_weights(operation, nodes, known):
     return known[key]
 
 
-def _size(operation, output, sizes, sent):
+def _size(operation, output, sizes, sent, nodes):
     """Bytes of an output; of what came from another device, of what was sent."""
     name = operation.name
     if operation.message:
         name, _, number = sent.get((operation.function, operation.message), "").partition(":")
         output = int(number or 0)
-    found = sizes.get(name, [])
-    return found[output] if output < len(found) else None
+    found = sizes.get(name)
+    if found is None and operation.type == "Cast":  # TensorFlow has it in another place than asked
+        source, number = _memory_of(operation.tensors[0], operation, nodes)
+        size = source and _size(source, number, sizes, sent, nodes)
+        return None if size is None else int(size * operation.grows)
+    if found is None:
+        return None
+    is_workspace = output >= len(found) or ("FusedBatchNorm" in operation.type and output > 2)
+    return 0 if is_workspace else found[output]

@@ -14,6 +14,8 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+import tensorflow as tf
+
 from kdist.parallel.live import held_activations, output_sizes
 from kdist.parallel.schedule import Work, peak_live
 from kdist.parallel.timeline import recorded_timeline
@@ -34,6 +36,7 @@ class RanOperation:
         tensors: the same, with the number of the output, such as `"split:1"`; the first may leave
             it out.
         message: what a message between devices is known by at both ends; else empty.
+        grows: bytes of an element that it gives / of one that it takes, of a Cast; else 1.
     """
 
     name: str
@@ -43,6 +46,7 @@ class RanOperation:
     inputs: tuple[str, ...]
     tensors: tuple[str, ...] = ()
     message: str = ""
+    grows: float = 1.0
 
     @property
     def is_backward(self) -> bool:
@@ -85,7 +89,9 @@ def _ran(node, function):
     tensors = tuple(name for name in node.input if not name.startswith("^"))
     inputs = tuple(name.partition(":")[0] for name in tensors)
     message = node.attr["tensor_name"].s.decode() if node.op in _MESSAGES else ""
-    return RanOperation(node.name, node.op, device, function, inputs, tensors, message)
+    types = [tf.as_dtype(node.attr[end].type) for end in ("DstT", "SrcT") if node.op == "Cast"]
+    grows = types[0].size / types[1].size if types else 1.0
+    return RanOperation(node.name, node.op, device, function, inputs, tensors, message, grows)
 
 
 @dataclasses.dataclass(frozen=True)
