@@ -131,23 +131,32 @@ def check_layout():
     with strategy.scope():
         model = kdist.parallel.split_as(plain, layout, FLAGS.split)
         model.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
-    rows = 2 * layout.data
+    rows = 2 * layout.data * layout.micro_batches
     found = what_lies_where(model, np.zeros((rows, *shape), "uint8"), np.zeros(rows, "int32"))
     print(f"{FLAGS.model} {shape}, {plain.count_params():,} parameters, {layout}, Adam")
     for name, place in model.places.items():
         print(f"  {name:40} device {place} of each replica")
     print(
         f"\n{'device':8} {'weights':>8} {'MB':>8} {'slots MB':>9} {'forward':>8} {'backward':>9} "
-        f"{'other':>7} {'received':>9}"
+        f"{'other':>7} {'received':>9} {'held MB':>9} {'live':>5}"
     )
     for row in found:
         print(
             f"{row.device:8} {row.weights:8} {row.weight_bytes / 1e6:8.2f} "
             f"{row.slot_bytes / 1e6:9.2f} {row.forward:8} {row.backward:9} {row.other:7} "
-            f"{row.received:9}"
+            f"{row.received:9} {held(row):>9} {row.live_micro_batches:5}"
         )
     print("forward, backward, other: operations of one step; received: tensors of other devices")
+    print(
+        f"held: activations that wait for the backward pass, at most, of {rows} examples; live: "
+        "micro-batches that they are of"
+    )
     return 0
+
+
+def held(row):
+    """Megabytes of activations; "?" where sizes are not known."""
+    return "?" if row.activation_bytes is None else f"{row.activation_bytes / 1e6:.3f}"
 
 
 def version(package):

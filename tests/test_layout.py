@@ -10,6 +10,14 @@ def test_it_is_read_as_it_is_written():
     assert Layout.parse("") == Layout() == Layout.parse(str(Layout()))
 
 
+def test_recompute():
+    layout = Layout(pipeline=2, micro_batches=2, recompute=True)
+    assert str(layout) == "pipeline=2,micro_batches=2,recompute=true"
+    for text in (str(layout), "pipeline=2,recompute,micro_batches=2"):
+        assert Layout.parse(text) == layout
+    assert not Layout.parse("pipeline=2,recompute=false").recompute
+
+
 @pytest.mark.parametrize(
     ("layout", "in_a_group"),
     [
@@ -34,6 +42,9 @@ def test_devices(layout, in_a_group):
         ("data=2,data=4", "says data twice"),
         ("pipeline=2,schedule=fifo", "there are 1f1b and gpipe"),
         ("data=2,micro_batches=4", "--accumulate=4"),
+        ("data=2,recompute", "--accumulate=2"),
+        ("pipeline=2,recompute=true", "give micro_batches=2 or more"),
+        ("pipeline=2,micro_batches=2,recompute=yes", "recompute='yes': it is true or false"),
         ("branch=2,tensor=2", "leave branch out"),
         ("branch=2,pipeline=2", "leave branch out"),
         ("pipeline=2,between=hosts", "there are data and model"),

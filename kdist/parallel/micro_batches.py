@@ -146,15 +146,42 @@ class MicroStep(_Asked):
         return tf.math.divide_no_nan(loss, tf.cast(self.micro_share.of_batch, loss.dtype))
 
     @contextlib.contextmanager
-    def running(self):
-        """The hooks ask it meanwhile; what is written then stays only if there are rows."""
-        self._before = {} if self.micro_share.may_be_empty else None
+    def running(self, remembers: bool = False):
+        """The hooks ask it meanwhile; what is written then stays only if there are rows.
+
+        Gives a list to which is added what is written: (variable, its value before).
+
+        Args:
+            remembers: the list is wanted.
+        """
+        undoes = self.micro_share.may_be_empty
+        before: dict[int, tuple] = {}
+        state: list[tuple] = []
+        self._before = before if undoes or remembers else None
         with steps.asked(self):
-            yield
-            with beside_inputs():
-                for copy, value in (self._before or {}).values():
-                    copy.assign(tf.where(self.micro_share.rows > 0, copy, value))
+            yield state
+            state += [(variable, value) for variable, _, value in before.values()]
+            if undoes:
+                with beside_inputs():
+                    for _, copy, value in before.values():
+                        copy.assign(tf.where(self.micro_share.rows > 0, copy, value))
         self._before = None
+
+    @contextlib.contextmanager
+    def running_again(self, state):
+        """The hooks ask it while the stage goes forward again: as before, and nothing is written.
+
+        Seeds and all else that is written come of `state`, so that what is random is the same.
+
+        Args:
+            state: (variable, its value before the stage went forward first), as `running` gives.
+        """
+        self._means = 0
+        with (
+            steps.asked(self),
+            keras.StatelessScope(state, collect_losses=True, initialize_variables=False),
+        ):
+            yield
 
     def note_written(self, variable: keras.Variable):
         """A layer or a metric is about to write `variable`."""
@@ -162,4 +189,4 @@ class MicroStep(_Asked):
         if self._before is not None and id(variable) not in self._before:
             copy = self._step.local(variable._value)
             with beside_inputs():
-                self._before[id(variable)] = copy, tf.identity(copy)
+                self._before[id(variable)] = variable, copy, tf.identity(copy)

@@ -5,6 +5,9 @@ or back, waits for the stage's piece before it, as the schedule says; what cross
 stage is copied to the device that takes it. The gradients of the micro-batches are added up on
 the devices of their variables, and the weights are updated once.
 
+A layout that recomputes has a stage forget what it has computed of a micro-batch, and compute it
+again before it goes back: with the same seeds and statistics, and without writing them.
+
 Loss, gradients and metrics are those of all rows at once (`kdist.parallel.micro_batches` says how),
 but for layers that see micro-batches:
 
@@ -16,11 +19,14 @@ but for layers that see micro-batches:
 - so are losses that look at several rows at once, such as Keras's `Dice` and `Tversky`.
 """
 
+import dataclasses
+
 import keras
 import tensorflow as tf
 
-from kdist.parallel import timeline
+from kdist.parallel import recomputation, timeline
 from kdist.parallel.micro_batches import MicroBatches
+from kdist.parallel.passing import Passed, copied, sum_of
 from kdist.parallel.schedule import merged_order
 from kdist.parallel.stage_graphs import CutModel, cut
 from kdist.training.beside import beside_inputs
@@ -67,20 +73,24 @@ class _PipelinedStep:
         self._last = len(cut_model.stages) - 1
         self._strategy = model.distribute_strategy
         layout = self._strategy.layout
-        self._order = merged_order(layout.schedule, layout.pipeline, layout.micro_batches)
+        self._order = merged_order(
+            layout.schedule, layout.pipeline, layout.micro_batches, layout.recompute
+        )
+        self._repeated = {
+            dataclasses.replace(work, is_again=False) for work in self._order if work.is_again
+        }
         self._micro = MicroBatches(model, data, layout.micro_batches, self.at_the_loss)
         self._variables = [self._variables_of(stage) for stage in cut_model.stages]
         self._values: list[dict] = [
             dict(enumerate(cut_model.graph._standardize_inputs(x))) for x, *_ in self._micro.parts
         ]
-        # Of each micro-batch: losses that layers added, with the stage and place of each.
-        self._added: list[list[tuple]] = [[] for _ in self._micro.parts]
-        self._crossed: dict[tuple, dict] = {}  # (stage, micro-batch) -> what it has taken
+        self._passed: dict[tuple, Passed] = {}  # (stage, micro-batch) -> its last forward pass
         self._arrived: dict[tuple, list] = {}  # (micro-batch, key) -> gradients of what it gave
         self._outputs: list[list] = [[] for _ in self._micro.parts]
         self._losses: list = [None] * layout.micro_batches
         self._sums: dict[int, tf.Tensor] = {}  # of gradients
         self._done: dict[int, list] = {}  # what each stage's piece of work has given last
+        self._began: list = []  # what the piece of work waits for that is under way
         self._regularization = None
         recorder = timeline.current()
         self._stamp = recorder.on(this_replica()) if recorder else None
@@ -88,9 +98,13 @@ class _PipelinedStep:
     def run(self):
         """Does all work but the updates."""
         for work in self._order:
-            kind = "backward" if work.is_backward else "forward"
-            with tf.name_scope(f"{kind}_{work.micro_batch}_on_stage_{work.stage}"):
-                self._backward(work) if work.is_backward else self._forward(work)
+            with tf.name_scope(f"{work.kind}_{work.micro_batch}_on_stage_{work.stage}"):
+                if work.is_backward:
+                    self._backward(work)
+                elif work.is_again:
+                    self._forward_again(work)
+                else:
+                    self._forward(work)
         with tf.name_scope("regularization"):
             self._regularize()
 
@@ -126,46 +140,78 @@ class _PipelinedStep:
     # Forward.
 
     def _forward(self, work):
-        stage, number = self._cut.stages[work.stage], work.micro_batch
-        micro, values = self._micro.steps[number], self._values[number]
-        is_last = work.stage == self._last
-        with micro.running():
-            sent = {key: (values[key], place) for key, place in stage.takes.items()}
-            if is_last:
-                sent.update(self._added_before(work))
-            taken = self._crossing(work, sent)
-            here = dict(taken)
-            for call in stage.calls:
-                given = call(here)
-                here.update(zip(call.gives, given, strict=True))
-                self._added[number] += [(work.stage, loss) for loss in call.added_losses()]
-            values.update((key, here[key]) for key in stage.gives)
-            self._crossed[work.stage, number] = taken
-            ends = [here[key] for key in stage.gives]
-            if is_last:
-                self._lose(number, here)
-                ends = [self._losses[number]]
-        self._end(work, ends)
+        micro, values = self._micro.steps[work.micro_batch], self._values[work.micro_batch]
+        places = self._places_taken(work)
+        with micro.running(remembers=work in self._repeated) as state:
+            taken = self._crossing(work, {key: (values[key], at) for key, at in places.items()})
+            passed = self._through(work, taken)
+        values.update((key, tensor) for key, (tensor, _) in passed.gives.items())
+        if work.stage == self._last:
+            self._outputs[work.micro_batch] = passed.outputs
+            self._losses[work.micro_batch] = passed.loss
+        self._end(work, passed.ends)
+        if work in self._repeated:
+            recomputation.check_written(state)
+            passed = Passed(taken, state=state)  # all else is computed again
+        self._passed[work.stage, work.micro_batch] = passed
 
-    def _added_before(self, work):
-        """What layers of earlier stages have added to the loss: the last stage takes it as well."""
-        return {
-            ("added", index): (loss, self._cut.stages[-1].last_place)
-            for index, (stage, loss) in enumerate(self._added[work.micro_batch])
-            if stage != work.stage
-        }
+    def _places_taken(self, work):
+        """What a stage takes -> the number of the device that it goes to."""
+        stage = self._cut.stages[work.stage]
+        if work.stage < self._last:
+            return stage.takes
+        # What layers of earlier stages have added to the loss, the last stage takes as well.
+        added = [key for key in self._values[work.micro_batch] if isinstance(key, tuple)]
+        return {**stage.takes, **dict.fromkeys(added, stage.last_place)}
 
-    def _lose(self, number, here):
-        """Computes the loss of a micro-batch, its part of the replica's."""
-        micro, (x, y, sample_weight) = self._micro.steps[number], self._micro.parts[number]
-        micro.added_losses = [
-            here.get(("added", index), loss) for index, (_, loss) in enumerate(self._added[number])
-        ]
-        self._outputs[number] = [here[key] for key in self._cut.outputs]
+    def _through(self, work, taken):
+        """What a stage computes of what it has taken."""
+        stage, here, added = self._cut.stages[work.stage], dict(taken), []
+        for call in stage.calls:
+            given = call(here)
+            here.update(zip(call.gives, given, strict=True))
+            added += call.added_losses()
+        if work.stage == self._last:
+            added = [loss for key, loss in taken.items() if isinstance(key, tuple)] + added
+            outputs = [here[key] for key in self._cut.outputs]
+            return Passed(taken, outputs=outputs, loss=self._loss_of(work, outputs, added))
+        gives = {key: (here[key], place) for key, place in stage.gives.items()}
+        for index, loss in enumerate(added):
+            gives["added", work.stage, index] = loss, stage.last_place
+        return Passed(taken, gives)
+
+    def _loss_of(self, work, outputs, added):
+        """The loss of a micro-batch, its part of the replica's.
+
+        Args:
+            outputs: the model's, flat.
+            added: what layers have added to the loss.
+        """
+        micro = self._micro.steps[work.micro_batch]
+        x, y, sample_weight = self._micro.parts[work.micro_batch]
+        micro.added_losses = added
         with self.at_the_loss():
-            y_pred = self._packed(self._outputs[number])
+            y_pred = self._packed(outputs)
             loss = self._model._compute_loss(x, y, y_pred, sample_weight, training=True)
-            self._losses[number] = micro.weighed(loss)
+            return micro.weighed(loss)
+
+    def _forward_again(self, work):
+        """A stage's forward pass once more, of the same inputs, seeds and statistics.
+
+        All of it waits for the stage's piece of work before: what does not depend on the inputs,
+        such as the masks of dropout, would be there all the time, or be the first pass's own.
+        """
+        key = work.stage, work.micro_batch
+        passed, places = self._passed[key], self._places_taken(work)
+        sent = {name: (tensor, places[name]) for name, tensor in passed.taken.items()}
+        taken = self._crossing(work, sent)
+        with tf.control_dependencies(self._began), beside_inputs():
+            state = [(variable, tf.identity(value)) for variable, value in passed.state]
+        repeating = self._micro.steps[work.micro_batch].running_again(state)
+        with recomputation.checked(), tf.control_dependencies(self._began), repeating:
+            self._passed[key] = again = self._through(work, taken)
+        if self._stamp:  # else nobody asks for its ends, of which gradients may need none
+            self._end(work, again.ends)
 
     def _crossing(self, work, sent):
         """Copies of what a stage takes, on its devices, once its piece of work before is done.
@@ -178,7 +224,8 @@ class _PipelinedStep:
         for key, (tensor, place) in sent.items():
             self._check_crosses(key, tensor)
             with self._strategy.on(place), tf.control_dependencies(self._done.get(work.stage, [])):
-                taken[key] = _copied(tensor)
+                taken[key] = copied(tensor)
+        self._began = self._done.get(work.stage, [])
         return self._begin(work, taken, sent)
 
     def _check_crosses(self, key, tensor):
@@ -193,10 +240,11 @@ class _PipelinedStep:
 
     def _backward(self, work):
         number = work.micro_batch
-        targets, gradients = self._targets(work)
+        passed = self._passed.pop((work.stage, number))
+        targets, gradients = self._targets(work, passed)
         crossed = {
             key: tensor
-            for key, tensor in self._crossed[work.stage, number].items()
+            for key, tensor in passed.taken.items()
             if not self._is_input(key) and (tensor.dtype.is_floating or tensor.dtype.is_complex)
         }
         variables = self._variables[work.stage]
@@ -217,27 +265,17 @@ class _PipelinedStep:
                 ends.append(self._add(variable, gradient))
         self._end(work, ends)
 
-    def _targets(self, work):
+    def _targets(self, work, passed):
         """What a stage goes back from: (tensors, their gradients), on its devices."""
         number = work.micro_batch
         if work.stage == self._last:
             with self.at_the_loss():
-                loss = self._model.optimizer.scale_loss(self._losses[number])
+                loss = self._model.optimizer.scale_loss(passed.loss)
             place = self._cut.stages[-1].last_place
             # The loss itself comes along for the time stamp, which cannot be of constants alone.
             taken = self._crossing(work, {"one": (tf.ones_like(loss), place), "at": (loss, place)})
             return [loss], [taken["one"]]
-        given = {
-            key: (self._values[number][key], place)
-            for key, place in self._cut.stages[work.stage].gives.items()
-        }
-        place = self._cut.stages[work.stage].last_place
-        given.update(
-            (("added", index), (loss, place))
-            for index, (stage, loss) in enumerate(self._added[number])
-            if stage == work.stage
-        )
-        given = {key: value for key, value in given.items() if (number, key) in self._arrived}
+        given = {key: at for key, at in passed.gives.items() if (number, key) in self._arrived}
         sent = {
             (key, index): (gradient, place)
             for key, (_, place) in given.items()
@@ -272,7 +310,7 @@ class _PipelinedStep:
         """The sum of the variable's gradients so far, with this one."""
         before = self._sums.get(id(variable))
         with beside_inputs():
-            total = gradient if before is None else _sum(before, gradient)
+            total = gradient if before is None else sum_of(before, gradient)
         self._sums[id(variable)] = total
         return total
 
@@ -283,11 +321,12 @@ class _PipelinedStep:
         if self._stamp is None or not any(isinstance(t, tf.Tensor) for t in taken.values()):
             return taken
         stamp = self._stamp(work, False, list(taken.values()))
+        self._began = [stamp]
         with tf.control_dependencies([stamp]):
             stamped = {}
             for key, tensor in taken.items():
                 with self._strategy.on(sent[key][1]):
-                    stamped[key] = _copied(tensor)
+                    stamped[key] = copied(tensor)
         return stamped
 
     def _end(self, work, tensors):
@@ -320,25 +359,3 @@ class _PipelinedStep:
         packed = keras.tree.pack_sequence_as(self._cut.graph._outputs_struct, flat)
         is_single = isinstance(packed, list | tuple) and len(packed) == 1
         return packed[0] if is_single else packed
-
-
-def _copied(tensor):
-    """A copy on the device of the context, with its mask; of None, None."""
-    if tensor is None:
-        return None
-    copy = tf.nest.map_structure(tf.identity, tensor, expand_composites=True)
-    mask = get_keras_mask(tensor) if isinstance(tensor, tf.Tensor) else None
-    if mask is not None:
-        set_keras_mask(copy, tf.identity(mask))
-    return copy
-
-
-def _sum(total, gradient):
-    """Of two gradients; of two that are for some rows of a table, again one for some rows."""
-    if isinstance(total, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([total.values, gradient.values], 0),
-            tf.concat([total.indices, gradient.indices], 0),
-            total.dense_shape,
-        )
-    return tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)

@@ -14,6 +14,10 @@ the result is that of the whole batch:
   GPU Clusters Using Megatron-LM", 2021): stage s of S goes forward S - s times, then back and
   forward in turn. It holds the activations of at most S - s micro-batches, and waits as long.
 
+Either can recompute (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; GPipe,
+section 2.1): a stage keeps what a micro-batch brings to it, and goes forward with that again before
+it goes back, but for where it goes back at once. It holds the activations of one micro-batch.
+
 Imports no TensorFlow.
 """
 
@@ -31,23 +35,29 @@ class Work:
         stage: from 0.
         micro_batch: from 0.
         is_backward: it computes gradients; otherwise activations.
+        is_again: it computes activations for the second time.
     """
 
     stage: int
     micro_batch: int
     is_backward: bool
+    is_again: bool = False
+
+    @property
+    def kind(self) -> str:
+        """One of "forward", "recompute" and "backward"; scopes of operations begin with it."""
+        return "backward" if self.is_backward else "recompute" if self.is_again else "forward"
 
     def __str__(self):
-        return f"{'B' if self.is_backward else 'F'}{self.micro_batch}@{self.stage}"
+        return f"{self.kind[0].upper()}{self.micro_batch}@{self.stage}"
 
     def needs(self, stages: int) -> Iterator["Work"]:
         """What has to be done before it, whatever the schedule."""
-        if not self.is_backward:
-            if self.stage:
-                yield Work(self.stage - 1, self.micro_batch, False)
-            return
-        yield Work(self.stage, self.micro_batch, False)
-        if self.stage + 1 < stages:
+        if self.is_backward or self.is_again:
+            yield Work(self.stage, self.micro_batch, False)
+        elif self.stage:
+            yield Work(self.stage - 1, self.micro_batch, False)
+        if self.is_backward and self.stage + 1 < stages:
             yield Work(self.stage + 1, self.micro_batch, True)
 
 
@@ -66,7 +76,9 @@ class TimedWork:
     end: float
 
 
-def stage_order(schedule: str, stages: int, micro_batches: int, stage: int) -> list[Work]:
+def stage_order(
+    schedule: str, stages: int, micro_batches: int, stage: int, recompute: bool = False
+) -> list[Work]:
     """What one stage does, one after the other.
 
     Args:
@@ -74,6 +86,7 @@ def stage_order(schedule: str, stages: int, micro_batches: int, stage: int) -> l
         stages: S, from 1 on.
         micro_batches: M, from 1 on.
         stage: which one, from 0.
+        recompute: it goes forward again before it goes back.
 
     Raises:
         ValueError: an unknown schedule, or a number that is too small or too large.
@@ -91,12 +104,27 @@ def stage_order(schedule: str, stages: int, micro_batches: int, stage: int) -> l
         order.append(Work(stage, number, True))
         if ahead + number < micro_batches:
             order.append(Work(stage, ahead + number, False))
-    return order
+    return _with_recomputation(order) if recompute else order
 
 
-def merged_order(schedule: str, stages: int, micro_batches: int) -> list[Work]:
+def _with_recomputation(order):
+    """A stage's order in which it goes forward again, where it would not go back at once."""
+    longer: list[Work] = []
+    for work in order:
+        forward = Work(work.stage, work.micro_batch, False)
+        if work.is_backward and longer[-1] != forward:
+            longer.append(dataclasses.replace(forward, is_again=True))
+        longer.append(work)
+    return longer
+
+
+def merged_order(
+    schedule: str, stages: int, micro_batches: int, recompute: bool = False
+) -> list[Work]:
     """The work of all stages, each piece after all that it needs; arguments as `stage_order`'s."""
-    waiting = [stage_order(schedule, stages, micro_batches, stage) for stage in range(stages)]
+    waiting = [
+        stage_order(schedule, stages, micro_batches, stage, recompute) for stage in range(stages)
+    ]
     merged: dict[Work, None] = {}
     while any(waiting):
         for own in waiting:
@@ -123,6 +151,7 @@ def simulated_timeline(
     micro_batches: int,
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
+    recompute: bool = False,
 ) -> list[TimedWork]:
     """When each piece of work begins and ends, if each begins as soon as it can.
 
@@ -133,12 +162,13 @@ def simulated_timeline(
         micro_batches: M.
         forward_seconds: of each stage, for one micro-batch.
         backward_seconds: as long.
+        recompute: stages go forward again before they go back.
     """
     stages = len(forward_seconds)
     ended: dict[Work, float] = {}
     free = [0.0] * stages
     timeline = []
-    for work in merged_order(schedule, stages, micro_batches):
+    for work in merged_order(schedule, stages, micro_batches, recompute):
         start = max([free[work.stage], *(ended[needed] for needed in work.needs(stages))])
         seconds = backward_seconds if work.is_backward else forward_seconds
         ended[work] = free[work.stage] = start + seconds[work.stage]
@@ -166,9 +196,16 @@ def overlapped_share(timeline: Sequence[TimedWork]) -> float:
 
 
 def peak_live(order: Sequence[Work]) -> int:
-    """The most micro-batches whose activations a stage holds, by its order of work."""
+    """The most micro-batches whose activations a stage holds, by its order of work.
+
+    Of one that it will go forward with again, it holds only what it has taken.
+    """
+    repeated = {work.micro_batch for work in order if work.is_again}
     live = peak = 0
     for work in order:
-        live += -1 if work.is_backward else 1
+        if work.is_backward:
+            live -= 1
+        elif work.is_again or work.micro_batch not in repeated:
+            live += 1
         peak = max(peak, live)
     return peak

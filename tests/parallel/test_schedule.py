@@ -1,5 +1,6 @@
 """Each piece of work comes once and after what it needs; waiting and memory are as published."""
 
+import itertools
 import subprocess
 import sys
 
@@ -69,6 +70,42 @@ def test_live_activations(stages, micro_batches):
         one_by_one = stage_order("1f1b", stages, micro_batches, stage)
         assert peak_live(one_by_one) == min(stages - stage, micro_batches)
         assert peak_live(stage_order("gpipe", stages, micro_batches, stage)) == micro_batches
+
+
+@both
+@every_size
+def test_recomputation(schedule, stages, micro_batches):
+    """Just before a stage goes back, unless it has just gone forward; one micro-batch is live."""
+    for stage in range(stages):
+        plain = stage_order(schedule, stages, micro_batches, stage)
+        order = stage_order(schedule, stages, micro_batches, stage, recompute=True)
+        assert [work for work in order if not work.is_again] == plain
+        for before, work in itertools.pairwise(order):
+            if work.is_backward:
+                assert before.kind in ("forward", "recompute")
+                assert before.micro_batch == work.micro_batch
+        assert peak_live(order) == 1
+    merged = merged_order(schedule, stages, micro_batches, recompute=True)
+    place = {work: number for number, work in enumerate(merged)}
+    for work in merged:
+        assert all(place[needed] < place[work] for needed in work.needs(stages))
+
+
+def test_recomputation_by_hand():
+    order = stage_order("1f1b", 2, 3, 0, recompute=True)
+    assert [str(work)[:2] for work in order] == [
+        "F0",
+        "F1",
+        "R0",
+        "B0",
+        "F2",
+        "R1",
+        "B1",
+        "R2",
+        "B2",
+    ]
+    timeline = simulated_timeline("gpipe", 2, [1.0], [2.0], recompute=True)
+    assert [timed.start for timed in timeline] == [0, 1, 2, 3, 5, 6]
 
 
 @both

@@ -1,0 +1,159 @@
+"""Bytes that stages hold for their backward pass: as counted by hand, in the order that ran."""
+
+import keras
+import numpy as np
+import pytest
+
+import kdist
+from kdist.parallel import device, pipeline, split, stage
+from kdist.parallel.live import Activations
+from kdist.parallel.placement import what_lies_where
+from kdist.parallel.schedule import Work, merged_order
+
+FLOAT, ROWS, MICRO_BATCHES, UNITS = 4, 48, 4, 8
+PLAN = {"high": stage(1), "top": stage(2)}
+# Of a micro-batch of 12 rows: what a stage takes, and what its three layers give to tanh.
+INPUTS = 12 * 6 * FLOAT
+TAKEN = 12 * UNITS * FLOAT
+COMPUTED = 3 * 12 * UNITS * FLOAT
+
+
+def three_stages():
+    """Three layers on each of two stages, and one on the last."""
+    layers = keras.layers
+    x = inputs = keras.Input((6,))
+    for number in range(3):
+        x = layers.Dense(UNITS, "tanh", name=f"low{number}")(x)
+    for name in ("high", "higher", "highest"):
+        x = layers.Dense(UNITS, "tanh", name=name)(x)
+    return keras.Model(inputs, layers.Dense(4, "softmax", name="top")(x))
+
+
+def found(layout, plan=PLAN, plain=None, x=None):
+    """What lies on the devices of a model that is trained by the layout."""
+    with kdist.create_strategy(kdist.Layout.parse(layout)).scope():
+        model = split(plain or three_stages(), plan)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    x = np.ones((ROWS, 6), "float32") if x is None else x
+    return what_lies_where(model, x, np.zeros(len(x), "int32"))
+
+
+def live(rows):
+    return [row.live_micro_batches for row in rows]
+
+
+def held(rows):
+    return [row.activation_bytes for row in rows]
+
+
+def assert_is_one_forward_one_backward(rows):
+    """The last stage holds what the loss makes of 4 classes beside what it takes."""
+    assert live(rows) == [3, 2, 1]
+    last = TAKEN + 12 * 4 * FLOAT
+    assert held(rows) == [3 * (INPUTS + COMPUTED), 2 * (TAKEN + COMPUTED), last]
+    assert all(row.forward and row.backward for row in rows)
+
+
+def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_to_come(monkeypatch):
+    assert_is_one_forward_one_backward(found("pipeline=3,micro_batches=4"))
+
+    def gpipe(schedule, *sizes):
+        return merged_order("gpipe", *sizes)
+
+    monkeypatch.setattr(pipeline, "merged_order", gpipe)
+    with pytest.raises(AssertionError):  # it is seen in what runs, not in what was asked for
+        assert_is_one_forward_one_backward(found("pipeline=3,micro_batches=4"))
+
+
+def test_gpipe_holds_all_micro_batches():
+    rows = found("pipeline=3,micro_batches=4,schedule=gpipe")
+    assert live(rows) == [4, 4, 4]
+    last = 4 * (TAKEN + 12 * 4 * FLOAT)
+    assert held(rows) == [4 * (INPUTS + COMPUTED), 4 * (TAKEN + COMPUTED), last]
+
+
+@pytest.mark.parametrize(("schedule", "taken"), [("1f1b", (3, 2)), ("gpipe", (4, 4))])
+def test_who_recomputes_holds_what_was_taken_and_one_micro_batch(schedule, taken):
+    rows = found(f"pipeline=3,micro_batches=4,schedule={schedule},recompute")
+    assert live(rows) == [1, 1, 1]
+    assert held(rows)[:2] == [taken[0] * INPUTS + COMPUTED, taken[1] * TAKEN + COMPUTED]
+
+
+def test_of_dropout_its_outputs_are_kept_and_computed_again():
+    """Not those of the first pass: its mask does not depend on the inputs, and could be merged."""
+    layers = keras.layers
+    plain = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(UNITS, "tanh", name="low"),
+            layers.Dropout(0.5, seed=1, name="drop"),
+            layers.Dense(UNITS, "tanh", name="lower"),
+            layers.Dense(4, activation="softmax", name="high"),
+        ]
+    )
+    plan = {"high": stage(1)}
+    kept = found("pipeline=2,micro_batches=4,schedule=gpipe", plan, plain)[0]
+    again = found("pipeline=2,micro_batches=4,schedule=gpipe,recompute", plan, plain)[0]
+    of_one = (kept.activation_bytes - 4 * INPUTS) / 4
+    assert of_one >= 3 * TAKEN
+    assert again.activation_bytes == 4 * INPUTS + of_one
+
+
+def test_replicas_hold_alike():
+    rows = found("data=2,pipeline=2,micro_batches=4", {"high": stage(1)})
+    assert live(rows) == [2, 1, 2, 1]
+    assert held(rows)[:2] == held(rows)[2:]
+    assert held(rows)[0] == (2 * (INPUTS + COMPUTED)) // 2
+
+
+def test_branches_hold_their_own():
+    """Without micro-batches: all rows; the batch counts where a copy of it was sent to."""
+    layers = keras.layers
+    inputs = keras.Input((6,))
+    left = layers.Dense(UNITS, "tanh", name="left")(inputs)
+    right = layers.Dense(2 * UNITS, "tanh", name="right")(inputs)
+    join = layers.Concatenate(name="join")([left, right])
+    plain = keras.Model(inputs, layers.Dense(4, activation="softmax", name="top")(join))
+    plan = {"right": device(1), "join|top": device(0)}
+    rows = found("branch=2", plan, plain)
+    assert live(rows) == [1, 1]
+    assert held(rows)[1] == ROWS * (2 * UNITS + 6) * FLOAT
+    assert held(rows)[0] >= ROWS * (UNITS + 3 * UNITS + 4) * FLOAT
+
+
+def test_of_loops_it_is_not_known():
+    layers = keras.layers
+    plain = keras.Sequential(
+        [
+            keras.Input((5, 6)),
+            layers.LSTM(UNITS, name="low"),
+            layers.Dense(4, activation="softmax", name="high"),
+        ]
+    )
+    x = np.ones((8, 5, 6), "float32")
+    rows = found("pipeline=2,micro_batches=2", {"high": stage(1)}, plain, x)
+    assert rows[0].activation_bytes is None
+    assert rows[1].activation_bytes == 4 * (UNITS + 4) * FLOAT
+
+
+def test_the_peak_is_that_of_the_order():
+    activations = Activations()
+    activations.kept.update({("CPU:0", 0): 5, ("CPU:0", 1): 7})
+    activations.computed_again["CPU:0", 0] = 100
+    forward, back = [Work(0, n, False) for n in (0, 1)], [Work(0, n, True) for n in (0, 1)]
+    again = Work(0, 0, False, is_again=True)
+    assert activations.peak_bytes("CPU:0", [*forward, again, *back]) == 112
+    assert activations.peak_bytes("CPU:0", [forward[0], again, back[0], forward[1]]) == 105
+    assert activations.peak_bytes("CPU:1", forward) == 0
+
+
+@pytest.mark.slow
+def test_of_images_it_is_known():
+    """Bytes as inputs, which TensorFlow casts elsewhere than asked; BatchNorms' workspaces."""
+    plain = kdist.models.create("resnet18", input_shape=(28, 28, 1), num_classes=10)
+    plan = {"stage3_.*": stage(1)}
+    x = np.zeros((16, 28, 28, 1), "uint8")
+    layout = "pipeline=2,micro_batches=4,schedule=gpipe"
+    kept, again = (found(each, plan, plain, x) for each in (layout, f"{layout},recompute"))
+    for before, after in zip(held(kept), held(again), strict=True):
+        assert after < before / 2
