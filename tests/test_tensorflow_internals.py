@@ -64,11 +64,13 @@ def test_graphs_that_have_run_are_cut_by_device():
     with graphs_that_run() as functions:
         on_two(tf.constant([1.0, 2.0]))
     ran = [
-        {node.op: node.device[-5:] for graph in graphs for node in graph.node}
-        for graphs in functions
+        {node.op: node.device[-5:] for graph in function.partition_graphs for node in graph.node}
+        for function in functions
     ]
     expected = {"Cumsum": "CPU:1", "MatrixDiagV3": "CPU:2"}
     assert any(expected.items() <= nodes.items() for nodes in ran)
+    whole = [{node.op for node in function.post_optimization_graph.node} for function in functions]
+    assert any(expected.keys() <= kinds for kinds in whole)
 
 
 def test_where_mirrored_variables_are_made():

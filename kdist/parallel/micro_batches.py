@@ -7,7 +7,7 @@ A replica's loss is what its rows would give at once, whatever the micro-batches
 - a mean over a mask or over sample weights is a sum that is divided by the mask or the weights of
   *all* rows. These are known before the first micro-batch goes forward: they come of an inference
   pass over all rows of which TensorFlow computes only what the masks depend on, in most models
-  nothing but a comparison of the inputs;
+  nothing but a comparison of the inputs, and loops that read variables, such as those of RNNs;
 - with fewer rows than micro-batches some are empty. They are shown a row that belongs to another
   (`kdist.training.share`), weigh nothing, and what layers and metrics write for them is undone.
 """

@@ -34,29 +34,25 @@ from kdist.training.keras_internals import get_keras_mask, set_keras_mask
 from kdist.training.step import this_replica
 
 
-def train_step(model, data):
-    """What `model.train_step` does, by micro-batches.
+def passes(model, data):
+    """Forward and backward pass of one replica's rows, by micro-batches.
 
     Args:
         model: a `SplitModel` in the scope of a `GroupStrategy` whose layout has stages.
-        data: one replica's rows: x, or (x, y), or (x, y, sample_weight).
+        data: (x, y, sample_weight).
+
+    Returns:
+        The loss, the model's outputs, and gradients of what is trainable, of the loss as the
+        optimizer scales it.
 
     Raises:
         ValueError: a sparse or ragged tensor crosses from stage to stage, or a stage takes
             something from a later one.
     """
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     cut_model = cut(model, model.places, model.distribute_strategy.layout)
-    step = _PipelinedStep(model, cut_model, (x, y, sample_weight))
+    step = _PipelinedStep(model, cut_model, data)
     step.run()
-    variables = model.trainable_weights
-    loss = step.loss()
-    with step.at_the_loss():
-        rows = tf.shape(keras.tree.flatten(x)[0])[0]
-        model._loss_tracker.update_state(loss, sample_weight=rows)
-    model.optimizer.apply_gradients(zip(step.gradients(variables), variables, strict=True))
-    with step.at_the_loss():
-        return model.compute_metrics(x, y, step.predictions(), sample_weight=sample_weight)
+    return step.loss(), step.predictions(), step.gradients(model.trainable_weights)
 
 
 class _PipelinedStep:

@@ -201,21 +201,28 @@ class SplitModel(Model):
         A tape would compute them all on the device on which the step runs; `tf.gradients` puts
         each beside its forward operation. Micro-batches go through a pipeline.
         """
-        if self.distribute_strategy.layout.micro_batches > 1:
-            return pipeline.train_step(self, data)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x, y, sample_weight = data = keras.utils.unpack_x_y_sample_weight(data)
+        by_parts = self.distribute_strategy.layout.micro_batches > 1
+        passes = functools.partial(pipeline.passes, self) if by_parts else self._passes
+        loss, y_pred, gradients = passes(data)
+        # Where the rows are: elsewhere, all of them would be sent there to be counted.
+        rows = tf.shape(keras.tree.flatten(x)[0])[0]
+        with self.distribute_strategy.on(self.output_place):
+            self._loss_tracker.update_state(loss, sample_weight=rows)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        with self.distribute_strategy.on(self.output_place):
+            return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def _passes(self, data):
+        """As `pipeline.passes`, of all rows at once."""
+        x, y, sample_weight = data
         y_pred = self(x, training=True)
         with self.distribute_strategy.on(self.output_place):
             loss = self._compute_loss(x, y, y_pred, sample_weight, training=True)
-            rows = tf.shape(keras.tree.flatten(x)[0])[0]
-            self._loss_tracker.update_state(loss, sample_weight=rows)
-            loss = self.optimizer.scale_loss(loss)
-        variables = self.trainable_weights
-        copies = [self.distribute_strategy.local(variable.value) for variable in variables]
-        gradients = tf.gradients(loss, copies)
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        with self.distribute_strategy.on(self.output_place):
-            return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            scaled = self.optimizer.scale_loss(loss)
+        local = self.distribute_strategy.local
+        copies = [local(variable.value) for variable in self.trainable_weights]
+        return loss, y_pred, tf.gradients(scaled, copies)
 
     @property
     def losses(self):

@@ -198,9 +198,8 @@ def test_a_model_that_is_not_split_in_a_layout_that_splits():
     [
         {"reduction": "nonsense"},
         {"num_packs": 2},
-        {"cluster": kdist.Cluster({"worker": ["127.0.0.1:1", "127.0.0.1:2"]}, "worker", 0)},
     ],
-    ids=["reduction", "num_packs", "cluster"],
+    ids=["reduction", "num_packs"],
 )
 def test_options_that_a_layout_has_not(options):
     with pytest.raises(ValueError, match="a layout"):

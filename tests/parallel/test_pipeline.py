@@ -232,7 +232,9 @@ def test_masks(data, low):
         assert_trains_alike(model, plain, tokens, rng().integers(0, 3, (32, 7)))
     rehearsed = {o.type for o in operations if "divisors" in o.name}
     assert "NotEqual" in rehearsed
-    assert not {"MatMul", "BatchMatMulV2", "Softmax", "While"} & rehearsed
+    # TensorFlow leaves out what nobody asks for, but no loop that reads variables.
+    loop = {"MatMul"} if low == "LSTM" else set()
+    assert {"MatMul", "BatchMatMulV2", "Softmax"} & rehearsed == loop
 
 
 class AddsLoss(keras.layers.Layer):

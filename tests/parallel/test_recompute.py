@@ -238,8 +238,8 @@ def test_masks_of_dropout_wait_as_well():
         trained(three_stages([drop]), "pipeline=2,micro_batches=2,recompute", x[:16], y[:16])
     before = {
         node.name.partition("/")[0]: multiplied_before(graph, node.name)
-        for graphs in functions
-        for graph in graphs
+        for function in functions
+        for graph in function.partition_graphs
         for node in graph.node
         if node.op == "StatelessRandomUniformV2" and node.name.startswith("recompute_")
     }
