@@ -184,8 +184,9 @@ def reference(name, optimizer, replicas, micro_batches):
         replicas: 1; or 2, each with its own statistics.
         micro_batches: accumulated on each.
     """
+    plain = plain_model(name)  # made outside of the scope, so that a copy is trained
     with kdist.create_strategy("mirrored" if replicas > 1 else "one_device", replicas).scope():
-        model = kdist.Model.of(plain_model(name))
+        model = kdist.Model.of(plain)
         model.compile(
             OPTIMIZERS[optimizer](), "sparse_categorical_crossentropy", accumulate=micro_batches
         )
