@@ -8,6 +8,9 @@ their statistics are their own, as under `mirrored`, which they are compared wit
 The transformer is in float32. The networks with BatchNorm are in float64 throughout, for they
 amplify rounding, whatever trains them: if the first weights of resnet18 (32×32, SGD 0.01) differ by
 1e-7 of themselves, those on one device differ by 6e-5 after one step in float32, by 6e-2 after ten.
+MobileNetV2 and ResNet-50, whose last images are single pixels here, amplify that of float64 as well
+under SGD (7e-14 after one step is 0.2 after ten), and not under Adam: rows in which sums are taken
+in another order, as divided weights have it, are trained by Adam.
 """
 
 import contextlib
@@ -111,7 +114,7 @@ CASES = [
     ("resnet18", "tensor", "tensor=2", "adam"),
     ("resnet18", "suggested", "data=2,pipeline=2", "sgd"),
     ("resnet18", "tensor", "data=2,tensor=2", "momentum"),
-    ("inception", "suggested", "branch=2", "sgd"),
+    ("inception", "suggested", "branch=2", "adam"),
     ("inception", "four branches", "branch=4", "momentum"),
     ("inception", "suggested", "data=2,branch=2", "adam"),
     ("inception", "suggested", "pipeline=2,micro_batches=4,schedule=gpipe", "sgd"),
@@ -123,18 +126,18 @@ CASES = [
     ("transformer", "suggested", "pipeline=2", "sgd"),
     ("transformer", "suggested", "pipeline=2,micro_batches=4", "adam"),
     ("transformer", "suggested", "pipeline=4,micro_batches=4,schedule=gpipe", "momentum"),
-    ("transformer", "tensor", "tensor=4", "adam"),
+    ("transformer", "tensor", "tensor=4", "momentum"),
     ("transformer", "tensor", "data=2,tensor=2", "sgd"),
-    ("transformer", "stages of tensors", "pipeline=2,tensor=2", "adam"),
+    ("transformer", "stages of tensors", "pipeline=2,tensor=2", "momentum"),
     ("transformer", "stages of tensors", "pipeline=2,tensor=2,micro_batches=2", "sgd"),
     ("transformer", "suggested", "data=2,pipeline=2,micro_batches=2", "adam"),
-    ("MobileNetV2", "suggested", "pipeline=4", "adam"),
+    ("MobileNetV2", "suggested", "pipeline=4", "sgd"),
     ("MobileNetV2", "placed", "data=2,branch=2", "momentum"),
-    ("MobileNetV2", "tensor", "tensor=2", "sgd"),
-    ("ResNet50", "placed", "branch=2", "adam"),
+    ("MobileNetV2", "tensor", "tensor=2", "adam"),
+    ("ResNet50", "placed", "branch=2", "momentum"),
     ("ResNet50", "suggested", "pipeline=2", "sgd"),
-    ("ResNet50", "tensor", "tensor=2", "momentum"),
-    ("ResNet50", "stages of tensors", "pipeline=2,tensor=2", "momentum"),
+    ("ResNet50", "tensor", "tensor=2", "adam"),
+    ("ResNet50", "stages of tensors", "pipeline=2,tensor=2", "adam"),
 ]
 
 
@@ -184,8 +187,9 @@ def reference(name, optimizer, replicas, micro_batches):
         replicas: 1; or 2, each with its own statistics.
         micro_batches: accumulated on each.
     """
+    plain = plain_model(name)  # made outside of the scope, so that a copy is trained
     with kdist.create_strategy("mirrored" if replicas > 1 else "one_device", replicas).scope():
-        model = kdist.Model.of(plain_model(name))
+        model = kdist.Model.of(plain)
         model.compile(
             OPTIMIZERS[optimizer](), "sparse_categorical_crossentropy", accumulate=micro_batches
         )
