@@ -223,7 +223,8 @@ class Telemetry(keras.callbacks.Callback):
         self._writer.write_device(record)
 
     def _write(self, kind, values):
-        learning_rate = keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)
+        # Several optimizers in one have no common rate.
+        rate = getattr(self.model.optimizer, "learning_rate", None)
         self._writer.write(
             {
                 "kind": kind,
@@ -231,7 +232,7 @@ class Telemetry(keras.callbacks.Callback):
                 "step": self._step,
                 "examples": self._examples(self._step),
                 "seconds": time.perf_counter() - self._began + self._seconds_before,
-                "learning_rate": float(learning_rate),
+                "learning_rate": None if rate is None else float(keras.ops.convert_to_numpy(rate)),
                 **self._staleness(),
                 **{name: _plain(value) for name, value in values.items()},
             }

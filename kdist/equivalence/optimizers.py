@@ -23,6 +23,12 @@ def _decay():
     return keras.optimizers.SGD(rate, momentum=0.5)
 
 
+def _several():
+    """Adam for what takes the 64 pixels, SGD for the rest."""
+    adam, sgd = keras.optimizers.Adam(1e-3, epsilon=EPSILON), keras.optimizers.SGD(0.1)
+    return keras.optimizers.MultiOptimizer(lambda v: adam if v.shape[0] == 64 else sgd)
+
+
 def _frozen(model_class):
     inputs = keras.Input((64,))
     x = keras.layers.Dense(32, activation="relu")(inputs)
@@ -53,6 +59,7 @@ FEATURES = {
     "gradient_accumulation_steps": _row(
         "the optimizer updates at every second step", _sgd(gradient_accumulation_steps=2)
     ),
+    "MultiOptimizer": _row("an optimizer for the first layer, another for the rest", _several),
     "frozen layer": Feature("a layer with trainable=False", _frozen, whole, fit=TWO_EPOCHS),
     "clipnorm, uneven batch": Feature(
         "clipping when the last batch is odd",

@@ -54,6 +54,7 @@ def hooks():
         (BaseOptimizer, "apply", _apply),
         (loss_scale, "scale_loss", _weigh),
         (loss_scale, "apply", _apply),
+        (keras.optimizers.MultiOptimizer, "apply", _apply),
         (loss_scale, "_tf_apply", _apply_on_copies),
         (TFOptimizer, "_all_reduce_sum_gradients", _already_reduced),
         *((TFOptimizer, name, _alone(name)) for name in _WRITTEN_TWICE),

@@ -55,6 +55,16 @@ def test_telemetry_writes_steps_examples_and_epochs(tmp_path, strategy):
     assert telemetry.examples_per_second == pytest.approx(9 * 8 / seconds)
 
 
+def test_several_optimizers_have_no_common_rate(tmp_path):
+    model = linear()
+    rates = keras.optimizers.OptimizerMap(default_optimizer=keras.optimizers.SGD(0.1))
+    model.compile(keras.optimizers.MultiOptimizer(rates), "mse")
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Telemetry(tmp_path, every_seconds=0.0)])
+    records = lines(tmp_path / "metrics.jsonl")
+    assert {record["learning_rate"] for record in records} == {None}
+    assert kdist.report.write([tmp_path], tmp_path / "report.html").exists()
+
+
 def test_telemetry_hands_its_lines_to_the_given_writer(tmp_path):
     class Listener(NullWriter):
         records, closed = [], False
