@@ -19,6 +19,10 @@
   # a model in two stages, on two replicas: four devices
   python scripts/train.py --layout=data=2,pipeline=2 --model=lenet --dataset=digits
 
+  # the same with each of two hosts holding a stage of both replicas; here, hosts are processes
+  python scripts/launch.py --workers=2 -- scripts/train.py --model=lenet --dataset=digits \
+    --layout=data=2,pipeline=2,between=model
+
   # Keras's JAX backend, two replicas of two devices; the file says which weights are divided
   python scripts/train.py --backend=jax --layout=data=2,tensor=2 --split=split.json --model=mlp
 
@@ -106,7 +110,9 @@ flags.DEFINE_string(
     None,
     "Splits the model over devices, instead of --strategy. data=2,branch=2: two replicas, each "
     "with branches on two devices; pipeline=2,micro_batches=4: stages that work on four parts of a "
-    "batch in turn; tensor=2: layers whose weights are divided over two devices.",
+    "batch in turn (with recompute, they keep little and compute it again; schedule=gpipe: all go "
+    "forward first); tensor=2: layers whose weights are divided over two devices. Over several "
+    "hosts each has replicas of its own, or with between=model a part of every replica.",
 )
 flags.DEFINE_string(
     "split",
