@@ -1,0 +1,229 @@
+"""Which requests are computed together, and that none is answered with another's rows."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from kdist.serving.batcher import Batcher, Overloaded
+from kdist.serving.settings import BatchSettings
+
+LONG = 60.0
+
+
+class Device:
+    """Doubles rows; each call waits until it may go on, and notes what it was given."""
+
+    def __init__(self, open=True):
+        self.calls = []
+        self.may_go_on = threading.Semaphore(10_000 if open else 0)
+
+    def __call__(self, arrays):
+        assert self.may_go_on.acquire(timeout=30)
+        self.calls.append(arrays["x"][:, 0].tolist())
+        if -1 in self.calls[-1]:
+            raise ArithmeticError("a bad row")
+        return {"y": arrays["x"] * 2}
+
+
+def rows(*values):
+    return {"x": np.array([[value] for value in values], "float32")}
+
+
+def run(scenario):
+    """Runs a coroutine function; what hangs fails."""
+    return asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+async def settle():
+    """Until all tasks wait for something."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def started(batcher, *requests):
+    return [asyncio.ensure_future(batcher(request)) for request in requests]
+
+
+def values(answers):
+    return [answer["y"][:, 0].tolist() for answer in answers]
+
+
+def test_requests_gather_while_the_device_is_busy():
+    async def scenario():
+        device = Device(open=False)
+        batcher = Batcher(device, BatchSettings(0.0, 4))
+        tasks = started(batcher, *(rows(n) for n in range(7)))
+        await settle()
+        device.may_go_on.release(9)
+        assert values(await asyncio.gather(*tasks)) == [[2 * n] for n in range(7)]
+        # The first found a free device; four are a full batch.
+        assert device.calls == [[0], [1, 2, 3, 4], [5, 6]]
+        assert batcher.waiting_rows == 0
+
+    run(scenario)
+
+
+def test_a_full_batch_waits_for_nobody():
+    async def scenario():
+        device = Device()
+        batcher = Batcher(device, BatchSettings(LONG, 3))
+        assert values(await asyncio.gather(*started(batcher, rows(1), rows(2, 3)))) == [[2], [4, 6]]
+        assert device.calls == [[1, 2, 3]]
+
+    run(scenario)
+
+
+def test_the_oldest_waits_for_the_timeout():
+    async def scenario():
+        device = Device()
+        batcher = Batcher(device, BatchSettings(1.0, 8))
+        tasks = started(batcher, rows(1), rows(2))
+        await settle()
+        assert device.calls == []
+        tasks += started(batcher, rows(3))
+        await asyncio.gather(*tasks)
+        assert device.calls == [[1, 2, 3]]
+
+    run(scenario)
+
+
+def test_settings_may_change_meanwhile():
+    async def scenario():
+        device = Device()
+        batcher = Batcher(device, BatchSettings(LONG, 8))
+        tasks = started(batcher, rows(1))
+        await settle()
+        batcher.settings = BatchSettings(0.0, 8)
+        tasks += started(batcher, rows(2))
+        await asyncio.gather(*tasks)
+        assert device.calls == [[1, 2]]
+
+    run(scenario)
+
+
+def test_batches_have_the_sizes_that_there_are():
+    async def scenario():
+        device = Device()
+        batcher = Batcher(device, BatchSettings(LONG, 3), sizes=[1, 4])
+        answers = await asyncio.gather(*started(batcher, rows(5, 6), rows(7)))
+        assert values(answers) == [[10, 12], [14]]
+        assert device.calls == [[5, 6, 7, 5]]  # a copy of a row that there is
+
+    run(scenario)
+
+
+def test_a_request_larger_than_a_batch_is_cut():
+    async def scenario():
+        device = Device()
+        batcher = Batcher(device, BatchSettings(0.0, 4))
+        answer = await batcher(rows(*range(10)))
+        assert values([answer]) == [[2 * n for n in range(10)]]
+        assert [len(call) for call in device.calls] == [4, 4, 2]
+
+    run(scenario)
+
+
+def test_a_bad_request_harms_no_other():
+    async def scenario():
+        device = Device()
+        batcher = Batcher(device, BatchSettings(LONG, 3))
+        tasks = started(batcher, rows(1), rows(-1), rows(3))
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(answers[1], ArithmeticError)
+        assert values([answers[0], answers[2]]) == [[2], [6]]
+
+    run(scenario)
+
+
+def test_who_stops_waiting_is_not_computed():
+    async def scenario():
+        device = Device(open=False)
+        batcher = Batcher(device, BatchSettings(0.0, 4))
+        tasks = started(batcher, *(rows(n) for n in range(4)))
+        await settle()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(tasks[2], 0.01)
+        device.may_go_on.release(9)
+        await asyncio.gather(tasks[0], tasks[1], tasks[3])
+        assert device.calls == [[0], [1, 3]]
+        assert batcher.waiting_rows == 0
+
+    run(scenario)
+
+
+def test_more_than_may_wait_is_refused_at_once():
+    async def scenario():
+        device = Device(open=False)
+        batcher = Batcher(device, BatchSettings(0.0, 4), max_waiting=3)
+        tasks = started(batcher, rows(0), rows(1), rows(2, 3))
+        await settle()
+        with pytest.raises(Overloaded, match="3 rows wait, of 3 that may") as refused:
+            await batcher(rows(4))
+        assert refused.value.retry_after_seconds >= 0
+        device.may_go_on.release(9)
+        assert values(await asyncio.gather(*tasks)) == [[0], [2], [4, 6]]
+        assert values([await batcher(rows(5))]) == [[10]]
+
+    run(scenario)
+
+
+def test_closing_answers_what_waits():
+    async def scenario():
+        device = Device()
+        batcher = Batcher(device, BatchSettings(LONG, 8))
+        tasks = started(batcher, rows(1), rows(2))
+        await settle()
+        await batcher.close()
+        assert values(await asyncio.gather(*tasks)) == [[2], [4]]
+        with pytest.raises(Overloaded, match="ending"):
+            await batcher(rows(3))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({}, "rows of a request: none"),
+        ({"x": np.zeros((0, 1))}, "x 0"),
+        ({"x": np.zeros((2, 1)), "z": np.zeros((3, 1))}, "x 2, z 3"),
+        ({"x": np.float32(1)}, "x None"),
+    ],
+)
+def test_rows_that_do_not_suit(arrays, says):
+    async def scenario():
+        with pytest.raises(ValueError, match=says):
+            await Batcher(Device(), BatchSettings())(arrays)
+
+    run(scenario)
+
+
+def test_a_model_without_a_row_for_each_row():
+    async def scenario():
+        batcher = Batcher(lambda arrays: {"y": arrays["x"].sum(0)}, BatchSettings())
+        with pytest.raises(ValueError, match=r"'y' has the shape \(1,\) for 2 rows"):
+            await batcher(rows(1, 2))
+
+    run(scenario)
+
+
+def test_under_load_everybody_has_his_own_answer():
+    async def scenario():
+        generator = np.random.default_rng(0)
+        device = Device()
+        batcher = Batcher(device, BatchSettings(0.001, 16), sizes=[1, 4, 16], max_waiting=10**6)
+
+        async def client(number):
+            for turn in range(20):
+                mine = number * 1000 + turn * 10 + np.arange(generator.integers(1, 6))
+                await asyncio.sleep(float(generator.uniform(0, 0.002)))
+                assert values([await batcher(rows(*mine))]) == [(2.0 * mine).tolist()]
+
+        await asyncio.gather(*(client(number) for number in range(1, 33)))
+        assert max(map(len, device.calls)) == 16
+        assert {len(call) for call in device.calls} <= {1, 4, 16}
+        await batcher.close()
+
+    run(scenario)
