@@ -112,9 +112,9 @@ def _allow_waiting():
 
 def _configuration(names):
     """TensorFlow's server takes no notice of how the process itself is configured."""
-    cpus = [name for name in names if name.startswith("CPU:")]
+    cpus = [int(name.partition(":")[2]) for name in names if name.startswith("CPU:")]
     return tf.compat.v1.ConfigProto(
-        device_count={"CPU": max(1, len(cpus))},
+        device_count={"CPU": max(cpus, default=0) + 1},
         gpu_options=tf.compat.v1.GPUOptions(allow_growth=True),
         intra_op_parallelism_threads=tf.config.threading.get_intra_op_parallelism_threads(),
         inter_op_parallelism_threads=_operations_at_once(),

@@ -59,11 +59,11 @@ class RunDirectory:
 
         Args:
             config: what is asked for now.
-            names: what of it has to be the same.
+            names: what of it has to be the same, if the run's program knew of it.
         """
         before = json.loads(self.config.read_text(encoding="utf-8"))
         for name in names:
-            if before.get(name) != config.get(name):
+            if name in before and before[name] != config.get(name):
                 raise ValueError(
                     f"{self.path} holds a run with --{name}={before.get(name)}, and this is "
                     f"{config.get(name)}; give the same flags to go on with it, or another "

@@ -99,7 +99,7 @@ def create_strategy(
             `hierarchical_copy` sends them; 0 sends each alone. None is TensorFlow's default, 1.
         cluster: the tasks of the job, and which one this process is; by default what TF_CONFIG or
             Slurm says.
-        cluster_timeout_seconds: how long `multi_worker` waits for the other tasks to come.
+        cluster_timeout_seconds: how long a task of a job waits for the others to come.
         step_timeout_seconds: how long `multi_worker` waits for them in a step; then it raises.
         allow_remote: whether other machines may reach this task of a job; without it all tasks
             have to be on this machine. TensorFlow's servers let everybody in who reaches them.

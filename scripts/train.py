@@ -36,7 +36,8 @@
   python scripts/train.py --model=lenet --dataset=digits --epochs=5
 
 It ends with the test accuracy, seconds an epoch, examples a second and the devices, and leaves
-config.json, metrics.jsonl, devices.jsonl, summary.json, checkpoints and a report page in --run_dir.
+config.json, metrics.jsonl, devices.jsonl, summary.json, checkpoints and a report page in --run_dir
+(with --backend=jax: config.json, summary.json and a model after each epoch).
 """
 
 import dataclasses

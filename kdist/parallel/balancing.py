@@ -19,18 +19,36 @@ def balanced_stages(pieces: list[Piece], stages: int) -> list[int]:
     """The stage of each piece: the longest stage is about as short as can be, few bytes cross.
 
     Raises:
-        ValueError: there are fewer pieces than stages.
+        ValueError: there are fewer pieces than stages, not counting such as are between two calls
+            of one layer.
     """
     if len(pieces) < stages:
         raise ValueError(f"{len(pieces)} layers for {stages} stages: take fewer stages")
     until = [0.0, *itertools.accumulate(piece.seconds for piece in pieces)]
-    crossing = _crossing_bytes(pieces)
-    shortest = _best_cuts(until, stages, [0.0] * len(crossing), math.inf)[0]
+    nowhere = _no_cuts(pieces)
+    count = 1 + sum(place not in nowhere for place in range(1, len(pieces)))
+    if count < stages:
+        raise ValueError(
+            f"{count} parts for {stages} stages, as layers that are called again hold together what"
+            " is between: take fewer stages"
+        )
+    crossing = [math.inf if n in nowhere else c for n, c in enumerate(_crossing_bytes(pieces))]
+    free = [math.inf if n in nowhere else 0.0 for n in range(len(crossing))]
+    shortest = _best_cuts(until, stages, free, math.inf)[0]
     _, cuts = _best_cuts(until, stages, crossing, _SLACK * shortest)
     numbers = []
     for number, (first, end) in enumerate(itertools.pairwise([0, *cuts, len(pieces)])):
         numbers += [number] * (end - first)
     return numbers
+
+
+def _no_cuts(pieces):
+    """Places between two calls of one layer: stages hand on to later ones only."""
+    return {
+        place
+        for number, piece in enumerate(pieces)
+        for place in range(number + 1, max(piece.sources, default=0) + 1)
+    }
 
 
 def _crossing_bytes(pieces):
@@ -60,9 +78,14 @@ def _best_cuts(until, stages, crossing, longest):
         ends = [count] if number == stages else range(number, count)
         for end in ends:
             ways = [
-                (size + crossing[end] * (end < count), max(most, until[end] - until[first]), cuts)
+                (
+                    size + (crossing[end] if end < count else 0.0),
+                    max(most, until[end] - until[first]),
+                    cuts,
+                )
                 for first, (size, most, cuts) in best.items()
                 if first < end and until[end] - until[first] <= longest * (1 + 1e-9)
+                if end == count or crossing[end] < math.inf
             ]
             if ways:
                 size, most, cuts = min(ways)
@@ -76,8 +99,14 @@ def branches(pieces: list[Piece], devices: int) -> list[int]:
     """The device of each piece, by HEFT; what follows each other without a branch stays together.
 
     Raises:
-        ValueError: nothing would be gained by some of the devices.
+        ValueError: nothing would be gained by some of the devices, or a layer is called again.
     """
+    for number, piece in enumerate(pieces):
+        if max(piece.sources, default=0) >= max(number, 1):
+            raise ValueError(
+                f"{piece.name!r} is called more than once: branches of such a model are not found; "
+                "say in a plan of your own which layers go where"
+            )
     chains, chain_of = _chains(pieces)
     where = _first_done(chains, devices)
     used = len(set(where))

@@ -18,6 +18,8 @@ import keras
 from kdist.parallel.placement import RanOperation, devices_of, groups_of
 from kdist.parallel.split_plan import operations_by_name
 from kdist.parallel.tensor import ShardedLayer
+from kdist.parallel.tensor.optimizers import inner_optimizers
+from kdist.parallel.tensor.slots import own_variables, owners_of
 from kdist.training.accumulation import optimizers_of
 
 # The second is what tokens' gradients are applied with.
@@ -174,21 +176,15 @@ def _trained_on(model):
 
 
 def slots_of(model) -> dict[int, list[keras.Variable]]:
-    """The optimizer's variables for each trained one, by its id.
-
-    A slot's path begins with the path of its variable: `up/kernel` has `adam/up_kernel_momentum`.
-    """
-    beginnings = {
-        variable.path.replace("/", "_") + "_": id(variable)
-        for variable in model.trainable_variables
-    }
+    """The optimizer's variables for each trained one, by its id."""
     slots = collections.defaultdict(list)
-    for optimizer in optimizers_of(model):
-        for slot in optimizer.variables:
-            path = slot.path.partition("/")[2]
-            found = [beginning for beginning in beginnings if path.startswith(beginning)]
-            if found:
-                slots[beginnings[max(found, key=len)]].append(slot)
+    optimizers = optimizers_of(model)
+    for optimizer in optimizers:
+        optimizers += inner_optimizers(optimizer)
+        own = own_variables(optimizer)
+        for slot, (owner, _) in zip(own, owners_of(optimizer, own), strict=True):
+            if owner is not None:
+                slots[owner].append(slot)
     return slots
 
 

@@ -22,6 +22,8 @@ _SAME_MEMORY = {
 }
 _SHAPES = {"Shape", "ShapeN", "Size", "Rank", "BroadcastGradientArgs"}
 _ARGUMENTS = {"_Arg", "_DeviceArg"}
+# What TensorFlow makes of several additions gives what the last one would; its parts do not.
+_ADDED_TOGETHER = re.compile(r"ArithmeticOptimizer/AddOpsRewrite_(?!Leaf|Internal)")
 _PIECE = re.compile(r"(forward|recompute|backward)_(\d+)_on_stage_(\d+)/")
 
 
@@ -154,7 +156,7 @@ def _size(operation, output, sizes, sent, nodes):
     if operation.message:
         name, _, number = sent.get((operation.function, operation.message), "").partition(":")
         output = int(number or 0)
-    found = sizes.get(name)
+    found = sizes.get(name) or sizes.get(_ADDED_TOGETHER.sub("", name))
     if found is None and operation.type == "Cast":  # TensorFlow has it in another place than asked
         source, number = _memory_of(operation.tensors[0], operation, nodes)
         size = source and _size(source, number, sizes, sent, nodes)

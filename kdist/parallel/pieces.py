@@ -40,7 +40,8 @@ class Piece:
         state_bytes: of its weights, their gradients and two slots.
         kept_bytes: that its forward pass leaves for the backward pass, for one example.
         out_bytes: of what it hands on, for one example.
-        sources: numbers of the pieces that it takes something from.
+        sources: numbers of the pieces that it takes something from; of a layer that is called
+            again, also of later ones.
     """
 
     name: str
@@ -102,6 +103,9 @@ class ModelWork:
             number = numbers.setdefault(id(node.operation), len(pieces))
             if number == len(pieces):
                 pieces.append(self._piece(node, tuple(sorted(sources)), divisions))
+            else:
+                both = tuple(sorted({*pieces[number].sources, *sources}))
+                pieces[number] = dataclasses.replace(pieces[number], sources=both)
             made.update({id(tensor): number for tensor in node.outputs})
         return pieces
 

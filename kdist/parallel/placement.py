@@ -186,13 +186,14 @@ def _orders_of_work(model, x, y):
     """device -> what its stage did in a step, one after the other, as measured."""
     strategy = model.distribute_strategy
     layout = strategy.layout
+    model.make_train_function(force=True)  # whatever comes next is not looked at
     if layout.micro_batches == 1:
         both = [Work(0, 0, False), Work(0, 0, True)]
         return {device: both for group in strategy.groups for device in group}
     with recorded_timeline() as timeline:
         model.make_train_function(force=True)
         model.train_on_batch(x, y)
-    model.make_train_function(force=True)  # whatever comes next, without time stamps
+    model.make_train_function(force=True)  # without time stamps
     orders = {}
     for replica, group in enumerate(strategy.groups):
         work = [timed.work for timed in timeline.steps(replica)[-1]]

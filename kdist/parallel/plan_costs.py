@@ -26,8 +26,9 @@ def device_bytes(
 ) -> list[float]:
     """The most that the (first) device of each stage, or each device of branches, holds.
 
-    Weights, gradients, two slots, and the activations of the micro-batches that are under way; of
-    more than one micro-batch also the sum of their gradients. Temporaries are not counted.
+    Weights, gradients, two slots, and the activations of the micro-batches that are under way (who
+    recomputes: what a stage takes of each, and all of one); of more than one micro-batch also the
+    sum of their gradients. Temporaries are not counted.
 
     Args:
         pieces: of the model.
@@ -41,8 +42,13 @@ def device_bytes(
     for piece, number in zip(pieces, numbers, strict=True):
         held[number] += piece.state_bytes * (1 + sums)
         kept[number] += piece.kept_bytes
+    taken = [0.0, *_boundary_bytes(pieces, numbers, layout.pipeline)] if layout.recompute else []
     for number in range(len(held)):
-        held[number] += kept[number] * rows * _live_share(layout, number)
+        share = _live_share(layout, number)
+        if layout.recompute:
+            held[number] += taken[number] * rows * share
+            share = 1 / layout.micro_batches
+        held[number] += kept[number] * rows * share
     return held
 
 
@@ -88,6 +94,7 @@ def _stages_seconds(pieces, numbers, layout, rows):
         layout.micro_batches,
         [each / 3 for each in seconds],
         [2 * each / 3 for each in seconds],
+        layout.recompute,
     )
     sent = pipeline_transfer_seconds(
         max(_boundary_bytes(pieces, numbers, layout.pipeline)) * micro_rows,
@@ -124,6 +131,7 @@ def _devices_seconds(pieces, numbers, layout, rows):
             + (2 * pieces[source].out_bytes * rows / LINK_BYTES_PER_SECOND + 2 * _HOP_SECONDS)
             * (numbers[source] != here)
             for source in piece.sources
+            if source < len(done)  # of a layer that is called again, the first call counts
         ]
         free[here] = max([free[here], *arrives]) + piece.seconds * rows
         done.append(free[here])

@@ -11,6 +11,7 @@ the model is the plain one.
 """
 
 import functools
+import warnings
 
 import keras
 import tensorflow as tf
@@ -209,7 +210,10 @@ class SplitModel(Model):
         rows = tf.shape(keras.tree.flatten(x)[0])[0]
         with self.distribute_strategy.on(self.output_place):
             self._loss_tracker.update_state(loss, sample_weight=rows)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        if gradients:
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        else:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         with self.distribute_strategy.on(self.output_place):
             return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 

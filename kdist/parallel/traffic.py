@@ -46,6 +46,11 @@ class WatchedGraphs:
         graphs = [function.post_optimization_graph for function in functions]
         self._largest = max(graphs, key=lambda graph: len(graph.node), default=None)
 
+    @property
+    def hold_a_step(self) -> bool:
+        """Whether a step of training is among them."""
+        return any("gradients/" in name for name in self.devices)
+
     def crossing_bytes(self, rows: int) -> dict[tuple[str, str], int] | None:
         """`crossing_bytes` of a step, which is told by its size; None where nothing ran."""
         return None if self._largest is None else crossing_bytes(self._largest, rows)
@@ -68,7 +73,8 @@ def crossing_bytes(graph, rows: int) -> dict[tuple[str, str], int] | None:
         rows: of a micro-batch; the first dimension of tensors for which TensorFlow leaves it open.
 
     Returns:
-        None if a tensor that is sent leaves more than that open.
+        None if a tensor that is sent leaves more than that open, as with micro-steps
+        (`accumulate`), whose rows are known only when they run.
     """
     devices = {node.name: node.device for node in graph.node}
     with tf.Graph().as_default() as with_shapes:

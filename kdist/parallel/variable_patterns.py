@@ -22,8 +22,8 @@ AXIS = "model"
 
 # Of an attention layer's variables, the axis of the heads.
 _HEADS = {
-    **{f"{part}/kernel": 1 for part in ("query", "key", "value")},
-    **{f"{part}/bias": 0 for part in ("query", "key", "value")},
+    **{f"{part}/kernel": 1 for part in ("query", "key", "value", "gate")},
+    **{f"{part}/bias": 0 for part in ("query", "key", "value", "gate")},
     "attention_output/kernel": 0,
 }
 
@@ -65,7 +65,7 @@ def on_layers(model: keras.Model, plan: Mapping) -> SplitPlan:
 
 def _name_in(layer, variable):
     """A variable's name within its layer, such as `query/kernel`."""
-    return variable.path.split(f"{layer.name}/", 1)[-1]
+    return variable.path.removeprefix(f"{layer.path}/")
 
 
 def _division(layer, variable, path, pattern, axes):

@@ -113,17 +113,24 @@ def _shares(times, work, devices):
         **shares,
         "compute_share": steps * (1 - reducing),
         "reduce_share": steps * reducing,
-        **(_busy_shares(work, devices) if devices else {}),
-        **({} if devices else {"replica_busy_seconds": list(work.busy_seconds)}),
+        **(_busy_shares(work, devices) if devices else _of_replicas(work)),
     }
 
 
+def _of_replicas(work):
+    return {"replica_busy_seconds": list(work.busy_seconds)}
+
+
 def _busy_shares(work, devices):
-    """Of the time in which any device of a split model worked, the share in which each did.
+    """Of the time in which any device of a split model computed, the share in which each did.
 
     What is missing to 1, on average, is the bubble: devices that wait for others.
     """
-    busy = dict(zip(work.devices, work.busy_seconds, strict=True))
-    whole = work.compute_seconds + work.reduce_seconds
-    shares = [busy.get(device, 0.0) / whole for device in devices]
+    # Profiles call GPUs by the names that this host has for them.
+    here = [device.rpartition("/")[2] for device in devices]
+    names = (device.rpartition("/")[2] for device in work.devices)
+    busy = dict(zip(names, work.busy_seconds, strict=True))
+    if not (busy.keys() & set(here) and work.compute_seconds):
+        return {}  # where operations are was not known
+    shares = [busy.get(device, 0.0) / work.compute_seconds for device in here]
     return {"device_busy_share": shares, "bubble_share": 1 - sum(shares) / len(shares)}

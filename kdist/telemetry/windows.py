@@ -12,6 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdist.parallel.groups import GroupStrategy
 from kdist.planner import find_gpu
 from kdist.telemetry.flops import training_flops
 from kdist.telemetry.profile import SampledProfiles
@@ -58,6 +59,7 @@ class Windows:
         Args:
             steps: that the call has made.
         """
+        self._note_graphs()
         work = self._profiles.end(steps) if self._profiles else None
         if work is None and time.perf_counter() - self._since < self._seconds:
             return None
@@ -69,11 +71,8 @@ class Windows:
         return self._times.window(self._clock.take(), work) if self._clock else {}
 
     def after_first_call(self):
-        """To be called after the first call, which traces and compiles; leaves that out."""
-        if self._split:
-            self._split.after_first_call()
-            if self._profiles:
-                self._profiles.placed = self._split.placed
+        """In the place of `after_call`, after a call that traced and compiled: leaves that out."""
+        self._note_graphs()
         self._since = time.perf_counter()
         if self._clock:
             self._clock.take()
@@ -81,6 +80,12 @@ class Windows:
     def together(self) -> dict[str, Any]:
         """The figures of all windows together; empty if there was none."""
         return self._times.together()
+
+    def _note_graphs(self):
+        if self._split:
+            self._split.after_call()
+            if self._profiles:
+                self._profiles.placed = self._split.placed
 
     def crossing_bytes(self) -> dict[str, int] | None:
         """Of a split model, what a step sends from device to device; None for another model."""
@@ -101,7 +106,7 @@ def _computes_here(strategy):
 
 
 def _flops(model):
-    """(of an example, what all replicas' GPUs could do in a second); None where not known."""
+    """(of an example, what all GPUs could do in a second); None where not known."""
     names = []
     with contextlib.suppress(RuntimeError, ValueError):
         names = [
@@ -112,4 +117,6 @@ def _flops(model):
     peak = gpu.peak_flops(model.dtype_policy.name) if gpu else None
     if peak is None:
         return None, None
-    return training_flops(model), peak * model.distribute_strategy.num_replicas_in_sync
+    strategy = model.distribute_strategy
+    devices = len(strategy.groups[0]) if isinstance(strategy, GroupStrategy) else 1
+    return training_flops(model), peak * strategy.num_replicas_in_sync * devices

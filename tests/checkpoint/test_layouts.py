@@ -283,3 +283,49 @@ def test_refused_arrays_change_nothing():
     with pytest.raises(CheckpointError):
         put(model, arrays)
     assert_same_weights(model.get_weights(), weights, 0)
+
+
+def towers():
+    """Layers of two nested models have the same names, and so their variables the same paths."""
+    inputs = keras.Input((8,))
+
+    def tower(name):
+        inner = keras.Input((8,))
+        x = layers.Dense(8, activation="relu", name="up")(inner)
+        return keras.Model(inner, layers.Dense(8, name="down")(x), name=name)
+
+    x = layers.Add(name="add")([tower("a")(inputs), tower("b")(inputs)])
+    return keras.Model(inputs, layers.Dense(4, activation="softmax", name="head")(x))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"head": column()}, {"[ab]/up": column(), "[ab]/down": row()}, {"b/up": column()}],
+    ids=["the head", "both towers", "one tower"],
+)
+def test_layers_of_equal_names(plan, tmp_path):
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(4 * BATCH, 8)), generator.integers(0, 4, 4 * BATCH)
+
+    def trained(model):
+        model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    keras.utils.set_random_seed(5)
+    plain = towers()
+    with kdist.create_strategy(kdist.Layout(tensor=2)).scope():
+        model = split(plain, plan)
+        model.compile(adam(), "sparse_categorical_crossentropy")
+    trained(model)
+    model.save(tmp_path / "model.keras")
+    arrays = take(model)
+    other = kdist.Model.of(towers())
+    other.compile(adam(), "sparse_categorical_crossentropy")
+    other.optimizer.build(other.trainable_variables)
+    assert len(arrays) == len(take(other))
+    put(other, arrays)
+    opened = keras.models.load_model(tmp_path / "model.keras")
+    assert int(opened.optimizer.iterations) == 4
+    expected = trained(model)
+    assert_same_weights(trained(other), expected, TOLERANCE)
+    assert_same_weights(trained(opened), expected, TOLERANCE)

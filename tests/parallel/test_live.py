@@ -157,3 +157,15 @@ def test_of_images_it_is_known():
     kept, again = (found(each, plan, plain, x) for each in (layout, f"{layout},recompute"))
     for before, after in zip(held(kept), held(again), strict=True):
         assert after < before / 2
+
+
+def test_sums_that_tensorflow_makes_at_once():
+    """It renames them, as within LayerNormalization; they are as large as they were."""
+    layers = keras.layers
+    inputs = keras.Input((3, 6))
+    x = layers.LayerNormalization(name="norm")(layers.Dense(UNITS, name="low")(inputs))
+    top = layers.Dense(4, activation="softmax", name="top")(layers.Flatten(name="flat")(x))
+    x = np.random.default_rng(0).normal(size=(ROWS, 3, 6)).astype("float32")
+    rows = found("branch=2", {"flat|top": device(1)}, keras.Model(inputs, top), x)
+    assert held(rows)[0] > ROWS * 3 * UNITS * FLOAT
+    assert held(rows)[1] == ROWS * (3 * UNITS + 4) * FLOAT

@@ -306,3 +306,17 @@ def test_a_checkpoint_goes_on_under_another_layout(tmp_path):
     plain = fit(kdist.Layout())
     assert int(model.optimizer.iterations.numpy()) == 30
     assert_same_weights(model.get_weights(), plain.get_weights(), 1e-5)
+
+
+@pytest.mark.parametrize("layout", ["stage", "two branches"])
+def test_a_model_of_which_nothing_is_trained(layout):
+    """As Keras does: it warns, and says what the loss is."""
+    plain = branches()
+    plain.trainable = False
+    model = split_in(kdist.Layout(pipeline=2, micro_batches=2), plain, PLANS["stage"])
+    if layout == "two branches":
+        model = split_in(LAYOUTS[layout], plain)
+    before = model.get_weights()
+    with pytest.warns(UserWarning, match="does not have any trainable weights"):
+        assert np.isfinite(trained(model).history["loss"][0])
+    assert_same_weights(model.get_weights(), before, 0)

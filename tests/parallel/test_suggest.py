@@ -1,5 +1,6 @@
 """Plans that are found: balanced, cut where little crosses, and such as `split` takes."""
 
+import dataclasses
 import itertools
 
 import keras
@@ -122,3 +123,37 @@ def test_a_plan_names_layers_exactly():
     )
     assert suggest(model, Layout(pipeline=2)) == {r"a\.b": stage(0), "axb": stage(1)}
     assert device(0) != stage(0)
+
+
+def calls_again():
+    """A chain in which one layer is called at two places."""
+    layers = keras.layers
+    shared = layers.Dense(64, activation="tanh", name="shared")
+    inputs = keras.Input((64,))
+    x = layers.Dense(64, activation="tanh", name="before")(inputs)
+    x = layers.Dense(64, activation="tanh", name="between")(shared(x))
+    x = layers.Dense(64, activation="tanh", name="after")(shared(x))
+    return keras.Model(inputs, layers.Dense(4, name="head")(x))
+
+
+def test_what_is_between_two_calls_of_a_layer_is_on_its_stage():
+    model = calls_again()
+    plan = suggest(model, Layout(pipeline=2))
+    assert plan["shared"] == plan["between"]
+    with kdist.create_strategy(Layout(pipeline=2, micro_batches=2)).scope():
+        assert set(split(model, plan).places.values()) == {0, 1}
+    assert suggest(model, devices=2).layout.branch == 1
+    with pytest.raises(ValueError, match="'shared' is called more than once"):
+        suggest(model, Layout(branch=2))
+    with pytest.raises(ValueError, match="4 parts for 5 stages, as layers that are called again"):
+        suggest(model, Layout(pipeline=5))
+
+
+def test_who_recomputes_needs_less_memory_and_more_time():
+    model = kdist.models.inception(input_shape=(28, 28, 1), num_classes=10)
+    layout = Layout(pipeline=2, micro_batches=4, schedule="gpipe")
+    kept = suggest(model, layout, batch_size=512)
+    again = suggest(model, dataclasses.replace(layout, recompute=True), batch_size=512)
+    assert again.device_gb < 0.7 * kept.device_gb
+    assert kept.step_seconds < again.step_seconds < 1.4 * kept.step_seconds
+    suggest(model, again.layout, memory_gb=again.device_gb * 1.01, batch_size=512)

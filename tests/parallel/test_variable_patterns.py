@@ -90,3 +90,19 @@ def test_a_model_is_split_so(tmp_path):
     with kdist.create_strategy(kdist.Layout(tensor=2)).scope():
         model = split(transformer(), plan)
     assert model.divisions == {"block/ffn_up": "column", "block/ffn_down": "row"}
+
+
+def test_a_nested_model_that_begins_as_its_layer_does():
+    """Paths say both, and the layer's own name may be within the model's."""
+    layers = keras.layers
+    inner = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="up")], name="setup")
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, inner(inputs))
+    assert on_layers(model, {"setup/up/kernel": (None, "model")}) == {"setup/up": column()}
+
+
+def test_gates_of_attention_are_divided_by_heads():
+    inputs = keras.Input((4, 8))
+    attention = keras.layers.MultiHeadAttention(2, 4, name="it", use_gate=True)
+    model = keras.Model(inputs, attention(inputs, inputs))
+    assert on_layers(model, {"it/gate/kernel": (None, "model", None)}) == {"it": heads()}

@@ -74,8 +74,24 @@ def test_the_bubble_is_what_devices_wait():
     times = StepTimes(64, 2, devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
     work = Work([0.1, 0.2, 0.2], 0.3, 0.1, [], ["CPU:0", "CPU:1", "CPU:3"])
     figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), work)
-    assert figures["device_busy_share"] == pytest.approx([0.25, 0.5, 0, 0.5])
-    assert figures["bubble_share"] == pytest.approx(1 - 1.25 / 4)
+    assert figures["device_busy_share"] == pytest.approx([1 / 3, 2 / 3, 0, 2 / 3])
+    assert figures["bubble_share"] == pytest.approx(1 - 5 / 12)
+    assert "replica_busy_seconds" not in figures
+
+
+def test_gpus_of_several_hosts():
+    """Profiles name this host's alone, and without the host."""
+    times = StepTimes(64, 2, devices=["worker:0/GPU:0", "worker:0/GPU:1"])
+    work = Work([0.1, 0.2], 0.2, 0.0, [], ["GPU:0", "GPU:1"])
+    figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), work)
+    assert figures["device_busy_share"] == pytest.approx([0.5, 1.0])
+
+
+def test_where_operations_are_is_not_known():
+    times = StepTimes(64, 2, devices=["CPU:0", "CPU:1"])
+    work = Work([0.1], 0.1, 0.0, [], ["replica 0"])
+    figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), work)
+    assert "device_busy_share" not in figures
     assert "replica_busy_seconds" not in figures
 
 
@@ -95,6 +111,26 @@ def test_a_training(tmp_path, monkeypatch):
     assert any("device_busy_share" in line for line in lines if line["kind"] == "timing")
     plots = kdist.report.timing_plots.share_plots(kdist.report.read_run(tmp_path))
     assert plots[-1].title == "Share of the time in which each device works"
+
+
+@pytest.mark.parametrize("again", ["the same callback", "another callback", "the first callback"])
+def test_a_step_that_has_run_before(again, tmp_path):
+    """TensorFlow tells of its graphs once; validation has others."""
+    model, (x, y) = stages("pipeline=2"), examples()
+    telemetry = Telemetry(tmp_path / "first", device_seconds=None)
+    before = [] if again == "the first callback" else [telemetry]
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=before)
+    if again != "the same callback":
+        telemetry = Telemetry(tmp_path / "second", device_seconds=None)
+    validation = {"validation_data": (x, y), "validation_batch_size": 8}
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[telemetry], **validation)
+    summary = telemetry.summary()
+    if again == "the first callback":
+        assert "crossing_bytes_per_step" not in summary
+    else:
+        expected = FLOAT * (BATCH * HIDDEN + BATCH * 4)
+        sent = summary["crossing_bytes_per_step"]["CPU:0 to CPU:1"]
+        assert expected <= sent <= expected + FLOAT * 32
 
 
 def test_a_model_that_is_whole_has_none_of_it(mirrored, tmp_path):

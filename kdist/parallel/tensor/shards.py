@@ -26,6 +26,11 @@ class Division:
     pieces: Sequence[keras.Variable]
     axis: int | None = None
 
+    def __post_init__(self):
+        if self.axis is None and len(self.pieces) > 1 and type(self) is Division:
+            paths = ", ".join(piece.path for piece in self.pieces)
+            raise ValueError(f"{paths}: taken for parts of one variable, and it is not divided")
+
     def whole(self) -> np.ndarray:
         """The value of the plain variable."""
         return self.joined([piece.numpy() for piece in self.pieces])

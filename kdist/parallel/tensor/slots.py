@@ -1,11 +1,8 @@
-"""An optimizer's variables as the plain model's optimizer has them: slots of parts are joined.
+"""An optimizer's variables as the plain model's optimizer has them: slots of parts are joined."""
 
-A slot belongs to the variable whose path its own begins with: `up/shard_0/kernel` has the slot
-`adam/up_shard_0_kernel_momentum`.
-"""
-
+import collections
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import keras
 
@@ -44,42 +41,58 @@ def _load(model, optimizer, store):
 def plain_slots(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> list[Division]:
     """The variables of the plain model's optimizer, in its order: its own, then wrapped ones'."""
     inner = inner_optimizers(optimizer)
-    theirs = {id(variable) for each in inner for variable in each.variables}
-    own = [variable for variable in optimizer.variables if id(variable) not in theirs]
     slots = [slot for each in inner for slot in plain_slots(model, each)]
-    return [*_in_pieces(model, own), *slots]
+    return [*_in_pieces(model, optimizer), *slots]
 
 
-def _in_pieces(model, variables):
-    """The plain model's slots, of which these are one optimizer's."""
-    owners = _owners(model)
+def owners_of(
+    optimizer: keras.optimizers.Optimizer, variables: Iterable[keras.Variable]
+) -> Iterator[tuple[int | None, str]]:
+    """For each variable of an optimizer (id of the one that it is a slot of, its name as a slot).
+
+    A slot's path begins with that of its variable: `up/shard_0/kernel` has the slot
+    `adam/up_shard_0_kernel_momentum`. Variables may have one path, as of layers of equal names in
+    two nested models; then so have their slots, which are made in the order of the variables. What
+    is no slot has None and its path.
+
+    Args:
+        optimizer: whose they are.
+        variables: its own, without those of optimizers that it wraps.
+    """
+    owners: dict[str, list[int]] = {}
+    for variable in optimizer._trainable_variables or ():
+        owners.setdefault(variable.path.replace("/", "_") + "_", []).append(id(variable))
+    taken: collections.Counter[tuple[str, str]] = collections.Counter()
+    for slot in variables:
+        path = slot.path.partition("/")[2]
+        beginning = max((each for each in owners if path.startswith(each)), key=len, default=None)
+        if beginning is None:
+            yield None, slot.path
+            continue
+        name = path[len(beginning) :]
+        yield owners[beginning][taken[beginning, name]], name
+        taken[beginning, name] += 1
+
+
+def own_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Those of an optimizer, without those of optimizers that it wraps."""
+    theirs = {id(v) for inner in inner_optimizers(optimizer) for v in inner.variables}
+    return [variable for variable in optimizer.variables if id(variable) not in theirs]
+
+
+def _in_pieces(model, optimizer):
+    """The plain model's slots, and what else an optimizer has of its own."""
+    weights = list(plain_weights(model))
+    numbers = {id(piece): n for n, division in enumerate(weights) for piece in division.pieces}
+    variables = own_variables(optimizer)
     joined: dict[tuple, list] = {}
-    for variable in variables:
-        joined.setdefault(_key(variable, owners), []).append(variable)
-    axes = [division.axis for division in plain_weights(model)]
+    for variable, (owner, name) in zip(variables, owners_of(optimizer, variables), strict=True):
+        key = (-1, variable.path) if owner is None else (numbers[owner], name)
+        joined.setdefault(key, []).append(variable)
     return [
-        Division(joined[key], axes[key[0]] if len(joined[key]) > 1 else None)
+        Division(joined[key], weights[key[0]].axis if len(joined[key]) > 1 else None)
         for key in _in_plain_order(list(joined))
     ]
-
-
-def _owners(model):
-    """How the paths of a variable's slots begin -> number of the plain variable."""
-    return {
-        piece.path.replace("/", "_") + "_": number
-        for number, division in enumerate(plain_weights(model))
-        for piece in division.pieces
-    }
-
-
-def _key(variable, owners):
-    """(number of the plain variable, name of the slot); what is no slot has -1 and its path."""
-    slot = variable.path.partition("/")[2]
-    beginnings = [beginning for beginning in owners if slot.startswith(beginning)]
-    if not beginnings:
-        return -1, variable.path
-    longest = max(beginnings, key=len)
-    return owners[longest], slot[len(longest) :]
 
 
 def _in_plain_order(keys):
