@@ -6,9 +6,6 @@
 `SplitModel.export` writes it, so that what is served knows nothing of the devices trained on.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -17,7 +14,7 @@ from kdist.parallel import copies
 from kdist.parallel import tensor as tensor_parallel
 from kdist.parallel.split_plan import is_nested, operations_by_name
 from kdist.training.keras_internals import recompute_constants
-from kdist.training.together import in_another_thread
+from kdist.training.together import outside_of_strategy
 
 
 def joined(model: keras.Model, device: str | None = None) -> keras.Model:
@@ -41,19 +38,6 @@ def joined(model: keras.Model, device: str | None = None) -> keras.Model:
             "model is whole already"
         )
     return outside_of_strategy(lambda: _joined(model, device))
-
-
-def outside_of_strategy(function: Callable[[], Any]):
-    """What `function` gives, called in no strategy's scope; under the same dtype policy."""
-    if not tf.distribute.has_strategy():
-        return function()
-    policy = keras.config.dtype_policy()
-
-    def called():
-        keras.config.set_dtype_policy(policy)  # each thread has its own
-        return function()
-
-    return in_another_thread(called)
 
 
 def _joined(model, device):

@@ -20,7 +20,7 @@ from kdist.model import Model
 from kdist.parallel import copies, pipeline
 from kdist.parallel import tensor as tensor_parallel
 from kdist.parallel.groups import GroupStrategy
-from kdist.parallel.joining import joined, outside_of_strategy
+from kdist.parallel.joining import joined
 from kdist.parallel.split_plan import (
     SplitPlan,
     divisions_by_name,
@@ -35,6 +35,7 @@ from kdist.training import step as steps
 from kdist.training.accumulation import optimizers_of
 from kdist.training.keras_internals import recompute_constants, save_as, saved_name
 from kdist.training.replicated import logs_are_metrics
+from kdist.training.together import outside_of_strategy
 
 
 def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":

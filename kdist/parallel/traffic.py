@@ -28,10 +28,12 @@ class WatchedGraphs:
     Attributes:
         devices: name of an operation -> its device, such as `"CPU:1"`. Profiles call operations by
             these names.
+        hold_a_step: whether a step of training is among them.
     """
 
     def __init__(self):
         self.devices: Mapping[str, str] = {}
+        self.hold_a_step = False
         self._largest = None
 
     def take(self, functions):
@@ -42,14 +44,10 @@ class WatchedGraphs:
             for graph in function.partition_graphs
             for node in graph.node
         }
+        self.hold_a_step = any("gradients/" in name for name in self.devices)
         # The step; the others make random numbers, reset metrics and the like.
         graphs = [function.post_optimization_graph for function in functions]
         self._largest = max(graphs, key=lambda graph: len(graph.node), default=None)
-
-    @property
-    def hold_a_step(self) -> bool:
-        """Whether a step of training is among them."""
-        return any("gradients/" in name for name in self.devices)
 
     def crossing_bytes(self, rows: int) -> dict[tuple[str, str], int] | None:
         """`crossing_bytes` of a step, which is told by its size; None where nothing ran."""

@@ -151,31 +151,33 @@ def share_plots(run: Run, max_points: int = MAX_POINTS) -> list[Plot]:
         dash = "dash" if part in ("compute", "reduce") else "solid"
         hover = "%{y:.1f} % at minute %{x:.2f}"
         shares.add_line(label, seconds / 60, 100 * share, Style(colour, dash), hover=hover)
-    replicas = [name for name in timing.columns if name.startswith("replica_busy_seconds/")]
-    busy = Plot(
+    busy = _column_plot(
+        timing,
+        "replica_busy_seconds",
         "Busy time of each replica",
-        _MINUTES,
         "ms a step",
-        len(replicas),
+        1e3,
+        "%{y:.4g} ms a step at minute %{x:.2f}",
         max_points,
-        from_zero=True,
     )
-    for order, name in enumerate(replicas):
-        seconds, times = timing.points("seconds", name)
-        label = f"replica {name.rpartition('/')[2]}"
-        hover = "%{y:.4g} ms a step at minute %{x:.2f}"
-        busy.add_line(label, seconds / 60, 1e3 * times, Style.of_order(order), hover=hover)
-    return [plot for plot in (shares, busy, _device_plot(timing, max_points)) if plot.data]
+    works = _column_plot(
+        timing,
+        "device_busy_share",
+        "Share of the time in which each device works",
+        "%",
+        100,
+        "%{y:.0f} % at minute %{x:.2f}",
+        max_points,
+    )
+    return [plot for plot in (shares, busy, works) if plot.data]
 
 
-def _device_plot(timing, max_points):
-    """Of a split model: how much of the time each device works, and does not wait for others."""
-    columns = [name for name in timing.columns if name.startswith("device_busy_share/")]
-    title = "Share of the time in which each device works"
-    plot = Plot(title, _MINUTES, "%", len(columns), max_points, from_zero=True)
+def _column_plot(timing, field, title, unit, factor, hover, max_points):
+    """A line for each number of a field that is a list: of each replica, or device."""
+    columns = [name for name in timing.columns if name.startswith(f"{field}/")]
+    plot = Plot(title, _MINUTES, unit, len(columns), max_points, from_zero=True)
     for order, name in enumerate(columns):
-        seconds, shares = timing.points("seconds", name)
-        label = f"device {name.rpartition('/')[2]}"
-        hover = "%{y:.0f} % at minute %{x:.2f}"
-        plot.add_line(label, seconds / 60, 100 * shares, Style.of_order(order), hover=hover)
+        seconds, values = timing.points("seconds", name)
+        label = f"{field.partition('_')[0]} {name.rpartition('/')[2]}"
+        plot.add_line(label, seconds / 60, factor * values, Style.of_order(order), hover=hover)
     return plot

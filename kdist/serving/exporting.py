@@ -23,8 +23,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.parallel.joining import joined, outside_of_strategy
+from kdist.parallel.joining import joined
 from kdist.serving.settings import BatchSettings
+from kdist.training.together import outside_of_strategy
 
 _METADATA = pathlib.PurePath("assets.extra", "kdist.json")
 _WRITING = ".writing-"

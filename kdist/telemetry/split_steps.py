@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from kdist.parallel.groups import GroupStrategy, short_name
+from kdist.parallel.groups import GroupStrategy
 from kdist.parallel.traffic import WatchedGraphs, watched_graphs
+from kdist.strategies import device_names
 
 
 def split_devices(strategy: tf.distribute.Strategy) -> list[str]:
@@ -18,7 +19,7 @@ def split_devices(strategy: tf.distribute.Strategy) -> list[str]:
     """
     if not isinstance(strategy, GroupStrategy) or strategy.layout.group_size == 1:
         return []
-    names = [short_name(device) for group in strategy.groups for device in group]
+    names = device_names(strategy)
     host = names[0].rpartition("/")[0]
     return [name for name in names if name.rpartition("/")[0] == host]
 

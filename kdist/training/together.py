@@ -41,6 +41,19 @@ def outside_of_scope(function: Callable[[], Any]):
     return in_another_thread(function)
 
 
+def outside_of_strategy(function: Callable[[], Any]):
+    """What `function` gives, called in no strategy's scope; under the same dtype policy."""
+    if not tf.distribute.has_strategy():
+        return function()
+    policy = keras.config.dtype_policy()
+
+    def called():
+        keras.config.set_dtype_policy(policy)  # each thread has its own
+        return function()
+
+    return in_another_thread(called)
+
+
 def in_another_thread(function: Callable[[], Any]):
     """What `function` gives in a thread that is in no scope, no function and on no replica."""
     with concurrent.futures.ThreadPoolExecutor(1) as other_thread:
