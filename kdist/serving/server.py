@@ -19,6 +19,7 @@ import uvicorn
 import uvloop
 
 from kdist.serving.computing import InProcess
+from kdist.serving.http_protocol import Protocol
 from kdist.serving.models import Limits, Models
 from kdist.serving.rest import create_application
 from kdist.serving.rpc import create_grpc_server
@@ -137,7 +138,7 @@ def _uvicorn_settings(options, application):
         access_log=False,
         lifespan="off",
         loop="none",
-        http="httptools",
+        http=Protocol,
         ws="none",
         server_header=False,
         limit_concurrency=options.limits.connections,
