@@ -28,6 +28,12 @@ _PAUSE_SECONDS = 1.0
 _LOOK_SECONDS = 0.01
 
 
+# A copy of this process, with TensorFlow's threads, would hang. Workers are copies of a process that
+# has imported TensorFlow and done nothing with it: a new one is there in a tenth of a second.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["kdist.serving.loading"])
+
+
 class WorkerDied(RuntimeError):
     """Workers died by a batch, or took longer for it than they may."""
 
@@ -113,12 +119,13 @@ class Workers:
         done = set()
         while len(done) < self.slots:
             worker = self._idle.get()
+            if worker in done:
+                self._idle.put(worker)  # at once, as batches wait for it
+                time.sleep(_LOOK_SECONDS)
+                continue
+            done.add(worker)
             try:
-                if worker not in done:
-                    done.add(worker)
-                    yield worker
-                else:
-                    time.sleep(_LOOK_SECONDS)
+                yield worker
             finally:
                 self._idle.put(worker)
 
@@ -168,10 +175,8 @@ class _Worker:
         self.start()
 
     def start(self):
-        # Spawned, as a copy of a process with TensorFlow's threads would hang.
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
+        self._connection, theirs = _context.Pipe()
+        self._process = _context.Process(
             target=_work, args=[theirs], name="kdist-serving-worker", daemon=True
         )
         self._process.start()
