@@ -91,7 +91,7 @@ class Workers:
             WorkerDied: workers died by it.
         """
         for _ in range(_MOST_DEATHS):
-            worker = self._idle.get()
+            worker = self._idle_with(key)
             try:
                 outputs = worker.ask(self._batch_seconds, "compute", key, signature, arrays)
             except (EOFError, OSError) as error:  # TimeoutError is one of the latter
@@ -113,6 +113,17 @@ class Workers:
         self._closed = True
         for worker in self._all:
             worker.end()
+
+    def _idle_with(self, key):
+        """The worker that has been idle for longest, of those that have the version."""
+        while True:
+            worker = self._idle.get()
+            if key in worker.loaded:
+                return worker
+            self._idle.put(worker)
+            if not any(key in each.loaded or not each.is_alive() for each in self._all):
+                raise RuntimeError(f"no worker has {key} any more")
+            time.sleep(_LOOK_SECONDS)
 
     def _each_once(self):
         """Each worker while it is idle, those that start anew when they have started."""
@@ -165,7 +176,12 @@ class Workers:
         worker.end()
         worker.start()
         for key, (path, sizes) in list(self._wanted.items()):
-            worker.load(key, path, sizes)
+            try:
+                worker.load(key, path, sizes)
+            except (EOFError, OSError):
+                raise
+            except Exception as error:  # its files have gone, while another one serves it still
+                _log.warning("serving worker %d does without %s: %s", worker.pid, key, error)
 
 
 class _Worker:
