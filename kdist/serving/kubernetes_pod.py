@@ -52,7 +52,7 @@ def _container(model, options):
         ],
         "resources": {"requests": {"cpu": options.cpu, **memory}, "limits": {**memory, **gpus}},
         **_probes(model),
-        # What is under way elsewhere still sends requests here for a moment.
+        # A pod that is told to stop still gets requests for a moment.
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", "5"]}}},
         "securityContext": {
             "allowPrivilegeEscalation": False,

@@ -87,12 +87,18 @@ def write_saved_model(
         ValueError: the examples cannot be computed.
     """
     archive = keras.export.ExportArchive()
-    for part in endpoint.parts:
-        archive.track(part)
+    # It finds the variables that are used. Tracked as such, models would have theirs written, and
+    # loaded, a second time; within a module, they have their tables alone.
+    parts = tf.Module()
+    parts.parts = endpoint.parts
+    archive.track(parts)
     specs = list(endpoint.inputs.values())
-    traced = archive.add_endpoint("serve", endpoint.predict, input_signature=specs)
+    traced = archive.add_endpoint("serving_default", endpoint.predict, input_signature=specs)
     if examples:
-        _check_computes(traced, [tf.constant(examples[name]) for name in endpoint.inputs])
+        _check_computes(
+            traced.get_concrete_function(),
+            [tf.constant(examples[name]) for name in endpoint.inputs],
+        )
     options = _KEEP_DEVICES if keep_devices else None
     archive.write_out(os.fspath(path), options=options, verbose=False)
 

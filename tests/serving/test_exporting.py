@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist.parallel import column, row, split
 from kdist.serving.exporting import export
 from kdist.serving.model_directory import read_metadata, versions
 from kdist.serving.warm_up import warmup_requests
@@ -101,13 +100,18 @@ def test_several_inputs_and_outputs_are_named_after_their_layers(tmp_path):
     assert answer["product"].numpy().tolist() == [[3, 10]]
 
 
-def test_a_split_model_is_joined(tmp_path):
-    plain = small(4)
-    with kdist.create_strategy(kdist.Layout(tensor=2)).scope():
-        model = split(plain, {"dense": column(), "logits": row()})
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_weights_are_written_once(name, tmp_path):
+    """Keras's archive writes those of models that it tracks twice; servers would hold both."""
+    with kdist.create_strategy(name, 1 if name == "one_device" else 2).scope():
+        model = small()
     path = export(model, tmp_path)
-    answer = python(SERVED, [str(path), json.dumps(X.tolist())])
-    np.testing.assert_allclose(answer["outputs"], plain.predict(X, verbose=0), atol=1e-6)
+    written = tf.train.list_variables(str(path / "variables" / "variables"))
+    shapes = sorted(shape for name, shape in written if name.endswith("VARIABLE_VALUE"))
+    assert shapes == sorted(list(each.shape) for each in model.weights)
+    loaded = tf.saved_model.load(str(path))
+    assert list(loaded.signatures) == ["serving_default"]
+    np.testing.assert_allclose(served(path)["outputs"], model.predict(X, verbose=0), atol=1e-6)
 
 
 def test_a_sequential_model_is_written(tmp_path):
