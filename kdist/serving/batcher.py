@@ -4,8 +4,9 @@
     outputs = await batcher({"images": images})      # one request's rows, in good company
     await batcher.close()
 
-A batch is started when the device is free, and it is full or its oldest request has waited for the
-timeout: as `kdist.serving.simulation` simulates it. Imports no TensorFlow.
+A batch is started when a device is free, and it is full or its oldest request has waited for the
+timeout: as `kdist.serving.simulation` simulates it. Several models may share `Devices`. Imports no
+TensorFlow.
 """
 
 import asyncio
@@ -21,17 +22,50 @@ from kdist.serving.settings import BatchSettings
 
 Arrays = Mapping[str, np.ndarray]
 
+# Between looks whether another model has left the devices, at the end.
+_LOOK_SECONDS = 0.005
+
 
 class Overloaded(RuntimeError):
     """So much waits that a request is not taken.
 
     Attributes:
         retry_after_seconds: by then, what waits now is served.
+        ending: whether the server ends, so that no later request is taken either.
     """
 
-    def __init__(self, message: str, retry_after_seconds: float):
+    def __init__(self, message: str, retry_after_seconds: float, ending: bool = False):
         super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
+        self.retry_after_seconds, self.ending = retry_after_seconds, ending
+
+
+class Devices:
+    """So many batches can be computed at a time; of batchers that wait, the first is next.
+
+    Args:
+        count: of batches.
+    """
+
+    def __init__(self, count: int = 1):
+        self.free = count
+        self.threads = concurrent.futures.ThreadPoolExecutor(count, "kdist-serving")
+        self._waiting: dict[Callable[[], None], None] = {}  # in their order, each once
+
+    def call_when_free(self, function: Callable[[], None]) -> None:
+        """Calls it, once, when a batch has ended."""
+        self._waiting.setdefault(function)
+
+    def release(self) -> None:
+        """A batch has ended."""
+        self.free += 1
+        while self.free and self._waiting:
+            function = next(iter(self._waiting))
+            del self._waiting[function]
+            function()
+
+    def close(self) -> None:
+        """Ends the threads; nothing may be computed afterwards."""
+        self.threads.shutdown()
 
 
 @dataclasses.dataclass
@@ -40,6 +74,7 @@ class _Request:
     rows: int
     answer: asyncio.Future
     since: float
+    shape: tuple  # but for the rows: only equal ones can be joined
 
 
 class Batcher:
@@ -47,11 +82,13 @@ class Batcher:
 
     Args:
         compute: a function of named arrays (rows, …) that gives named arrays of as many rows. It
-            is called in a thread of its own, one call at a time.
+            is called in a thread.
         settings: of batches.
         sizes: rows that `compute` is called with, ascending; fewer are filled up with copies of a
             row. None: any number.
         max_waiting: rows that may wait; with more, requests are refused. Defaults to 1,024.
+        devices: that other batchers use as well; by default one of its own.
+        on_batch: called with (rows, rows with those that fill up, seconds) after each batch.
 
     Attributes:
         settings: may be changed at any time.
@@ -64,14 +101,17 @@ class Batcher:
         settings: BatchSettings,
         sizes: Sequence[int] | None = None,
         max_waiting: int = 1024,
+        devices: Devices | None = None,
+        on_batch: Callable[[int, int, float], None] | None = None,
     ):
         self.settings = settings
         self.waiting_rows = 0
         self._compute, self._sizes = compute, sizes
         self._max_waiting = max_waiting
         self._queue: collections.deque[_Request] = collections.deque()
-        self._device = concurrent.futures.ThreadPoolExecutor(1, "kdist-serving")
-        self._under_way: asyncio.Task | None = None
+        self._devices, self._own_devices = devices or Devices(), devices is None
+        self._on_batch = on_batch
+        self._under_way: set[asyncio.Task] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._row_seconds = 0.0  # of the last batch
         self._closed = False
@@ -90,7 +130,7 @@ class Batcher:
             Exception: what `compute` raises for these rows alone.
         """
         rows = _rows_of(arrays)
-        self._check_room(rows)
+        self.check_room(rows)
         most = self.settings.max_batch
         if rows <= most:
             return await self._wait_for(arrays, rows)
@@ -101,16 +141,20 @@ class Batcher:
     async def close(self):
         """Takes no more requests, and returns when all that wait have been answered."""
         self._closed = True
+        self._start_if_due()
         while self._queue or self._under_way:
             if self._under_way:
-                await asyncio.wait([self._under_way])
-            self._start_if_due()
-        self._device.shutdown()
+                await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+            else:  # another model has the devices
+                await asyncio.sleep(_LOOK_SECONDS)
+        if self._own_devices:
+            self._devices.close()
 
-    def _check_room(self, rows):
+    def check_room(self, rows: int = 1) -> None:
+        """Raises Overloaded if so many rows are not taken now."""
         after = self.waiting_rows * self._row_seconds
         if self._closed:
-            raise Overloaded("the server is ending", after)
+            raise Overloaded("the server is ending", after, ending=True)
         # What is larger than all the room is taken when nothing else waits.
         if self.waiting_rows and self.waiting_rows + rows > self._max_waiting:
             raise Overloaded(
@@ -120,7 +164,8 @@ class Batcher:
 
     async def _wait_for(self, arrays, rows):
         loop = asyncio.get_running_loop()
-        request = _Request(arrays, rows, loop.create_future(), time.monotonic())
+        shape = tuple(array.shape[1:] for array in arrays.values())
+        request = _Request(arrays, rows, loop.create_future(), time.monotonic(), shape)
         self._queue.append(request)
         self.waiting_rows += rows
         self._start_if_due()
@@ -131,29 +176,40 @@ class Batcher:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        if self._under_way:  # its end asks again
-            return
         while self._queue and self._queue[0].answer.done():
             self._left_out(self._queue.popleft())
         if not self._queue:
+            return
+        if not self._devices.free:
+            self._devices.call_when_free(self._start_if_due)
             return
         left = self._queue[0].since + self.settings.timeout_seconds - time.monotonic()
         loop = asyncio.get_running_loop()
         if left > 0 and self.waiting_rows < self.settings.max_batch and not self._closed:
             self._timer = loop.call_later(left, self._start_if_due)
             return
-        self._under_way = loop.create_task(self._serve(self._next_batch()))
+        self._devices.free -= 1
+        task = loop.create_task(self._serve(self._next_batch()))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        if self._queue:
+            self._start_if_due()
 
     def _next_batch(self):
-        """The oldest requests whose rows a batch can hold; those that nobody waits for are out."""
-        batch, rows = [], 0
+        """The oldest requests that a batch can hold; those that nobody waits for are out."""
+        batch, rows, other = [], 0, []
         while self._queue:
-            if not self._queue[0].answer.done():
-                if batch and rows + self._queue[0].rows > self.settings.max_batch:
+            request = self._queue[0]
+            if not request.answer.done():
+                if batch and rows + request.rows > self.settings.max_batch:
                     break
-                batch.append(self._queue[0])
-                rows += self._queue[0].rows
+                if batch and request.shape != batch[0].shape:
+                    other.append(self._queue.popleft())
+                    continue
+                batch.append(request)
+                rows += request.rows
             self._left_out(self._queue.popleft())
+        self._queue.extendleft(reversed(other))
         return batch
 
     def _left_out(self, request):
@@ -163,16 +219,18 @@ class Batcher:
         try:
             await self._answer(batch)
         finally:
-            self._under_way = None
-            self._start_if_due()
+            # To the end of the line, behind other models.
+            if self._queue:
+                self._devices.call_when_free(self._start_if_due)
+            self._devices.release()
 
     async def _answer(self, batch):
         """Computes a batch; if that fails, each request by itself, so that it harms no other."""
         loop = asyncio.get_running_loop()
         try:
-            began = time.monotonic()
-            outputs = await loop.run_in_executor(self._device, self._outputs_of, batch)
-            self._row_seconds = (time.monotonic() - began) / sum(each.rows for each in batch)
+            outputs, size, seconds = await loop.run_in_executor(
+                self._devices.threads, self._computed, batch
+            )
         except Exception as error:
             if len(batch) > 1:
                 for request in batch:
@@ -180,6 +238,10 @@ class Batcher:
             elif not batch[0].answer.done():
                 batch[0].answer.set_exception(error)
             return
+        rows = sum(each.rows for each in batch)
+        self._row_seconds = seconds / rows
+        if self._on_batch:
+            self._on_batch(rows, size, seconds)
         first = 0
         for request in batch:
             if not request.answer.done():
@@ -187,23 +249,24 @@ class Batcher:
                 request.answer.set_result({n: a[first:last] for n, a in outputs.items()})
             first += request.rows
 
-    def _outputs_of(self, batch):
-        """In the device's thread."""
+    def _computed(self, batch):
+        """(outputs, rows that were computed, seconds), in a thread of the devices."""
         rows = sum(request.rows for request in batch)
         size = next((size for size in self._sizes or () if size >= rows), rows)
-        outputs = self._compute(
-            {
-                name: _filled_up([request.arrays[name] for request in batch], size - rows)
-                for name in batch[0].arrays
-            }
-        )
+        inputs = {
+            name: _filled_up([request.arrays[name] for request in batch], size - rows)
+            for name in batch[0].arrays
+        }
+        began = time.monotonic()
+        outputs = self._compute(inputs)
+        seconds = time.monotonic() - began
         for name, output in outputs.items():
             if np.ndim(output) < 1 or len(output) != size:
                 raise ValueError(
                     f"the output {name!r} has the shape {np.shape(output)} for {size} rows: a "
                     "model that is served in batches gives a row for each row"
                 )
-        return outputs
+        return outputs, size, seconds
 
 
 def _rows_of(arrays):

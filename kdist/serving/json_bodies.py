@@ -1,0 +1,173 @@
+"""Requests and answers as JSON, in the formats of TensorFlow Serving's REST interface.
+
+    {"instances": [row, …]}, {"instances": [{input: value, …}, …]}      -> {"predictions": […]}
+    {"inputs": rows}, {"inputs": {input: rows, …}}                      -> {"outputs": …}
+
+https://www.tensorflow.org/tfx/serving/api_rest. Strings may be text or {"b64": "…"}.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from kdist.serving.signature import SERVING_DEFAULT, Signature, TensorSpec
+
+# What JSON's numbers may become without a loss that nobody asked for.
+_FITTING = {"b": "b", "i": "iu", "u": "iu", "f": "iuf", "c": "iuf"}
+_KNOWN = {"signature_name", "instances", "inputs"}
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """The object that a request is.
+
+    Raises:
+        ValueError: no JSON (which knows no NaN), no object, or not one of the two formats.
+    """
+    try:
+        request = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        hint = "; JSON has no NaN and no Infinity" if b"NaN" in body or b"Infin" in body else ""
+        raise ValueError(f"the body is no JSON: {error}{hint}") from error
+    if not isinstance(request, dict) or ("instances" in request) == ("inputs" in request):
+        raise ValueError('the body has to be an object with "instances" or "inputs", not both')
+    if unknown := sorted(set(request) - _KNOWN):
+        raise ValueError(f"unknown keys {unknown}; there are {sorted(_KNOWN)}")
+    if not isinstance(request.get("signature_name", ""), str):
+        raise ValueError("signature_name has to be a string")
+    return request
+
+
+def signature_name(request: Mapping[str, Any]) -> str:
+    """That a request asks for."""
+    return request.get("signature_name") or SERVING_DEFAULT
+
+
+def arrays_of(request: Mapping[str, Any], signature: Signature) -> dict[str, np.ndarray]:
+    """A request's rows, of the signature's shapes and types.
+
+    Raises:
+        ValueError: they are not.
+    """
+    columns = _columns(request, signature)
+    signature.check_names(columns)
+    arrays = {name: _array(name, columns[name], spec) for name, spec in signature.inputs.items()}
+    signature.check(arrays)
+    return arrays
+
+
+def answer(
+    outputs: Mapping[str, np.ndarray], signature: Signature, request: Mapping[str, Any]
+) -> bytes:
+    """The body for the outputs, in the request's format."""
+    values = {name: _plain(name, outputs[name], spec) for name, spec in signature.outputs.items()}
+    alone = next(iter(values.values())) if len(values) == 1 else None
+    if "inputs" in request:
+        document = {"outputs": values if alone is None else alone}
+    elif alone is not None:
+        document = {"predictions": alone}
+    else:
+        rows = zip(*values.values(), strict=True)
+        document = {"predictions": [dict(zip(values, row, strict=True)) for row in rows]}
+    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _columns(request, signature):
+    """{input: nested lists of all rows}, of either format."""
+    if "inputs" in request:
+        given = request["inputs"]
+        return given if _is_named(given) else {_only(signature): given}
+    rows = request["instances"]
+    if not isinstance(rows, list) or not rows:
+        raise ValueError('"instances" has to be a list of one row at least')
+    if not _is_named(rows[0]):
+        return {_only(signature): rows}
+    names = rows[0].keys()
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict) or row.keys() != names:
+            raise ValueError(f"row {number} of the instances has not the inputs of the first one")
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def _is_named(value):
+    return isinstance(value, dict) and value.keys() != {"b64"}
+
+
+def _only(signature):
+    if len(signature.inputs) != 1:
+        raise ValueError(f"the model takes several inputs: name each of {list(signature.inputs)}")
+    return next(iter(signature.inputs))
+
+
+def _array(name, value, spec: TensorSpec):
+    if spec.is_text:
+        return _texts(name, value)
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"input {name!r} is no array: its rows differ in shape") from error
+    kind = spec.dtype.kind if spec.dtype.kind in _FITTING else "f"  # bfloat16 has a kind of its own
+    if array.dtype.kind not in _FITTING[kind]:
+        raise ValueError(f"input {name!r} has to hold {spec.dtype} alone, not {_found(array)}")
+    return _cast(name, array, spec.dtype)
+
+
+def _cast(name, array, dtype):
+    if dtype.kind in "iu" and array.size:
+        limits = np.iinfo(dtype)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise ValueError(
+                f"input {name!r} has to lie from {limits.min} to {limits.max} ({dtype})"
+            )
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(dtype)
+    except FloatingPointError as error:
+        raise ValueError(f"input {name!r} has numbers too large for {dtype}") from error
+
+
+def _found(array):
+    kinds = {"f": "floats", "i": "integers", "u": "integers", "b": "booleans", "U": "strings"}
+    return kinds.get(array.dtype.kind, "null, or values of several kinds")
+
+
+def _texts(name, value):
+    array = np.asarray(_bytes_of(name, value), object)
+    if not all(isinstance(each, bytes) for each in array.flat):
+        raise ValueError(f"input {name!r} is no array: its rows differ in shape")
+    return array
+
+
+def _bytes_of(name, value):
+    if isinstance(value, list):
+        return [_bytes_of(name, each) for each in value]
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, dict) and isinstance(value.get("b64"), str) and len(value) == 1:
+        try:
+            return base64.b64decode(value["b64"], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ValueError(f"input {name!r} holds no valid base64: {error}") from error
+    raise ValueError(f'input {name!r} takes strings, or {{"b64": "…"}} for other bytes')
+
+
+def _plain(name, array, spec):
+    if spec.is_text:
+        return _text(array.tolist(), name.endswith("_bytes"))
+    if array.dtype.kind not in "biuf":
+        array = array.astype(np.float32)
+    return np.ascontiguousarray(array)
+
+
+def _text(value, as_base64):
+    if isinstance(value, list):
+        return [_text(each, as_base64) for each in value]
+    if not as_base64:
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            pass  # what is no text goes as base64, whatever its name
+    return {"b64": base64.b64encode(value).decode()}

@@ -1,0 +1,259 @@
+"""The models of a server: versions are found, made ready, swapped and drained while it serves."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from kdist.serving.batcher import Batcher, Devices
+from kdist.serving.computing import InProcess, Key
+from kdist.serving.latency_curve import LatencyCurve
+from kdist.serving.metrics import Metrics
+from kdist.serving.refusals import Refusal
+from kdist.serving.settings import BatchSettings
+from kdist.serving.signature import SERVING_DEFAULT, Signature, read_signatures
+
+_log = logging.getLogger(__name__)
+# A version that does not load is tried again, as a disk or a copy may have been late.
+_MOST_TRIES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        body_bytes: of a request.
+        waiting_rows: of a model, before requests are refused.
+        request_seconds: from a request's head to its answer.
+        body_seconds: for a client to send its body.
+        connections: at a time.
+    """
+
+    body_bytes: int = 64 << 20
+    waiting_rows: int = 1024
+    request_seconds: float = 60.0
+    body_seconds: float = 20.0
+    connections: int = 2048
+
+
+class Version:
+    """A version that is ready."""
+
+    def __init__(self, key: Key, signatures, protos, curve: LatencyCurve | None, batcher_for):
+        self.key, self.curve = key, curve
+        self.signatures: Mapping[str, Signature] = signatures
+        self.signature_protos = protos
+        self._batcher_for = batcher_for
+        self._batchers: dict[str, Batcher] = {}
+
+    def signature(self, name: str) -> Signature:
+        """Raises Refusal if there is none of this name."""
+        if name not in self.signatures:
+            raise Refusal(
+                "invalid", f"{self.key} has the signatures {sorted(self.signatures)}, not {name!r}"
+            )
+        return self.signatures[name]
+
+    def batcher(self, name: str = SERVING_DEFAULT) -> Batcher:
+        """Of a signature; each has a queue of its own."""
+        if name not in self._batchers:
+            self._batchers[name] = self._batcher_for(self.key, name)
+        return self._batchers[name]
+
+    async def predict(
+        self, arrays: Mapping[str, np.ndarray], signature: str = SERVING_DEFAULT
+    ) -> dict[str, np.ndarray]:
+        """The outputs for a request's rows; see `Batcher` for what it raises."""
+        return await self.batcher(signature)(arrays)
+
+    @property
+    def waiting_rows(self) -> int:
+        """Of all its queues."""
+        return sum(batcher.waiting_rows for batcher in self._batchers.values())
+
+    async def drain(self) -> None:
+        """Takes no more, and answers what waits."""
+        await asyncio.gather(*(batcher.close() for batcher in self._batchers.values()))
+
+
+class Model:
+    """The versions of a model."""
+
+    def __init__(self, name: str, directory: pathlib.Path):
+        self.name, self.directory = name, directory
+        self.ready: dict[int, Version] = {}
+        self.states: dict[int, tuple[str, str]] = {}  # version -> (state, why it failed)
+        self.tries: dict[int, int] = {}
+
+    def version(self, number: int | None = None) -> Version:
+        """The highest that is ready, or one by its number; raises Refusal if it is not."""
+        if number is None and self.ready:
+            return self.ready[max(self.ready)]
+        if number not in self.ready:
+            what = self.name if number is None else f"version {number} of {self.name}"
+            raise Refusal("not_found", f"{what} is not served; there are {sorted(self.ready)}")
+        return self.ready[number]
+
+    def found(self, newest: int) -> list[int]:
+        """The newest versions in its directory, ascending; what points out of it is none."""
+        home = self.directory.resolve()
+        return sorted(
+            int(path.name)
+            for path in self.directory.iterdir()
+            if path.name.isdecimal()
+            and path.name == str(int(path.name))
+            and (path / "saved_model.pb").is_file()
+            and (path / "saved_model.pb").resolve().is_relative_to(home)
+        )[-newest:]
+
+
+class Models:
+    """What a server serves.
+
+    Args:
+        directories: {name: directory of its versions}.
+        computing: where batches are computed; by default in this process.
+        settings: of batches, at first.
+        limits: of requests.
+        newest: versions of a model that are served. Defaults to 1, the highest.
+        metrics: by default new ones.
+        sizes: rows that batches are filled up to; by default powers of two up to
+            `settings.max_batch`.
+
+    Raises:
+        ValueError: a directory that is not there.
+    """
+
+    def __init__(
+        self,
+        directories: Mapping[str, str | os.PathLike],
+        computing=None,
+        settings: BatchSettings | None = None,
+        limits: Limits | None = None,
+        newest: int = 1,
+        metrics: Metrics | None = None,
+        sizes: Sequence[int] | None = None,
+    ):
+        self.computing = computing or InProcess()
+        self.settings, self.limits = settings or BatchSettings(), limits or Limits()
+        self.metrics = metrics or Metrics()
+        self.ending = False
+        self._newest = newest
+        self._sizes = list(sizes or _powers_of_two(self.settings.max_batch))
+        self._devices = Devices(self.computing.slots)
+        self._models = {}
+        for name, directory in directories.items():
+            if not pathlib.Path(directory).is_dir():
+                raise ValueError(f"{directory} is no directory: give one with a model's versions")
+            self._models[name] = Model(name, pathlib.Path(directory))
+
+    @property
+    def names(self) -> list[str]:
+        """Of the models."""
+        return sorted(self._models)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model has a version, and the server goes on."""
+        return not self.ending and all(model.ready for model in self._models.values())
+
+    def model(self, name: str) -> Model:
+        """Raises Refusal if there is none of this name."""
+        if name not in self._models:
+            raise Refusal("not_found", f"the model {name!r} is not served; there are {self.names}")
+        return self._models[name]
+
+    async def refresh(self) -> None:
+        """Loads new versions, then drains and frees those that they replace."""
+        for model in self._models.values():
+            try:
+                found = model.found(self._newest)
+            except OSError as error:
+                _log.warning("%s cannot be read (%s); what is loaded is served", model.name, error)
+                continue
+            for number in found:
+                if number not in model.ready and model.tries.get(number, 0) < _MOST_TRIES:
+                    await self._load(model, number)
+            keep = [number for number in found if number in model.ready]
+            if keep:  # else the old one serves on
+                for number in sorted(set(model.ready) - set(keep)):
+                    await self._unload(model, number)
+            for number in set(model.tries) - set(found):
+                del model.tries[number]
+
+    async def watch(self, seconds: float = 1.0) -> None:
+        """Refreshes for good."""
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await self.refresh()
+            except Exception:
+                _log.exception("looking for new versions failed; what is loaded is served")
+
+    async def close(self) -> None:
+        """Takes no more requests, answers those that wait, frees all."""
+        self.ending = True
+        for model in self._models.values():
+            for number in list(model.ready):
+                await self._unload(model, number)
+        self._devices.close()
+        await asyncio.to_thread(self.computing.close)
+
+    async def _load(self, model, number):
+        key, path = Key(model.name, number), model.directory / str(number)
+        model.states[number] = ("LOADING", "")
+        began = time.monotonic()
+        try:
+            version = await asyncio.to_thread(self._loaded, key, path)
+        except Exception as error:
+            model.tries[number] = model.tries.get(number, 0) + 1
+            model.states[number] = ("END", str(error))
+            _log.warning("%s does not load: %s", key, error)
+            return
+        model.ready[number], model.states[number] = version, ("AVAILABLE", "")
+        self._show(version)
+        _log.info("%s is served, after %.1f s of loading", key, time.monotonic() - began)
+
+    def _loaded(self, key, path):
+        """In a thread, so that what is served is served on."""
+        signatures, protos = read_signatures(path)
+        curve = self.computing.load(key, os.fspath(path), self._sizes)
+        return Version(key, signatures, protos, curve, self._batcher_for)
+
+    async def _unload(self, model, number):
+        version = model.ready.pop(number)
+        model.states[number] = ("UNLOADING", "")
+        await version.drain()
+        await asyncio.to_thread(self.computing.unload, version.key)
+        model.states[number] = ("END", "")
+        self.metrics.drop_gauge("waiting_rows", model.name, str(number))
+        _log.info("%s is served no more", version.key)
+
+    def _batcher_for(self, key, signature):
+        return Batcher(
+            lambda arrays: self.computing.compute(key, signature, arrays),
+            self.settings,
+            self._sizes,
+            self.limits.waiting_rows,
+            self._devices,
+            self.metrics.batch_observer(key.model, key.version),
+        )
+
+    def _show(self, version):
+        self.metrics.gauge(
+            "waiting_rows",
+            "Rows that are in no batch yet.",
+            lambda: version.waiting_rows,
+            model=version.key.model,
+            version=str(version.key.version),
+        )
+
+
+def _powers_of_two(most):
+    return sorted({1 << n for n in range(most.bit_length()) if 1 << n < most} | {most})

@@ -1,0 +1,200 @@
+"""One command serves models over REST and gRPC until it is told to end.
+
+run(ServerOptions({"fashion": "models/fashion"}, port=8501, grpc_port=8500))
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import gc
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+
+import uvicorn
+import uvloop
+
+from kdist.serving.computing import InProcess
+from kdist.serving.http_protocol import Protocol
+from kdist.serving.models import Limits, Models
+from kdist.serving.rest import create_application
+from kdist.serving.rpc import create_grpc_server
+from kdist.serving.settings import BatchSettings
+from kdist.serving.workers import Workers
+
+_log = logging.getLogger(__name__)
+# Parsed requests are many small objects; with Python's own threshold their collections would look
+# at all of TensorFlow's objects several times a second.
+_COLLECT_AFTER = (50_000, 50, 100)
+# How long a thread that has answered waits for another that works in Python; by default 5 ms,
+# which is as long as a batch.
+_SWITCH_SECONDS = 0.0005
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """What is served, and where.
+
+    Attributes:
+        directories: {name: directory of a model's versions}.
+        port: for REST; 0 for any that is free.
+        grpc_port: for gRPC; 0 for any that is free, None for no gRPC.
+        host: the address to listen at; this machine alone unless told.
+        workers: processes that compute; 0 computes in the server's own.
+        settings: of batches.
+        limits: of requests.
+        newest: versions of a model that are served.
+        watch_seconds: between looks for new versions.
+        end_seconds: that requests have to end in, once the server is told to end.
+    """
+
+    directories: Mapping[str, str | os.PathLike]
+    port: int = 8501
+    grpc_port: int | None = 8500
+    host: str = "127.0.0.1"
+    workers: int = 0
+    settings: BatchSettings = dataclasses.field(default_factory=BatchSettings)
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    newest: int = 1
+    watch_seconds: float = 1.0
+    end_seconds: float = 30.0
+
+
+def run(options: ServerOptions, on_ready: Callable[[str], None] = print) -> None:
+    """Serves until SIGTERM or SIGINT; requests that it has taken are answered first.
+
+    Args:
+        options: what, and where.
+        on_ready: called with a sentence that names the addresses, when all models are loaded.
+
+    Raises:
+        OSError: a port is in use, or the address is not this machine's.
+        ValueError: a directory is not there, or no model in it loads.
+    """
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    uvloop.run(serve(options, on_ready))
+
+
+async def serve(options: ServerOptions, on_ready: Callable[[str], None] = print) -> None:
+    """`run`, in an event loop."""
+    _warn_of_the_world(options.host)
+    with _listening(options.host, options.port, "port") as listener:
+        computing = Workers(options.workers) if options.workers else InProcess()
+        models = Models(
+            options.directories, computing, options.settings, options.limits, options.newest
+        )
+        grpc_server = create_grpc_server(models)
+        addresses = [f"http://{_address(options.host, listener.getsockname()[1])}"]
+        if options.grpc_port is not None:
+            addresses.append(f"gRPC at {_listen(grpc_server, options)}")
+        try:
+            await _serve(options, models, listener, grpc_server, on_ready, addresses)
+        finally:
+            await models.close()
+
+
+async def _serve(options, models, listener, grpc_server, on_ready, addresses):
+    await models.refresh()
+    _check_any(models)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_COLLECT_AFTER)
+    web = _Web(_uvicorn_settings(options, create_application(models)))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, web.end, models)
+    await grpc_server.start()
+    serving = asyncio.create_task(web.serve([listener]))
+    watching = asyncio.create_task(models.watch(options.watch_seconds))
+    while not (web.started or serving.done()):
+        await asyncio.sleep(0.01)
+    on_ready(f"kdist serves {', '.join(models.names)}: {', '.join(addresses)}")
+    try:
+        await serving
+    finally:
+        watching.cancel()
+        await grpc_server.stop(options.end_seconds)
+
+
+class _Web(uvicorn.Server):
+    """Ends when it is told to; by itself uvicorn would raise the signal anew afterwards."""
+
+    def end(self, models):
+        models.ending = True  # so that /readyz says so at once
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+def _uvicorn_settings(options, application):
+    return uvicorn.Config(
+        application,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        loop="none",
+        http=Protocol,
+        ws="none",
+        server_header=False,
+        limit_concurrency=options.limits.connections,
+        timeout_graceful_shutdown=options.end_seconds,
+        backlog=2048,
+    )
+
+
+def _check_any(models):
+    for name in models.names:
+        model = models.model(name)
+        if not model.ready:
+            errors = [f"version {n}: {error}" for n, (_, error) in model.states.items()]
+            raise ValueError(
+                f"{model.directory} holds no version that loads: "
+                + ("; ".join(errors) or "write one with kdist.serving.export")
+            )
+
+
+@contextlib.contextmanager
+def _listening(host, port, flag):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise OSError(_not_listening(host, port, flag, error.strerror)) from error
+        yield listener
+
+
+def _listen(grpc_server, options):
+    try:
+        port = grpc_server.add_insecure_port(_address(options.host, options.grpc_port))
+    except RuntimeError as error:
+        raise OSError(
+            _not_listening(options.host, options.grpc_port, "grpc_port", "it is in use")
+        ) from error
+    return _address(options.host, port)
+
+
+def _not_listening(host, port, flag, why):
+    return f"cannot listen at {_address(host, port)}: {why}; give another {flag}, or 0 for any"
+
+
+def _address(host, port):
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _warn_of_the_world(host):
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    if host != "localhost":
+        _log.warning(
+            "listening at %s: anyone who reaches it may ask the models; there is no encryption and "
+            "no password, so put a proxy with both in front",
+            host,
+        )
