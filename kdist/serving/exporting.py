@@ -29,7 +29,7 @@ from kdist.serving.model_directory import METADATA, versions
 from kdist.serving.saved_model import endpoint_of, write_saved_model
 from kdist.serving.serving_files import batch_sizes, write_serving_files
 from kdist.serving.settings import BatchSettings
-from kdist.serving.warm_up import Examples, check_can_write, examples_as_given, write_warm_up
+from kdist.serving.warmup_file import Examples, check_can_write, examples_as_given, write_warm_up
 from kdist.training.together import outside_of_strategy
 
 PLACEMENTS = ("joined", "kept")

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.parallel.split_plan import functional_graph
+from kdist.serving.signature import read_signatures
 
 _KEEP_DEVICES = tf.saved_model.SaveOptions(
     experimental_variable_policy=tf.saved_model.experimental.VariablePolicy.SAVE_VARIABLE_DEVICES
@@ -84,7 +85,8 @@ def write_saved_model(
             are on those that the model has put them on, in any case.
 
     Raises:
-        ValueError: the examples cannot be computed.
+        ValueError: the examples cannot be computed, or the server would not load it, because it
+            calls Python.
     """
     archive = keras.export.ExportArchive()
     # It finds the variables that are used. Tracked as such, models would have theirs written, and
@@ -101,6 +103,7 @@ def write_saved_model(
         )
     options = _KEEP_DEVICES if keep_devices else None
     archive.write_out(os.fspath(path), options=options, verbose=False)
+    read_signatures(path)
 
 
 def _check_computes(function, tensors):

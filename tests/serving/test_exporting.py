@@ -10,7 +10,7 @@ import tensorflow as tf
 import kdist
 from kdist.serving.exporting import export
 from kdist.serving.model_directory import read_metadata, versions
-from kdist.serving.warm_up import warmup_requests
+from kdist.serving.warmup_file import warmup_requests
 from kdist.testing import python
 
 X = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("float32")
@@ -168,6 +168,11 @@ def own():
     return model
 
 
+@tf.function(input_signature=[tf.TensorSpec((None, 8, 8, 1))])
+def in_python(x):
+    return tf.ensure_shape(tf.py_function(lambda x: x, [x], tf.float32), (None, 8, 8, 1))
+
+
 @pytest.mark.parametrize(
     ("model", "given", "says"),
     [
@@ -185,6 +190,7 @@ def own():
             {"preprocessing": tf.function(lambda x: x, [tf.TensorSpec((8, 8, 1))])},
             "the first size is of rows, so None",
         ),
+        (small, {"preprocessing": in_python}, "its operations .'EagerPyFunc'. would run Python"),
         (small, {"preprocessing": decoded}, "no request to warm up with can be guessed"),
         (
             small,

@@ -13,7 +13,7 @@ import kdist
 from kdist.parallel import column, device, heads, row, split, stage
 from kdist.serving.exporting import export
 from kdist.serving.model_directory import check_devices, needed_devices, read_metadata
-from kdist.serving.warm_up import warmup_requests
+from kdist.serving.warmup_file import warmup_requests
 from kdist.testing import python
 
 layers = keras.layers

@@ -11,7 +11,7 @@ from tensorflow_serving.apis import prediction_log_pb2
 import kdist
 from kdist.serving.exporting import export
 from kdist.serving.settings import BatchSettings
-from kdist.serving.warm_up import examples_as_given, warmup_requests, write_warm_up
+from kdist.serving.warmup_file import examples_as_given, warmup_requests, write_warm_up
 
 
 def small():
