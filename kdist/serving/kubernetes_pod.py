@@ -77,19 +77,15 @@ def _arguments(models):
 
 
 def _probes(model):
-    status = {"path": f"/v1/models/{urllib.parse.quote(model)}", "port": "rest"}
     period = 5
+    loading = {"periodSeconds": period, "failureThreshold": _LOADING_SECONDS // period}
+    hung = {"periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6}
     return {
-        "startupProbe": {
-            "httpGet": status,
-            "periodSeconds": period,
-            "failureThreshold": _LOADING_SECONDS // period,
-        },
-        "readinessProbe": {"httpGet": status, "periodSeconds": period, "timeoutSeconds": 2},
-        "livenessProbe": {
-            "httpGet": status,
-            "periodSeconds": 10,
-            "timeoutSeconds": 5,
-            "failureThreshold": 6,
-        },
+        "startupProbe": {"httpGet": _status(model), **loading},
+        "readinessProbe": {"httpGet": _status(model), "periodSeconds": period, "timeoutSeconds": 2},
+        "livenessProbe": {"httpGet": _status(model), **hung},
     }
+
+
+def _status(model):
+    return {"path": f"/v1/models/{urllib.parse.quote(model)}", "port": "rest"}

@@ -96,8 +96,16 @@ def write_warm_up(
             request.model_spec.signature_name = "serving_default"
             for key, rows in examples.items():
                 batch = np.take(rows, range(size), axis=0, mode="wrap")
-                request.inputs[key].CopyFrom(tf.make_tensor_proto(batch))
+                request.inputs[key].CopyFrom(_tensor(batch))
             file.write(log.SerializeToString())
+
+
+def _tensor(array):
+    """Of equal elements, one is written: rows of zeros, as images, would be as large as a model."""
+    first = array.flat[0]
+    if (array == first).all():
+        return tf.make_tensor_proto(first, tf.as_dtype(array.dtype), array.shape)
+    return tf.make_tensor_proto(array)
 
 
 def warmup_requests(version_directory: str | os.PathLike) -> list[tuple[str, dict[str, Any]]]:

@@ -134,6 +134,7 @@ def test_options_are_where_they_belong(fashion):
 
 def test_the_file_holds_them_all(fashion, tmp_path):
     path = write_manifests(fashion, tmp_path / "cluster" / "fashion.yaml")
+    assert "&" not in path.read_text()  # no references, which people do not read well
     assert list(yaml.safe_load_all(path.read_text())) == manifests(fashion)
 
 

@@ -40,6 +40,23 @@ def test_each_allowed_size_is_a_request(tmp_path):
         assert function(inputs=tf.constant(inputs["inputs"]))["outputs"].shape == (rows, 3)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "uint8", "bool", "string"])
+def test_equal_elements_take_no_room(dtype, tmp_path):
+    kind = tf.as_dtype(dtype).as_numpy_dtype
+    rows = np.full((1, 32, 32, 3), b"" if dtype == "string" else 0, kind)
+    write_warm_up(tmp_path, "m", {"x": rows}, [2, 64])
+    file = tmp_path / "assets.extra" / "tf_serving_warmup_requests"
+    assert file.stat().st_size < 1000
+    (_, first), (_, second) = warmup_requests(tmp_path)
+    assert first["x"].dtype == kind
+    assert second["x"].shape == (64, 32, 32, 3)
+    assert (second["x"] == rows[0, 0, 0, 0]).all()
+    logged = logs(tmp_path)[0].predict_log.request.inputs["x"]
+    # As TensorFlow Serving reads it: by TensorFlow's own kernel, not by Python.
+    parsed = tf.io.parse_tensor(logged.SerializeToString(), tf.as_dtype(dtype))
+    np.testing.assert_array_equal(parsed, first["x"])
+
+
 def test_rows_of_examples_take_turns(tmp_path):
     write_warm_up(tmp_path, "m", {"a": np.arange(3), "b": np.ones((3, 2))}, [2, 8])
     (_, first), (_, second) = warmup_requests(tmp_path)
