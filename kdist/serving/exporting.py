@@ -2,7 +2,7 @@
 
     export(model, "models/fashion", classes=["shirt", …])
     # models/fashion/1/                         a SavedModel, with its signature serving_default
-    # models/fashion/1/assets.extra/kdist.json  what it is
+    # models/fashion/1/assets.extra/            what it is, and requests to warm up with
     # models/fashion/batching_parameters.txt    for tensorflow_model_server
     # models/fashion/models.config
 
@@ -10,6 +10,7 @@ A version is written elsewhere and then renamed: a server that looks for new one
 of one.
 """
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -21,14 +22,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from kdist.parallel.joining import joined
+from kdist.parallel.placement import groups_of
+from kdist.serving.model_directory import METADATA, versions
+from kdist.serving.saved_model import endpoint_of, write_saved_model
+from kdist.serving.serving_files import batch_sizes, write_serving_files
 from kdist.serving.settings import BatchSettings
+from kdist.serving.warmup_file import Examples, check_can_write, examples_as_given, write_warm_up
 from kdist.training.together import outside_of_strategy
 
-_METADATA = pathlib.PurePath("assets.extra", "kdist.json")
-_WRITING = ".writing-"
+PLACEMENTS = ("joined", "kept")
+
+_PACKAGES = ("kdist", "tensorflow", "keras")
 
 
 def export(
@@ -36,74 +42,96 @@ def export(
     directory: str | os.PathLike,
     version: int | None = None,
     *,
-    preprocessing: keras.Model | None = None,
+    preprocessing: Any = None,
     classes: Sequence[str] | None = None,
     settings: BatchSettings | None = None,
+    examples: Examples | None = None,
+    placement: str = "joined",
 ) -> pathlib.Path:
     """Writes a version of a model for servers; gives its directory.
 
     Args:
-        model: built; of a split model the plain one is written (`kdist.parallel.joined`).
+        model: functional or Sequential, built.
         directory: of all versions; its last part is the model's name. Made if it is not there.
         version: a whole number from 1 on; by default one more than the highest that is there.
-        preprocessing: a functional or Sequential model whose output the model takes; part of the
-            graph from then on.
+        preprocessing: what gives the model its input, as part of the graph from then on: a
+            functional or Sequential model, or a `tf.function` with an `input_signature`, such as
+            one that takes the bytes of image files, decodes and resizes them. It captures no
+            variables or tables; layers that have some go into a model.
         classes: what the model's outputs stand for, in order.
         settings: of batches, for `batching_parameters.txt`. Defaults to 2 ms and 32 rows.
+        examples: rows (n, …) of the input, or of each by its name, that a server warms up with:
+            in turn, in a batch of each allowed size. By default zeros; `{}` is for no warm-up.
+        placement: of a split model. `"joined"` writes the plain one (`kdist.parallel.joined`),
+            which computes on any one device; `"kept"` has the weights and operations where they
+            are, and a server needs devices of the same names (`kdist.serving.model_directory`).
 
     Raises:
         FileExistsError: that version is there.
-        ValueError: a version that is no whole number from 1 on, a model that is not built, or as
-            many classes as it has no outputs.
+        ModuleNotFoundError: `kdist[serve]` is not installed, and there is to be a warm-up.
+        ValueError: a version that is no whole number from 1 on, a model of another kind or not
+            built, as many classes as it has no outputs, examples that it cannot compute, or a
+            placement that cannot be kept.
     """
-    directory = pathlib.Path(directory)
-    plain = joined(model, "CPU:0") if getattr(model, "is_split", False) else model
-    if not plain.built or not plain.inputs:
-        raise ValueError(f"{model.name!r} is not built: call it on a batch first, or `build` it")
-    _check_classes(plain, classes)
-    directory.mkdir(parents=True, exist_ok=True)
-    version = _next_version(directory) if version is None else version
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise ValueError(f"version={version!r}: a whole number from 1 on")
-    target = directory / str(version)
-    if target.exists():
-        raise FileExistsError(
-            f"{target} is there: servers keep what they have loaded; give another version, or none"
-        )
-    writing = pathlib.Path(tempfile.mkdtemp(prefix=f"{_WRITING}{version}-", dir=directory))
-    try:
-        specs = _write_saved_model(plain, preprocessing, writing / "model")
-        metadata = {"name": directory.resolve().name, "version": version, **_described(specs)}
-        metadata["classes"] = None if classes is None else list(classes)
-        (writing / "model" / _METADATA).parent.mkdir(exist_ok=True)
-        (writing / "model" / _METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
-        os.rename(writing / "model", target)
-    finally:
-        shutil.rmtree(writing, ignore_errors=True)
-    _write_configuration(directory, settings or BatchSettings(0.002))
+    directory, settings = pathlib.Path(directory), settings or BatchSettings(0.002)
+    devices = _kept_devices(model, placement)
+    if getattr(model, "is_split", False) and not devices:
+        model = joined(model, "CPU:0")  # it may be too large for one accelerator
+    _check_built(model)
+    _check_classes(model, classes)
+    endpoint = endpoint_of(model, preprocessing)
+    rows = examples_as_given(endpoint.inputs, examples)
+    if rows:
+        check_can_write()
+    target = _target(directory, version)
+    said = {"classes": None if classes is None else list(classes), "devices": devices}
+    with _whole(target) as path:
+        outside_of_strategy(lambda: write_saved_model(endpoint, path, rows, bool(devices)))
+        _write_metadata(target, path, endpoint, said)
+        if rows:
+            name = directory.resolve().name
+            write_warm_up(path, name, rows, batch_sizes(settings.max_batch))
+    write_serving_files(directory, settings)
     return target
 
 
-def read_metadata(version_directory: str | os.PathLike) -> dict[str, Any]:
-    """What `export` has written of a version: name, classes, inputs, outputs, versions.
-
-    Raises:
-        OSError: nothing was.
-    """
-    return json.loads((pathlib.Path(version_directory) / _METADATA).read_text())
-
-
-def versions(directory: str | os.PathLike) -> list[int]:
-    """The versions of a model that are there, ascending; other files are none."""
-    return sorted(
-        int(path.name)
-        for path in pathlib.Path(directory).iterdir()
-        if path.name.isdecimal() and (path / "saved_model.pb").exists()
-    )
+@contextlib.contextmanager
+def _whole(target):
+    """Gives a path to write to, which becomes `target` after the block, or nothing if it fails."""
+    prefix = f".writing-{target.name}-"
+    writing = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    try:
+        yield writing / "model"
+        os.rename(writing / "model", target)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
 
 
-def _next_version(directory):
-    return max(versions(directory), default=0) + 1
+def _kept_devices(model, placement):
+    """The devices that a server will need; none for a model that computes anywhere."""
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement={placement!r}: there are {' and '.join(PLACEMENTS)}")
+    if placement == "joined":
+        return []
+    if not getattr(model, "is_split", False):
+        raise ValueError(f'{model.name!r} is not split: leave placement="kept" out')
+    devices = groups_of(model.distribute_strategy)[0]  # those of the first replica
+    if any("/" in name for name in devices):
+        raise ValueError(
+            f"the devices {', '.join(devices)} belong to tasks of a job, which no server has: "
+            'export with placement="joined", or load and split the model on one machine first'
+        )
+    return devices
+
+
+def _check_built(model):
+    if not model.built:
+        raise ValueError(f"{model.name!r} is not built: call it on a batch first, or `build` it")
+    if not getattr(model, "inputs", None):
+        raise ValueError(
+            f"{model.name!r} does not say its inputs: wrap it, as in x = keras.Input((28, 28, 1)); "
+            "keras.Model(x, model(x))"
+        )
 
 
 def _check_classes(model, classes):
@@ -114,95 +142,33 @@ def _check_classes(model, classes):
         )
 
 
-def _write_saved_model(model, preprocessing, path):
-    """Writes it, with named inputs; gives ({input: spec}, {output: spec})."""
-    first = preprocessing or model
-    inputs = {_named(t, n, first.inputs, "inputs"): t for n, t in enumerate(first.inputs)}
-    specs = {
-        name: tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype, name)
-        for name, tensor in inputs.items()
-    }
-
-    def predict(*arrays):
-        # As the model was called when it was built.
-        given = keras.tree.pack_sequence_as(first._inputs_struct, list(arrays))
-        x = given if preprocessing is None else preprocessing(given, training=False)
-        outputs = keras.tree.flatten(model(x, training=False))
-        return {
-            _named(tensor, number, model.outputs, "outputs"): outputs[number]
-            for number, tensor in enumerate(model.outputs)
-        }
-
-    def write():
-        archive = keras.export.ExportArchive()
-        archive.track(model)
-        if preprocessing is not None:
-            archive.track(preprocessing)
-        archive.add_endpoint("serve", predict, input_signature=list(specs.values()))
-        archive.write_out(os.fspath(path), verbose=False)
-
-    outside_of_strategy(write)
-    outputs = {
-        _named(tensor, number, model.outputs, "outputs"): tensor
-        for number, tensor in enumerate(model.outputs)
-    }
-    return specs, outputs
+def _target(directory, version):
+    """Where the version will be."""
+    directory.mkdir(parents=True, exist_ok=True)
+    version = max(versions(directory), default=0) + 1 if version is None else version
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ValueError(f"version={version!r}: a whole number from 1 on")
+    target = directory / str(version)
+    if target.exists():
+        raise FileExistsError(
+            f"{target} is there: servers keep what they have loaded; give another version, or none"
+        )
+    return target
 
 
-def _named(tensor, number, tensors, alone):
-    """One is called `alone`; several are called after the layers that give them."""
-    if len(tensors) == 1:
-        return alone
-    name = tensor._keras_history.operation.name
-    names = [each._keras_history.operation.name for each in tensors]
-    return name if names.count(name) == 1 else f"{name}_{number}"
-
-
-def _described(specs):
-    inputs, outputs = specs
-    packages = ("kdist", "tensorflow", "keras")
-    return {
-        "inputs": {name: _shape_and_type(tensor) for name, tensor in inputs.items()},
-        "outputs": {name: _shape_and_type(tensor) for name, tensor in outputs.items()},
-        "versions": {name: importlib.metadata.version(name) for name in packages},
+def _write_metadata(target, path, endpoint, said):
+    metadata = {
+        "name": target.parent.resolve().name,
+        "version": int(target.name),
+        **said,
+        "inputs": {name: _shape_and_type(spec) for name, spec in endpoint.inputs.items()},
+        "outputs": {name: _shape_and_type(spec) for name, spec in endpoint.outputs.items()},
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+    (path / METADATA).parent.mkdir(exist_ok=True)
+    (path / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
 
 
-def _shape_and_type(tensor):
-    return {"shape": [None, *tensor.shape[1:]], "dtype": tf.as_dtype(tensor.dtype).name}
-
-
-def _write_configuration(directory, settings):
-    """What tensorflow_model_server takes by --batching_parameters_file, --model_config_file."""
-    sizes = [1 << n for n in range(settings.max_batch.bit_length()) if 1 << n < settings.max_batch]
-    _write(
-        directory / "batching_parameters.txt",
-        [
-            f"max_batch_size {{ value: {settings.max_batch} }}",
-            f"batch_timeout_micros {{ value: {round(settings.timeout_seconds * 1e6)} }}",
-            "max_enqueued_batches { value: 1000 }",
-            "num_batch_threads { value: 1 }",
-            *(f"allowed_batch_sizes : {size}" for size in [*sizes, settings.max_batch]),
-        ],
-    )
-    name = directory.resolve().name
-    _write(
-        directory / "models.config",
-        [
-            "model_config_list {",
-            "  config {",
-            f"    name: {json.dumps(name)}",
-            f"    base_path: {json.dumps(f'/models/{name}')}",
-            '    model_platform: "tensorflow"',
-            "  }",
-            "}",
-        ],
-    )
-
-
-def _write(path, lines):
-    """A file that is old or new, never half of either."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text("\n".join(lines) + "\n")
-    os.replace(draft, path)
+def _shape_and_type(spec):
+    return {"shape": list(spec.shape), "dtype": spec.dtype.name}

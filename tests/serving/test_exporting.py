@@ -1,7 +1,6 @@
 """Versions of models as servers load them."""
 
 import json
-import re
 
 import keras
 import numpy as np
@@ -9,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist.parallel import column, row, split
-from kdist.serving.exporting import export, read_metadata, versions
-from kdist.serving.settings import BatchSettings
+from kdist.serving.exporting import export
+from kdist.serving.model_directory import read_metadata, versions
+from kdist.serving.warmup_file import warmup_requests
 from kdist.testing import python
 
 X = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("float32")
@@ -65,12 +64,12 @@ def test_versions_follow_each_other(tmp_path):
 
 
 def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
-    def fails(model, preprocessing, path):
-        path.mkdir()
-        (path / "saved_model.pb").write_bytes(b"half")
+    def fails(path, name, examples, sizes):
+        assert (path / "saved_model.pb").exists()  # not where a server looks for it
+        assert versions(tmp_path) == []
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("kdist.serving.exporting._write_saved_model", fails)
+    monkeypatch.setattr("kdist.serving.exporting.write_warm_up", fails)
     with pytest.raises(OSError, match="no space"):
         export(small(), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -101,39 +100,110 @@ def test_several_inputs_and_outputs_are_named_after_their_layers(tmp_path):
     assert answer["product"].numpy().tolist() == [[3, 10]]
 
 
-def test_a_split_model_is_joined(tmp_path):
-    plain = small(4)
-    with kdist.create_strategy(kdist.Layout(tensor=2)).scope():
-        model = split(plain, {"dense": column(), "logits": row()})
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_weights_are_written_once(name, tmp_path):
+    """Keras's archive writes those of models that it tracks twice; servers would hold both."""
+    with kdist.create_strategy(name, 1 if name == "one_device" else 2).scope():
+        model = small()
     path = export(model, tmp_path)
-    answer = python(SERVED, [str(path), json.dumps(X.tolist())])
-    np.testing.assert_allclose(answer["outputs"], plain.predict(X, verbose=0), atol=1e-6)
+    written = tf.train.list_variables(str(path / "variables" / "variables"))
+    shapes = sorted(shape for name, shape in written if name.endswith("VARIABLE_VALUE"))
+    assert shapes == sorted(list(each.shape) for each in model.weights)
+    loaded = tf.saved_model.load(str(path))
+    assert list(loaded.signatures) == ["serving_default"]
+    np.testing.assert_allclose(served(path)["outputs"], model.predict(X, verbose=0), atol=1e-6)
 
 
-def test_files_for_tensorflow_serving(tmp_path):
-    export(small(), tmp_path / "fashion", settings=BatchSettings(0.0015, max_batch=24))
-    batching = (tmp_path / "fashion" / "batching_parameters.txt").read_text()
-    assert "max_batch_size { value: 24 }" in batching
-    assert "batch_timeout_micros { value: 1500 }" in batching
-    # The last of them has to be the largest batch.
-    assert re.findall(r"allowed_batch_sizes : (\d+)", batching) == ["1", "2", "4", "8", "16", "24"]
-    configuration = (tmp_path / "fashion" / "models.config").read_text()
-    assert 'name: "fashion"' in configuration
-    assert 'base_path: "/models/fashion"' in configuration
+def test_a_sequential_model_is_written(tmp_path):
+    model = keras.Sequential([keras.Input((8, 8, 1)), keras.layers.Flatten()])
+    np.testing.assert_array_equal(served(export(model, tmp_path))["outputs"], X.reshape(5, 64))
+
+
+@tf.function(input_signature=[tf.TensorSpec((None,), tf.string)])
+def decoded(files):
+    def image(file):
+        pixels = tf.io.decode_image(file, channels=1, expand_animations=False)
+        return tf.image.resize(pixels, (8, 8))
+
+    return tf.map_fn(image, files, fn_output_signature=tf.TensorSpec((8, 8, 1), tf.float32))
+
+
+def images():
+    """Files of two formats and sizes, and what they hold."""
+    pixels = np.random.default_rng(1).integers(0, 256, (2, 16, 16, 1)).astype("uint8")
+    files = [tf.io.encode_png(pixels[0]), tf.io.encode_jpeg(pixels[1, :12])]
+    return np.array([each.numpy() for each in files], object)
+
+
+def test_files_of_images_are_decoded_in_the_graph(tmp_path):
+    model, files = small(), images()
+    path = export(model, tmp_path, preprocessing=decoded, examples=files)
+    expected = model(decoded(tf.constant(files))).numpy()
+    np.testing.assert_allclose(served(path, files)["outputs"], expected, atol=1e-6)
+    assert read_metadata(path)["inputs"] == {"inputs": {"shape": [None], "dtype": "string"}}
+    (_, first), (_, second), (_, third), *_ = warmup_requests(path)
+    assert list(first["inputs"]) == list(files[:1])
+    assert list(second["inputs"]) == list(files)
+    assert list(third["inputs"]) == [*files, *files]  # in turn
+
+
+def test_arguments_of_a_function_are_inputs(tmp_path):
+    specs = [tf.TensorSpec((None, 8, 8, 1)), tf.TensorSpec((None,))]
+    scaled = tf.function(lambda image, scale: image * scale[:, None, None, None], specs)
+    model = small()
+    path = export(model, tmp_path, preprocessing=scaled)
+    function = tf.saved_model.load(str(path)).signatures["serving_default"]
+    answer = function(image=tf.constant(X), scale=tf.fill([5], 0.5))["outputs"]
+    np.testing.assert_allclose(answer, model(X / 2), atol=1e-6)
+
+
+class Own(keras.Model):
+    def call(self, inputs):
+        return inputs
+
+
+def own():
+    model = Own(name="own")
+    model.build((None, 2))
+    return model
+
+
+@tf.function(input_signature=[tf.TensorSpec((None, 8, 8, 1))])
+def in_python(x):
+    return tf.ensure_shape(tf.py_function(lambda x: x, [x], tf.float32), (None, 8, 8, 1))
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("model", "given", "says"),
     [
-        (lambda path: export(small(), path, 0), "version=0: a whole number from 1 on"),
-        (lambda path: export(small(), path, True), "version=True"),
-        (lambda path: export(small(), path, classes=["a"]), r"1 classes, and .*\(None, 3\)"),
+        (small, {"version": 0}, "version=0: a whole number from 1 on"),
+        (small, {"version": True}, "version=True"),
+        (small, {"classes": ["a"]}, r"1 classes, and .*\(None, 3\)"),
+        (lambda: keras.Sequential([keras.layers.Dense(2)]), {}, "is not built: call it on a batch"),
+        (own, {}, "'own' does not say its inputs: wrap it"),
+        (small, {"placement": "near"}, "placement='near': there are joined and kept"),
+        (small, {"placement": "kept"}, 'is not split: leave placement="kept" out'),
+        (small, {"preprocessing": len}, r"preprocessing=.*@tf.function\(input_signature="),
+        (small, {"preprocessing": tf.function(lambda x: x)}, "a function with its types"),
         (
-            lambda path: export(keras.Sequential([keras.layers.Dense(2)]), path),
-            "is not built: call it on a batch first",
+            small,
+            {"preprocessing": tf.function(lambda x: x, [tf.TensorSpec((8, 8, 1))])},
+            "the first size is of rows, so None",
         ),
+        (small, {"preprocessing": in_python}, "its operations .'EagerPyFunc'. would run Python"),
+        (small, {"preprocessing": decoded}, "no request to warm up with can be guessed"),
+        (
+            small,
+            {"preprocessing": decoded, "examples": [b"no image"]},
+            "the model cannot compute the rows to warm up with: .*Give others",
+        ),
+        (small, {"examples": X[:, :4]}, r"examples of inputs: shape \(5, 4, 8, 1\), not"),
+        (small, {"examples": {"pixels": X}}, "examples of pixels, and the inputs are inputs"),
+        (small, {"examples": {"inputs": X[:0]}}, r"rows of examples: \[0\]"),
     ],
+    ids=lambda x: None if callable(x) else "-".join(x) if isinstance(x, dict) else None,
 )
-def test_what_is_refused(make, says, tmp_path):
+def test_what_is_refused(model, given, says, tmp_path):
     with pytest.raises(ValueError, match=says):
-        make(tmp_path)
+        export(model(), tmp_path, **given)
+    assert list(tmp_path.iterdir()) == []

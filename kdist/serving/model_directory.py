@@ -1,0 +1,66 @@
+"""What lies in a model's directory: its versions, and what each needs. Imports no TensorFlow."""
+
+import json
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+METADATA = pathlib.PurePath("assets.extra", "kdist.json")
+
+
+def versions(directory: str | os.PathLike) -> list[int]:
+    """The versions of a model that are there, ascending; other files are none."""
+    return sorted(
+        int(path.name)
+        for path in pathlib.Path(directory).iterdir()
+        if path.name.isdecimal() and (path / "saved_model.pb").exists()
+    )
+
+
+def read_metadata(version_directory: str | os.PathLike) -> dict[str, Any]:
+    """What `export` has written of a version.
+
+    Returns:
+        `name`, `version`, `classes` (None without), `devices` (see `needed_devices`), `inputs` and
+        `outputs` (name -> `shape`, with None for rows, and `dtype`), `versions` of the packages
+        that wrote it, and when it was `written`.
+
+    Raises:
+        OSError: nothing was written: another program has exported it.
+    """
+    return json.loads((pathlib.Path(version_directory) / METADATA).read_text())
+
+
+def needed_devices(version_directory: str | os.PathLike) -> list[str]:
+    """The devices that a version of a split model is placed on, such as `["CPU:0", "CPU:1"]`.
+
+    Empty for one that computes anywhere. Such devices are there after
+    `kdist.devices.find_devices(needed_devices(path))`.
+    """
+    try:
+        return list(read_metadata(version_directory).get("devices", []))
+    except FileNotFoundError:
+        return []
+
+
+def check_devices(version_directory: str | os.PathLike, there_are: Iterable[str]) -> None:
+    """Refuses a version that is placed on devices that are not there.
+
+    TensorFlow would load it and, without a word, put all of it on one device.
+
+    Args:
+        version_directory: of any SavedModel.
+        there_are: devices of the process that is to load it, such as `["CPU:0", "GPU:0"]`.
+
+    Raises:
+        ValueError: some are missing.
+    """
+    needed, there_are = needed_devices(version_directory), list(there_are)
+    missing = [name for name in needed if name not in there_are]
+    if missing:
+        raise ValueError(
+            f"{version_directory} is placed on {', '.join(needed)}, and {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing here (there are "
+            f'{", ".join(there_are)}): start with these devices, or export with placement="joined"'
+        )
