@@ -49,6 +49,7 @@ _PUBLIC = {
     "plan": "planner.planning",
     "planner": "planner",
     "schedules": "schedules",
+    "serving": "serving",
     "strategies": "strategies",
     "telemetry": "telemetry",
     "testing": "testing",

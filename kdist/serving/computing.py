@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from kdist.devices import find_devices
 from kdist.serving.latency_curve import LatencyCurve
 from kdist.serving.loading import LoadedVersion
 from kdist.serving.warming import warm_up
@@ -29,14 +30,19 @@ class Key:
 class InProcess:
     """Batches are computed in this process, one at a time.
 
+    Args:
+        devices: that split models are placed on, such as `["CPU:0", "CPU:1"]`; by default all
+            GPUs, or the CPU. To be given before TensorFlow runs anything.
+
     Attributes:
         slots: batches that are computed at a time.
     """
 
     slots = 1
 
-    def __init__(self):
-        self._loaded = {}
+    def __init__(self, devices: Sequence[str] = ()):
+        find_devices(devices or None)
+        self._loaded: dict[Key, LoadedVersion] = {}
 
     def load(self, key: Key, path: str, sizes: Sequence[int]) -> LatencyCurve | None:
         """Makes a version ready, and computes batches of each size with it.
@@ -48,7 +54,7 @@ class InProcess:
             Exception: as TensorFlow says why it does not load.
         """
         loaded = LoadedVersion(path)
-        curve = warm_up(loaded, loaded.signatures, sizes)
+        curve = warm_up(loaded, loaded.signatures, sizes, loaded.examples)
         self._loaded[key] = loaded
         return curve
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
+from kdist.serving.model_directory import check_devices
 from kdist.serving.refusals import BadInput
-from kdist.serving.signature import read_signatures
+from kdist.serving.signature import SERVING_DEFAULT, read_signatures
+from kdist.serving.warmup_file import warmup_requests
 
 # What operations say of values that they cannot take: an image that is none, an unknown word.
 _OF_INPUTS = (tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError, tf.errors.NotFoundError)
@@ -21,17 +23,23 @@ class LoadedVersion:
 
     Attributes:
         signatures: for predictions, by their names.
+        examples: requests to warm up with, to the signature `serving_default`; may be none.
 
     Raises:
-        ValueError: there is none that may be loaded; see `read_signatures`.
+        ValueError: there is none that may be loaded (see `read_signatures`), or it is placed on
+            devices that are not there.
     """
 
     def __init__(self, version_directory: str | os.PathLike):
         self.signatures, _ = read_signatures(version_directory)
+        there_are = [each.name for each in tf.config.list_logical_devices()]
+        check_devices(version_directory, [each.removeprefix("/device:") for each in there_are])
         options = tf.saved_model.LoadOptions(
             experimental_variable_policy=tf.saved_model.experimental.VariablePolicy.SAVE_VARIABLE_DEVICES
         )
         self._model = tf.saved_model.load(os.fspath(version_directory), options=options)
+        requests = warmup_requests(version_directory)
+        self.examples = [arrays for name, arrays in requests if name == SERVING_DEFAULT]
         self._functions = {name: self._model.signatures[name] for name in self.signatures}
 
     def __call__(self, signature: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -10,11 +10,19 @@ METADATA = pathlib.PurePath("assets.extra", "kdist.json")
 
 
 def versions(directory: str | os.PathLike) -> list[int]:
-    """The versions of a model that are there, ascending; other files are none."""
+    """The versions of a model that are there, ascending; other files are none.
+
+    Raises:
+        ValueError: `directory` is none.
+    """
+    if not pathlib.Path(directory).is_dir():
+        raise ValueError(f"{directory} is no directory: give one with a model's versions")
     return sorted(
         int(path.name)
         for path in pathlib.Path(directory).iterdir()
-        if path.name.isdecimal() and (path / "saved_model.pb").exists()
+        if path.name.isdecimal()
+        and path.name == str(int(path.name))  # not 01, which is another path
+        and (path / "saved_model.pb").exists()
     )
 
 

@@ -1,6 +1,7 @@
 """The models of a server: versions are found, made ready, swapped and drained while it serves."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -14,7 +15,9 @@ from kdist.serving.batcher import Batcher, Devices
 from kdist.serving.computing import InProcess, Key
 from kdist.serving.latency_curve import LatencyCurve
 from kdist.serving.metrics import Metrics
+from kdist.serving.model_directory import versions
 from kdist.serving.refusals import Refusal
+from kdist.serving.serving_files import batch_sizes
 from kdist.serving.settings import BatchSettings
 from kdist.serving.signature import SERVING_DEFAULT, Signature, read_signatures
 
@@ -103,14 +106,11 @@ class Model:
     def found(self, newest: int) -> list[int]:
         """The newest versions in its directory, ascending; what points out of it is none."""
         home = self.directory.resolve()
-        return sorted(
-            int(path.name)
-            for path in self.directory.iterdir()
-            if path.name.isdecimal()
-            and path.name == str(int(path.name))
-            and (path / "saved_model.pb").is_file()
-            and (path / "saved_model.pb").resolve().is_relative_to(home)
-        )[-newest:]
+        return [
+            number
+            for number in versions(self.directory)
+            if (self.directory / str(number) / "saved_model.pb").resolve().is_relative_to(home)
+        ][-newest:]
 
 
 class Models:
@@ -145,12 +145,11 @@ class Models:
         self.metrics = metrics or Metrics()
         self.ending = False
         self._newest = newest
-        self._sizes = list(sizes or _powers_of_two(self.settings.max_batch))
+        self._sizes = list(sizes or batch_sizes(self.settings.max_batch))
         self._devices = Devices(self.computing.slots)
         self._models = {}
         for name, directory in directories.items():
-            if not pathlib.Path(directory).is_dir():
-                raise ValueError(f"{directory} is no directory: give one with a model's versions")
+            versions(directory)  # raises if there is no such directory
             self._models[name] = Model(name, pathlib.Path(directory))
 
     @property
@@ -174,7 +173,7 @@ class Models:
         for model in self._models.values():
             try:
                 found = model.found(self._newest)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 _log.warning("%s cannot be read (%s); what is loaded is served", model.name, error)
                 continue
             for number in found:
@@ -196,14 +195,15 @@ class Models:
             except Exception:
                 _log.exception("looking for new versions failed; what is loaded is served")
 
-    async def close(self) -> None:
-        """Takes no more requests, answers those that wait, frees all."""
+    async def close(self, seconds: float = 30.0) -> None:
+        """Takes no more requests, answers those that wait, frees all; within so many seconds."""
         self.ending = True
-        for model in self._models.values():
-            for number in list(model.ready):
-                await self._unload(model, number)
-        self._devices.close()
+        versions = [each for model in self._models.values() for each in model.ready.values()]
+        draining = asyncio.gather(*(version.drain() for version in versions))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(draining, seconds)
         await asyncio.to_thread(self.computing.close)
+        self._devices.close()
 
     async def _load(self, model, number):
         key, path = Key(model.name, number), model.directory / str(number)
@@ -253,7 +253,3 @@ class Models:
             model=version.key.model,
             version=str(version.key.version),
         )
-
-
-def _powers_of_two(most):
-    return sorted({1 << n for n in range(most.bit_length()) if 1 << n < most} | {most})

@@ -20,6 +20,7 @@ import uvloop
 
 from kdist.serving.computing import InProcess
 from kdist.serving.http_protocol import Protocol
+from kdist.serving.model_directory import needed_devices, versions
 from kdist.serving.models import Limits, Models
 from kdist.serving.rest import create_application
 from kdist.serving.rpc import create_grpc_server
@@ -83,7 +84,7 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] = print)
     """`run`, in an event loop."""
     _warn_of_the_world(options.host)
     with _listening(options.host, options.port, "port") as listener:
-        computing = Workers(options.workers) if options.workers else InProcess()
+        computing = _computing(options)
         models = Models(
             options.directories, computing, options.settings, options.limits, options.newest
         )
@@ -94,7 +95,18 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] = print)
         try:
             await _serve(options, models, listener, grpc_server, on_ready, addresses)
         finally:
-            await models.close()
+            await models.close(options.end_seconds)
+
+
+def _computing(options):
+    found = [
+        device
+        for directory in options.directories.values()
+        for number in versions(directory)
+        for device in needed_devices(os.path.join(directory, str(number)))
+    ]
+    devices = sorted(set(found))
+    return Workers(options.workers, devices=devices) if options.workers else InProcess(devices)
 
 
 async def _serve(options, models, listener, grpc_server, on_ready, addresses):

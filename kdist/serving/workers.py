@@ -28,8 +28,8 @@ _PAUSE_SECONDS = 1.0
 _LOOK_SECONDS = 0.01
 
 
-# A copy of this process, with TensorFlow's threads, would hang. Workers are copies of a process that
-# has imported TensorFlow and done nothing with it: a new one is there in a tenth of a second.
+# A copy of this process, with TensorFlow's threads, would hang. Workers are copies of a process
+# that has imported TensorFlow and done nothing with it: a new one is there in a tenth of a second.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["kdist.serving.loading"])
 
@@ -45,19 +45,20 @@ class Workers:
         count: of processes.
         batch_seconds: after so long over a batch a worker counts as dead and is killed. Defaults
             to 120.
+        devices: that models are placed on; see `InProcess`.
 
     Attributes:
         slots: batches that are computed at a time: one a worker.
     """
 
-    def __init__(self, count: int, batch_seconds: float = 120.0):
+    def __init__(self, count: int, batch_seconds: float = 120.0, devices: Sequence[str] = ()):
         self.slots = count
         self._batch_seconds = batch_seconds
         self._wanted: dict[Key, tuple] = {}
         self._changing = threading.Lock()  # of the models, in all workers alike
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         self._closed = False
-        self._all = [_Worker() for _ in range(count)]
+        self._all = [_Worker(devices) for _ in range(count)]
         for worker in self._all:
             self._idle.put(worker)
 
@@ -113,11 +114,20 @@ class Workers:
         self._closed = True
         for worker in self._all:
             worker.end()
+        self._idle.put(None)  # for who waits
+
+    def _next(self):
+        """The worker that has been idle for longest."""
+        worker = self._idle.get()
+        if worker is None:
+            self._idle.put(None)
+            raise WorkerDied("the server is ending")
+        return worker
 
     def _idle_with(self, key):
         """The worker that has been idle for longest, of those that have the version."""
         while True:
-            worker = self._idle.get()
+            worker = self._next()
             if key in worker.loaded:
                 return worker
             self._idle.put(worker)
@@ -129,7 +139,7 @@ class Workers:
         """Each worker while it is idle, those that start anew when they have started."""
         done = set()
         while len(done) < self.slots:
-            worker = self._idle.get()
+            worker = self._next()
             if worker in done:
                 self._idle.put(worker)  # at once, as batches wait for it
                 time.sleep(_LOOK_SECONDS)
@@ -187,13 +197,14 @@ class Workers:
 class _Worker:
     """A process, and the pipe to it."""
 
-    def __init__(self):
+    def __init__(self, devices):
+        self._devices = devices
         self.start()
 
     def start(self):
         self._connection, theirs = _context.Pipe()
         self._process = _context.Process(
-            target=_work, args=[theirs], name="kdist-serving-worker", daemon=True
+            target=_work, args=[theirs, self._devices], name="kdist-serving-worker", daemon=True
         )
         self._process.start()
         self.loaded: dict[Key, LatencyCurve | None] = {}
@@ -231,10 +242,10 @@ class _Worker:
         self._process.join()
 
 
-def _work(connection):
+def _work(connection, devices):
     """A worker's process: does what it is told until its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent ends its workers
-    computing = InProcess()
+    computing = InProcess(devices)
     with contextlib.suppress(EOFError, OSError):
         while True:
             command, *arguments = connection.recv()
