@@ -19,7 +19,7 @@ import uvicorn
 import uvloop
 
 from kdist.serving.computing import InProcess
-from kdist.serving.http_protocol import Protocol
+from kdist.serving.http_protocol import protocol
 from kdist.serving.model_directory import needed_devices, versions
 from kdist.serving.models import Limits, Models
 from kdist.serving.rest import create_application
@@ -150,7 +150,7 @@ def _uvicorn_settings(options, application):
         access_log=False,
         lifespan="off",
         loop="none",
-        http=Protocol,
+        http=protocol(options.limits),
         ws="none",
         server_header=False,
         limit_concurrency=options.limits.connections,

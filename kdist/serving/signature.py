@@ -12,7 +12,16 @@ from tensorflow.core.protobuf import saved_model_pb2
 SERVING_DEFAULT = "serving_default"
 _PREDICT = "tensorflow/serving/predict"
 # Operations by which a model would run Python of this process, or read and write its files.
-_UNSAFE = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "ReadFile", "WriteFile", "MatchingFiles"}
+# (Variables are restored by RestoreV2, and vocabularies are read by InitializeTableFromTextFileV2.)
+_UNSAFE = set(
+    "PyFunc PyFuncStateless EagerPyFunc ReadFile WriteFile MatchingFiles MatchingFilesDataset "
+    "TextLineDataset TFRecordDataset TFRecordDatasetV2 FixedLengthRecordDataset "
+    "FixedLengthRecordDatasetV2 SqlDataset LoadDataset SaveDataset SaveDatasetV2 CacheDataset "
+    "CacheDatasetV2 SnapshotDataset SnapshotDatasetV2 DataServiceDatasetV4 WholeFileReaderV2 "
+    "TextLineReaderV2 TFRecordReaderV2 FixedLengthRecordReaderV2 ImmutableConst "
+    "CreateSummaryFileWriter CreateSummaryDbWriter DebugIdentityV2 DebugIdentityV3 RpcCall "
+    "RpcClient RpcServer".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Signature:
         self.check_names(arrays)
         for name, spec in self.inputs.items():
             spec.check(name, arrays[name])
-        rows = {name: len(array) for name, array in arrays.items()}
+        rows = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
         if len(set(rows.values())) != 1 or 0 in rows.values():
             raise ValueError(f"rows of the inputs: {rows}; give as many of each, one at least")
 
@@ -107,13 +116,17 @@ def read_signatures(version_directory: str | os.PathLike):
 
 
 def _check_safe(path, graph):
-    nodes = [node.op for node in graph.node]
-    nodes += [node.op for function in graph.library.function for node in function.node_def]
-    if found := sorted(_UNSAFE.intersection(nodes)):
+    nodes = [*graph.node]
+    nodes += [node for function in graph.library.function for node in function.node_def]
+    if found := sorted({node.op for node in nodes if node.op in _UNSAFE or _prints_to_file(node)}):
         raise ValueError(
             f"{path} is not loaded: its operations {found} would run Python code or touch files of "
             "the server; export the model without them (tf.py_function, tf.io.read_file …)"
         )
+
+
+def _prints_to_file(node):
+    return node.op == "PrintV2" and node.attr["output_stream"].s.startswith(b"file:")
 
 
 def _signature_of(proto):
