@@ -13,6 +13,7 @@ from kdist.serving.warmup_file import warmup_requests
 
 # What operations say of values that they cannot take: an image that is none, an unknown word.
 _OF_INPUTS = (tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError, tf.errors.NotFoundError)
+_OF_GRAPHS = ("Graph execution error", "Detected at node", "<stack traces", "[[")
 
 
 class LoadedVersion:
@@ -58,4 +59,6 @@ class LoadedVersion:
 
 def _first_line(error):
     """TensorFlow adds the graph's nodes, of which a client knows nothing."""
-    return str(error.message).strip().splitlines()[0][:500]
+    lines = [line.strip() for line in str(error.message).splitlines()]
+    said = [line for line in lines if line and not line.startswith(_OF_GRAPHS)]
+    return (said or ["they are not what it takes"])[0][:500]

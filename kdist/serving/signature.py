@@ -14,13 +14,41 @@ _PREDICT = "tensorflow/serving/predict"
 # Operations by which a model would run Python of this process, or read and write its files.
 # (Variables are restored by RestoreV2, and vocabularies are read by InitializeTableFromTextFileV2.)
 _UNSAFE = set(
-    "PyFunc PyFuncStateless EagerPyFunc ReadFile WriteFile MatchingFiles MatchingFilesDataset "
-    "TextLineDataset TFRecordDataset TFRecordDatasetV2 FixedLengthRecordDataset "
-    "FixedLengthRecordDatasetV2 SqlDataset LoadDataset SaveDataset SaveDatasetV2 CacheDataset "
-    "CacheDatasetV2 SnapshotDataset SnapshotDatasetV2 DataServiceDatasetV4 WholeFileReaderV2 "
-    "TextLineReaderV2 TFRecordReaderV2 FixedLengthRecordReaderV2 ImmutableConst "
-    "CreateSummaryFileWriter CreateSummaryDbWriter DebugIdentityV2 DebugIdentityV3 RpcCall "
-    "RpcClient RpcServer".split()
+    [
+        "PyFunc",
+        "PyFuncStateless",
+        "EagerPyFunc",
+        "ReadFile",
+        "WriteFile",
+        "MatchingFiles",
+        "MatchingFilesDataset",
+        "TextLineDataset",
+        "TFRecordDataset",
+        "TFRecordDatasetV2",
+        "FixedLengthRecordDataset",
+        "FixedLengthRecordDatasetV2",
+        "SqlDataset",
+        "LoadDataset",
+        "SaveDataset",
+        "SaveDatasetV2",
+        "CacheDataset",
+        "CacheDatasetV2",
+        "SnapshotDataset",
+        "SnapshotDatasetV2",
+        "DataServiceDatasetV4",
+        "WholeFileReaderV2",
+        "TextLineReaderV2",
+        "TFRecordReaderV2",
+        "FixedLengthRecordReaderV2",
+        "ImmutableConst",
+        "CreateSummaryFileWriter",
+        "CreateSummaryDbWriter",
+        "DebugIdentityV2",
+        "DebugIdentityV3",
+        "RpcCall",
+        "RpcClient",
+        "RpcServer",
+    ]
 )
 
 

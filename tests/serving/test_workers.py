@@ -69,6 +69,7 @@ def all_there(workers):
     """Waits until every worker computes."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
+        compute(workers, 1)  # who has died while it was idle is found by a batch
         if workers.alive() == workers.slots and workers._idle.qsize() == workers.slots:
             return
         time.sleep(0.02)
@@ -103,6 +104,7 @@ def test_a_worker_that_is_killed_in_a_batch_loses_no_request(workers):
     all_there(workers)
 
 
+@pytest.mark.slow
 def test_a_batch_that_takes_too_long_is_given_up_and_its_neighbours_are_answered(slow):
     workers = Workers(2, batch_seconds=1.0)
     workers.load(KEY, str(slow), [1])
@@ -130,6 +132,7 @@ def test_a_batch_that_takes_too_long_is_given_up_and_its_neighbours_are_answered
         workers.close()
 
 
+@pytest.mark.slow
 def test_versions_come_and_go_while_batches_and_deaths_go_on(workers, slow, tmp_path):
     save_times(tmp_path / "2", 2)
     second, done, wrong = Key("m", 2), threading.Event(), []
@@ -161,6 +164,7 @@ def test_a_version_that_does_not_load_is_forgotten(workers, tmp_path):
     assert compute(workers, 1) == [1]
 
 
+@pytest.mark.slow
 def test_closing_ends_what_starts_anew(slow, tmp_path):
     """No process is left behind, whatever is under way."""
     for way in ("revive", "load"):
@@ -187,6 +191,7 @@ def test_closing_ends_what_starts_anew(slow, tmp_path):
         assert not workers.pids, way
 
 
+@pytest.mark.slow
 def test_a_server_whose_workers_are_killed_answers_every_request(tmp_path):
     save_times(tmp_path / "m" / "1", 3)
     done, wrong, count = threading.Event(), [], []
@@ -214,6 +219,7 @@ def test_a_server_whose_workers_are_killed_answers_every_request(tmp_path):
     assert len(count) > 20
 
 
+@pytest.mark.slow
 def test_files_that_have_gone_are_no_matter_to_the_workers_that_have_them(slow, tmp_path):
     path = tmp_path / "1"
     shutil.copytree(slow, path)
