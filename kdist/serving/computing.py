@@ -4,6 +4,7 @@ Both have the same methods. They block, and are called in threads.
 """
 
 import dataclasses
+import gc
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -56,6 +57,7 @@ class InProcess:
         loaded = LoadedVersion(path)
         curve = warm_up(loaded, loaded.signatures, sizes, loaded.examples)
         self._loaded[key] = loaded
+        gc.collect()  # loading leaves the weights once more, in cycles; a server seldom looks
         return curve
 
     def unload(self, key: Key) -> None:

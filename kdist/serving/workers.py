@@ -5,6 +5,7 @@ connected to this process, see nothing of it but the time. A batch by which work
 given up; the batcher then tries each request of it alone.
 """
 
+import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -61,6 +62,7 @@ class Workers:
         self._all = [_Worker(devices) for _ in range(count)]
         for worker in self._all:
             self._idle.put(worker)
+        atexit.register(self.close)  # Python would end them by SIGTERM, which they do not hear
 
     @property
     def pids(self) -> list[int]:
@@ -75,6 +77,9 @@ class Workers:
                 for worker in self._each_once():
                     self._see_to(worker, key)
                 return worker.loaded[key]
+            except (EOFError, OSError) as error:
+                self._forget(key)
+                raise WorkerDied(f"{_MOST_DEATHS} workers died while they loaded {key}") from error
             except BaseException:
                 self._forget(key)
                 raise
@@ -118,6 +123,7 @@ class Workers:
 
     def close(self) -> None:
         """Ends the processes."""
+        atexit.unregister(self.close)
         self._closed = True
         for worker in self._all:
             worker.end(for_good=True)
@@ -215,10 +221,11 @@ class _Worker:
             if self._ended:
                 raise WorkerDied("the server is ending")
             self._connection, theirs = _context.Pipe()
-            self._process = _context.Process(
+            process = _context.Process(
                 target=_work, args=[theirs, self._devices], name="kdist-serving-worker", daemon=True
             )
-            self._process.start()
+            process.start()
+            self._process = process  # not before: only what has started can be ended
             self.loaded: dict[Key, LatencyCurve | None] = {}
             theirs.close()  # so that its death is the end of the pipe
 
@@ -258,7 +265,9 @@ class _Worker:
 
 def _work(connection, devices):
     """A worker's process: does what it is told until its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the parent ends its workers
+    # Of a terminal or a service manager, to all processes: the parent still needs its workers.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     computing = InProcess(devices)
     with contextlib.suppress(EOFError, OSError):
         while True:

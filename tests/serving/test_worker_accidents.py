@@ -1,0 +1,141 @@
+"""Workers that are signalled, do not start, or are ended while they load."""
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import keras
+import numpy as np
+import psutil
+import pytest
+
+from kdist.serving import workers as workers_module
+from kdist.serving.computing import InProcess, Key
+from kdist.serving.exporting import export
+from kdist.serving.workers import WorkerDied, Workers
+
+KEY, SIGNATURE = Key("dense", 1), "serving_default"
+SECONDS = 20  # that anything may take
+
+
+@pytest.fixture(scope="module")
+def version(tmp_path_factory):
+    """(directory of a version, its function of rows)."""
+    directory = tmp_path_factory.mktemp("dense")
+    model = keras.Sequential([keras.Input((3,), name="rows"), keras.layers.Dense(2)])
+    export(model, directory, version=1)
+    return directory / "1", lambda rows: model.predict(rows, verbose=0)
+
+
+@pytest.fixture
+def pair(version):
+    """Two workers that have it."""
+    workers = Workers(2, batch_seconds=SECONDS)
+    workers.load(KEY, os.fspath(version[0]), [1])
+    yield workers
+    workers.close()
+
+
+def answer_is_right(workers, version):
+    rows = np.ones((1, 3), np.float32)
+    (outputs,) = workers.compute(KEY, SIGNATURE, {"inputs": rows}).values()
+    np.testing.assert_allclose(outputs, version[1](rows), atol=1e-6)
+
+
+def ended(pids):
+    """Whether none of them is left, after a while at most."""
+    return wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+
+
+def wait_until(condition, seconds=SECONDS):
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_workers_outlive_a_signal_to_all_processes(pair, version):
+    """As service managers send it, while the server still answers what it has taken."""
+    before = pair.pids
+    for pid in before:
+        os.kill(pid, signal.SIGTERM)
+    for _ in range(4):
+        answer_is_right(pair, version)
+    assert pair.pids == before
+
+
+def test_a_worker_that_cannot_be_started_once_is_started_later(pair, version, monkeypatch):
+    real, failures = workers_module._context.Process, []
+
+    def process(*args, **options):
+        made = real(*args, **options)
+        if not failures:
+            failures.append(made)
+            made.start = refuse
+        return made
+
+    def refuse():
+        raise OSError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(workers_module._context, "Process", process)
+    monkeypatch.setattr(workers_module, "_PAUSE_SECONDS", 0.01)
+    os.kill(pair.pids[0], signal.SIGKILL)
+    for _ in range(2):
+        answer_is_right(pair, version)
+    assert wait_until(lambda: failures and pair.alive() == 2)
+
+
+def test_a_version_that_kills_workers_is_said_to(pair, version, monkeypatch):
+    def load(worker, key, path, sizes):
+        if key == KEY:
+            return real(worker, key, path, sizes)
+        os.kill(worker.pid, signal.SIGKILL)
+        return worker.ask(None, "load", key, path, sizes)
+
+    real = workers_module._Worker.load
+    monkeypatch.setattr(workers_module._Worker, "load", load)
+    with pytest.raises(WorkerDied, match="workers died while they loaded dense/2"):
+        pair.load(Key("dense", 2), os.fspath(version[0]), [1])
+    answer_is_right(pair, version)
+
+
+def test_an_end_while_a_version_loads_leaves_no_process(version, monkeypatch):
+    workers, loading, errors = Workers(1), threading.Event(), []
+    before, real = workers.pids, workers_module._Worker.ask
+
+    def ask(worker, seconds, *command):
+        os.kill(worker.pid, signal.SIGSTOP)  # so that it is loading when the end comes
+        loading.set()
+        return real(worker, seconds, *command)
+
+    def run():
+        try:
+            workers.load(KEY, os.fspath(version[0]), [1])
+        except WorkerDied as error:
+            errors.append(str(error))
+
+    monkeypatch.setattr(workers_module._Worker, "ask", ask)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert loading.wait(SECONDS)
+    workers.close()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert errors == ["the server is ending"]
+    assert ended(before)
+    assert workers.pids == []
+
+
+def test_loading_leaves_no_garbage(version):
+    """It would hold the weights once more, and a server makes few collections of its own."""
+    computing = InProcess()
+    gc.collect()
+    gc.disable()
+    try:
+        computing.load(KEY, os.fspath(version[0]), [1])
+        garbage = gc.collect()
+    finally:
+        gc.enable()
+    assert garbage < 100
