@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from kdist.serving.batcher import Batcher, Overloaded
+from kdist.serving.batcher import Batcher, Devices, Overloaded
 from kdist.serving.settings import BatchSettings
 
 LONG = 60.0
@@ -225,5 +225,77 @@ def test_under_load_everybody_has_his_own_answer():
         assert max(map(len, device.calls)) == 16
         assert {len(call) for call in device.calls} <= {1, 4, 16}
         await batcher.close()
+
+    run(scenario)
+
+
+def test_batchers_share_devices_and_take_turns():
+    async def scenario():
+        device, devices = Device(open=False), Devices(1)
+        one, two = (Batcher(device, BatchSettings(0.0, 2), devices=devices) for _ in range(2))
+        tasks = started(one, *(rows(n) for n in (1, 2, 3, 4)))
+        tasks += started(two, *(rows(n) for n in (11, 12, 13)))
+        await settle()
+        assert devices.free == 0
+        device.may_go_on.release(9)
+        await asyncio.gather(*tasks)
+        assert devices.free == 1
+        # The first came alone; the others gathered, and those of `one` waited first.
+        assert device.calls == [[1], [2, 3], [11, 12], [4], [13]]
+
+    run(scenario)
+
+
+def test_as_many_batches_are_under_way_as_there_are_devices():
+    async def scenario():
+        device, devices = Device(open=False), Devices(2)
+        batcher = Batcher(device, BatchSettings(0.0, 2), devices=devices)
+        tasks = started(batcher, *(rows(n) for n in range(6)))
+        await settle()
+        assert devices.free == 0
+        assert batcher.waiting_rows == 4
+        device.may_go_on.release(9)
+        assert values(await asyncio.gather(*tasks)) == [[2 * n] for n in range(6)]
+        assert devices.free == 2
+
+    run(scenario)
+
+
+def test_rows_of_different_shapes_are_in_different_batches():
+    async def scenario():
+        device = Device(open=False)
+        batcher = Batcher(device, BatchSettings(0.0, 8))
+        wide = {"x": np.full([1, 2], 5, "float32")}
+        tasks = started(batcher, rows(1), rows(2), wide, rows(3), wide)
+        await settle()
+        device.may_go_on.release(9)
+        answers = await asyncio.gather(*tasks)
+        assert [answer["y"].shape[1] for answer in answers] == [1, 1, 2, 1, 2]
+        assert device.calls == [[1], [2, 3], [5, 5]]
+
+    run(scenario)
+
+
+def test_batches_are_told_of():
+    async def scenario():
+        told = []
+        batcher = Batcher(
+            Device(), BatchSettings(0.0, 4), sizes=[4], on_batch=lambda *each: told.append(each)
+        )
+        await batcher(rows(1, 2, 3))
+        ((real, computed, seconds),) = told
+        assert (real, computed) == (3, 4)
+        assert seconds > 0
+
+    run(scenario)
+
+
+def test_a_closed_batcher_says_that_it_is():
+    async def scenario():
+        batcher = Batcher(Device(), BatchSettings())
+        await batcher.close()
+        with pytest.raises(Overloaded) as caught:
+            await batcher(rows(1))
+        assert caught.value.ending
 
     run(scenario)
