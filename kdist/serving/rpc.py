@@ -5,7 +5,11 @@ Requests are parsed here and not by gRPC, which calls one that cannot be parsed 
 
 import asyncio
 import math
+import os
 import time
+
+# Processes are started beside it (workers, a choice of settings); gRPC would say so each time.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 import numpy as np

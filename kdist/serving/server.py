@@ -24,7 +24,7 @@ from kdist.serving.model_directory import needed_devices, versions
 from kdist.serving.models import Limits, Models
 from kdist.serving.rest import create_application
 from kdist.serving.rpc import create_grpc_server
-from kdist.serving.settings import BatchSettings
+from kdist.serving.settings import BatchSettings, Objective
 from kdist.serving.workers import Workers
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class ServerOptions:
         grpc_port: for gRPC; 0 for any that is free, None for no gRPC.
         host: the address to listen at; this machine alone unless told.
         workers: processes that compute; 0 computes in the server's own.
-        settings: of batches.
+        settings: of batches; where there is an objective, only the largest batch counts.
+        objective: what settings are chosen for while the load changes; None for fixed ones.
         limits: of requests.
         newest: versions of a model that are served.
         watch_seconds: between looks for new versions.
@@ -59,6 +60,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     workers: int = 0
     settings: BatchSettings = dataclasses.field(default_factory=BatchSettings)
+    objective: Objective | None = dataclasses.field(default_factory=Objective)
     limits: Limits = dataclasses.field(default_factory=Limits)
     newest: int = 1
     watch_seconds: float = 1.0
@@ -86,7 +88,12 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] = print)
     with _listening(options.host, options.port, "port") as listener:
         computing = _computing(options)
         models = Models(
-            options.directories, computing, options.settings, options.limits, options.newest
+            options.directories,
+            computing,
+            options.settings,
+            options.objective,
+            options.limits,
+            options.newest,
         )
         grpc_server = create_grpc_server(models)
         addresses = [f"http://{_address(options.host, listener.getsockname()[1])}"]

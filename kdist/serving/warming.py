@@ -1,21 +1,21 @@
 """A version computes before it is asked to, so that no client waits for traces and allocations."""
 
-import time
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from kdist.serving.latency_curve import LatencyCurve
+from kdist.serving.measured_curve import measure_curve
 from kdist.serving.refusals import BadInput
 from kdist.serving.signature import SERVING_DEFAULT, Signature
 
-# The most that the measured calls of all sizes take, and calls of a size.
-_MEASURE_SECONDS = 2.0
-_MOST_CALLS = 9
+# For the measured calls of all sizes together.
+_MEASURE_SECONDS = 1.0
 
 
 def warm_up(
-    compute: Callable[[str, Mapping[str, np.ndarray]], object],
+    compute: Callable[[str, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]],
     signatures: Mapping[str, Signature],
     sizes: Sequence[int],
     examples: Sequence[Mapping[str, np.ndarray]] = (),
@@ -37,11 +37,11 @@ def warm_up(
         row = _row(signature, examples if name == default else ())
         wanted = list(sizes) if name == default else sizes[:1]
         try:
-            seconds = [_median_seconds(compute, name, row, n, len(wanted)) for n in wanted]
+            found = measure_curve(functools.partial(compute, name), row, wanted, _MEASURE_SECONDS)
         except BadInput:
             continue
         if name == default:
-            curve = LatencyCurve(wanted, seconds)
+            curve = found
     return curve
 
 
@@ -57,14 +57,3 @@ def _row(signature, examples):
         )
         for name, spec in signature.inputs.items()
     }
-
-
-def _median_seconds(compute, name, row, size, sizes):
-    arrays = {key: np.repeat(array, size, axis=0) for key, array in row.items()}
-    compute(name, arrays)  # traces
-    seconds: list[float] = []
-    while len(seconds) < _MOST_CALLS and sum(seconds) < _MEASURE_SECONDS / sizes:
-        began = time.perf_counter()
-        compute(name, arrays)
-        seconds.append(time.perf_counter() - began)
-    return float(np.median(seconds))
