@@ -92,6 +92,13 @@ class Server:
                 total += process.memory_info().rss
         return total
 
+    def workers(self) -> list[psutil.Process]:
+        """The processes in which our server computes: children of the one that makes them."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self._process.pid).children()
+            return [each for child in children for each in child.children()]
+        return []
+
     def end(self, patience_seconds: float = 15.0):
         """Asks it to end, waits, and kills what is left of it and of its children."""
         self._family()

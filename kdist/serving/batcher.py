@@ -114,6 +114,7 @@ class Batcher:
         self._queue: collections.deque[_Request] = collections.deque()
         self._devices, self._own_devices = devices or Devices(), devices is None
         self._on_batch, self._load = on_batch, load
+        self._is_soon = False
         self._under_way: set[asyncio.Task] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._row_seconds = 0.0  # of the last batch
@@ -175,8 +176,15 @@ class Batcher:
         self.waiting_rows += rows
         if self._load:
             self._load.arrived(rows)
-        self._start_if_due()
+        if not self._is_soon:
+            # After all requests that are there already: a batch has them as well.
+            self._is_soon = True
+            loop.call_soon(self._start_soon)
         return await request.answer
+
+    def _start_soon(self):
+        self._is_soon = False
+        self._start_if_due()
 
     def _start_if_due(self):
         """Starts a batch, or sees to it that this is asked again in time."""
@@ -237,9 +245,7 @@ class Batcher:
         """Computes a batch; if that fails, each request by itself, so that it harms no other."""
         loop = asyncio.get_running_loop()
         try:
-            outputs, size, seconds = await loop.run_in_executor(
-                self._devices.threads, self._computed, batch
-            )
+            result = await loop.run_in_executor(self._devices.threads, self._computed, batch)
         except Exception as error:
             if len(batch) > 1:
                 for request in batch:
@@ -247,6 +253,9 @@ class Batcher:
             else:
                 self._failed(batch[0], error)
             return
+        self._done(batch, *result)
+
+    def _done(self, batch, outputs, size, seconds):
         rows = sum(each.rows for each in batch)
         self._row_seconds = seconds / rows
         if self._on_batch:
