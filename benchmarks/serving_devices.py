@@ -1,0 +1,44 @@
+"""What batches are computed on: Keras models on the CPU, and devices that only sleep."""
+
+import time
+
+import numpy as np
+
+SIZES = (1, 2, 4, 8, 16, 32)
+
+
+def _sleeping(milliseconds):
+    def compute(arrays):
+        rows = len(arrays["x"])
+        time.sleep(milliseconds * 1e-3 * (1 + rows / SIZES[-1]))
+        return {"y": arrays["x"]}
+
+    return compute, {"x": np.zeros((1, 4), "float32")}
+
+
+def _model(name, shape):
+    import tensorflow as tf
+
+    from kdist import models
+
+    model = models.create(name, input_shape=shape, num_classes=10)
+    function = tf.function(lambda images: model(images, training=False))
+
+    def compute(arrays):
+        return {"y": function(tf.constant(arrays["x"])).numpy()}
+
+    return compute, {"x": np.zeros((1, *shape), "float32")}
+
+
+DEVICES = {
+    "sleep5": lambda: _sleeping(5),
+    "sleep10": lambda: _sleeping(10),
+    "sleep20": lambda: _sleeping(20),
+    "lenet": lambda: _model("lenet", (28, 28, 1)),
+    "mobilenet_v2": lambda: _model("mobilenet_v2", (96, 96, 3)),
+}
+
+
+def device_of(name: str):
+    """(a function of named arrays, one row for it) of this name in `DEVICES`."""
+    return DEVICES[name]()
