@@ -7,12 +7,11 @@ import itertools
 
 import numpy as np
 
-from benchmarks.serving_devices import SIZES
-from benchmarks.tables import markdown
+from benchmarks.serving_devices import SIZES, Timed, told
+from benchmarks.serving_points import Point, milliseconds, summary, table
 from kdist.serving import (
     BatchSettings,
     Objective,
-    Outcome,
     bursty,
     choose,
     poisson,
@@ -21,25 +20,9 @@ from kdist.serving import (
 from kdist.serving.adapting import Tuner
 from kdist.serving.batcher import Batcher
 from kdist.serving.measured_curve import measure_served
-from kdist.serving.probing import Measured, probe
+from kdist.serving.probing import probe
 
-_DIFFER = 1.1  # settings that differ by less may be in any order
 _LOADS = {"Poisson": poisson, "bursty": bursty}
-
-
-@dataclasses.dataclass
-class Point:
-    """A load and settings: simulated and measured."""
-
-    load: str
-    share: float
-    settings: BatchSettings
-    simulated: Outcome
-    measured: Measured
-
-    def error(self, name: str) -> float:
-        """Of simulation, as a share of what was measured."""
-        return getattr(self.simulated, name) / getattr(self.measured, name) - 1
 
 
 class Comparison:
@@ -56,7 +39,8 @@ class Comparison:
     """
 
     def __init__(self, compute, example, shares, timeouts_ms, seconds, most, turns):
-        self._compute, self._example = compute, example
+        self._compute, self._example = Timed(compute), example
+        self._overhead = np.zeros(len(SIZES))
         self._shares, self._timeouts = shares, timeouts_ms
         self._seconds, self._most, self._turns = seconds, most, turns
         self._curve = None
@@ -71,7 +55,7 @@ class Comparison:
             self._curve = await self._measured_curve(batcher)  # a virtual machine gets slower
             points += await self._sweep(batcher, load, share)
         await batcher.close()
-        texts = [self._head(), _table(points), _summary(points), self._chosen(points)]
+        texts = [self._head(), table(points), summary(points), self._chosen(points)]
         if retune:
             texts.append(await self._retuned())
         return "\n\n".join(texts)
@@ -82,26 +66,48 @@ class Comparison:
         async def call(arrays):
             return await batcher(arrays)
 
-        seconds = []
+        seconds, computing = [], []
         for size in SIZES:
+            self._compute.times.clear()
             batcher.settings = BatchSettings(0.1, size)
             one = await measure_served(call, self._example, [size], seconds=0.25)
             seconds.append(one.batch_seconds[0])
+            computing.append(np.median(self._compute.times[size]))
+        self._overhead = np.maximum(np.subtract(seconds, computing), 0)
         return dataclasses.replace(one, sizes=SIZES, batch_seconds=np.maximum.accumulate(seconds))
 
     async def _sweep(self, batcher, load, share):
         rate = share * self._curve.capacity(SIZES[-1])
         count = int(np.clip(rate * self._seconds, 50, self._most))
-        arrivals, points = _LOADS[load](rate, count, seed=1), []
-        for timeout in self._timeouts:
-            batcher.settings = BatchSettings(timeout * 1e-3, SIZES[-1])
-            turns = [
-                await probe(lambda: batcher(self._example), arrivals) for _ in range(self._turns)
-            ]
-            measured = min(turns, key=lambda turn: turn.mean_seconds)
-            simulated = simulate(self._curve, np.sort(measured.sent), batcher.settings)
-            points.append(Point(load, share, batcher.settings, simulated, measured))
-        return points
+        arrivals = _LOADS[load](rate, count, seed=1)
+        all_settings = [BatchSettings(timeout * 1e-3, SIZES[-1]) for timeout in self._timeouts]
+        found: dict[BatchSettings, list[Point]] = {settings: [] for settings in all_settings}
+        for _ in range(self._turns):
+            for settings, points in found.items():
+                batcher.settings = settings
+                points.append(await self._point(batcher, arrivals, load, share))
+        return [
+            min(points, key=lambda point: point.measured.mean_seconds) for points in found.values()
+        ]
+
+    async def _point(self, batcher, arrivals, load, share):
+        self._compute.times.clear()
+        measured = await probe(lambda: batcher(self._example), arrivals)
+        before, during = (
+            simulate(curve, np.sort(measured.sent), batcher.settings)
+            for curve in (self._curve, self._curve_of_run())
+        )
+        return Point(load, share, batcher.settings, before, during, measured)
+
+    def _curve_of_run(self):
+        """What batches took on average; sizes that did not come are as much slower as the rest."""
+        known = np.array(self._curve.batch_seconds)
+        times = self._compute.times
+        taken = {place: np.mean(times[size]) for place, size in enumerate(SIZES) if times[size]}
+        taken = {place: mean + self._overhead[place] for place, mean in taken.items()}
+        slower = sum(taken.values()) / sum(known[place] for place in taken)
+        seconds = [taken.get(place, each * slower) for place, each in enumerate(known)]
+        return dataclasses.replace(self._curve, batch_seconds=np.maximum.accumulate(seconds))
 
     def _head(self):
         said = ", ".join(
@@ -127,8 +133,8 @@ class Comparison:
             mine = next(p for p in group if p.settings == choice.best.settings)
             more = mine.measured.mean_seconds / best.measured.mean_seconds - 1
             lines.append(
-                f"{load} {share:.0%}: chosen {_ms(mine)} ms, best measured {_ms(best)} ms; "
-                f"mean {more:+.1%}"
+                f"{load} {share:.0%}: chosen {milliseconds(mine)} ms, best measured "
+                f"{milliseconds(best)} ms; mean {more:+.1%}"
             )
         return "\n".join(f"- {line}" for line in lines)
 
@@ -137,7 +143,7 @@ class Comparison:
         most = self._curve.capacity(SIZES[-1])
         objective = Objective("device_time", 4 * self._curve.batch_seconds[-1])
         tuner = Tuner(self._curve, objective)
-        compute = _told(self._compute, tuner, asyncio.get_running_loop())
+        compute = told(self._compute, tuner, asyncio.get_running_loop())
         batcher = Batcher(compute, tuner.settings, max_waiting=10**6)
         history = []
 
@@ -178,55 +184,3 @@ class Comparison:
             f"{there}; {said}; measured p99 {measured.p99_seconds * 1e3:.1f} ms of "
             f"{objective.p99_seconds * 1e3:.1f}"
         )
-
-
-def _told(compute, tuner, loop):
-    """Pads batches, as a batcher does, and tells the tuner of them in its own thread."""
-
-    def computed(arrays):
-        began, rows = loop.time(), len(arrays["x"])
-        size = next(size for size in SIZES if size >= rows)
-        more = np.repeat(arrays["x"][:1], size - rows, axis=0)
-        outputs = compute({"x": np.concatenate([arrays["x"], more])})
-        loop.call_soon_threadsafe(tuner.load.batch_done, rows, loop.time() - began)
-        return {name: output[:rows] for name, output in outputs.items()}
-
-    return computed
-
-
-def _ms(point):
-    return f"{point.settings.timeout_seconds * 1e3:g}"
-
-
-def _table(points):
-    head = ["load", "of capacity", "timeout ms", "mean ms", "simulated", "p99 ms", "simulated"]
-    lines = [
-        [
-            p.load,
-            f"{p.share:.0%}",
-            _ms(p),
-            f"{p.measured.mean_seconds * 1e3:.2f}",
-            f"{p.error('mean_seconds'):+.1%}",
-            f"{p.measured.p99_seconds * 1e3:.2f}",
-            f"{p.error('p99_seconds'):+.1%}",
-        ]
-        for p in points
-    ]
-    return markdown([head, *lines])
-
-
-def _summary(points):
-    means, tails = ([abs(p.error(n)) for p in points] for n in ("mean_seconds", "p99_seconds"))
-    pairs, right = 0, 0
-    for one, other in itertools.combinations(points, 2):
-        if (one.load, one.share) != (other.load, other.share):
-            continue
-        low, high = sorted((one, other), key=lambda p: p.measured.mean_seconds)
-        if high.measured.mean_seconds > _DIFFER * low.measured.mean_seconds:
-            pairs += 1
-            right += low.simulated.mean_seconds < high.simulated.mean_seconds
-    return (
-        f"Error of the mean: median {np.median(means):.1%}, at most {max(means):.1%}; of the 99th "
-        f"percentile: median {np.median(tails):.1%}, at most {max(tails):.1%}. Of {pairs} pairs of "
-        f"settings that differ by more than a tenth, {right} are ranked right."
-    )

@@ -1,5 +1,6 @@
 """What batches are computed on: Keras models on the CPU, and devices that only sleep."""
 
+import collections
 import time
 
 import numpy as np
@@ -42,3 +43,35 @@ DEVICES = {
 def device_of(name: str):
     """(a function of named arrays, one row for it) of this name in `DEVICES`."""
     return DEVICES[name]()
+
+
+class Timed:
+    """A function of arrays that notes what its calls take.
+
+    Attributes:
+        times: seconds, by rows.
+    """
+
+    def __init__(self, compute):
+        self._compute = compute
+        self.times: dict[int, list[float]] = collections.defaultdict(list)
+
+    def __call__(self, arrays):
+        began = time.perf_counter()
+        outputs = self._compute(arrays)
+        self.times[len(arrays["x"])].append(time.perf_counter() - began)
+        return outputs
+
+
+def told(compute, tuner, loop):
+    """Pads batches, as a batcher does, and tells the tuner of them in its own thread."""
+
+    def computed(arrays):
+        began, rows = loop.time(), len(arrays["x"])
+        size = next(size for size in SIZES if size >= rows)
+        more = np.repeat(arrays["x"][:1], size - rows, axis=0)
+        outputs = compute({"x": np.concatenate([arrays["x"], more])})
+        loop.call_soon_threadsafe(tuner.load.batch_done, rows, loop.time() - began)
+        return {name: output[:rows] for name, output in outputs.items()}
+
+    return computed

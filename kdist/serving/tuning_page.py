@@ -96,17 +96,13 @@ def _cells(rate: TunedRate):
     if rate.best is None:
         return [*head, rate.choice.reason.partition(":")[0], *[_NONE] * (len(_HEADINGS) - 3)]
     simulated, measured = rate.best.outcome, rate.measured[rate.best.settings]
-    seconds = (
-        measured.mean_seconds,
-        simulated.mean_seconds,
-        measured.p99_seconds,
-        simulated.p99_seconds,
-    )
+    means = [measured.mean_seconds, simulated.mean_seconds]
+    tails = [measured.p99_seconds, simulated.p99_seconds]
     return [
         *head,
         f"{_timeout_ms(rate):g}",
         f"{rate.best.settings.max_batch}",
-        *(f"{each * 1e3:.2f}" for each in seconds),
+        *(f"{each * 1e3:.2f}" for each in means + tails),
         f"{simulated.device_share:.0%}",
     ]
 
@@ -126,7 +122,9 @@ def latency_plot(tuned: Tuned, value: str, title: str):
     for order, rate in enumerate(tuned.rates):
         style, name = Style.of_order(order), _name(rate)
         tried = _line(rate)
-        _add(plot, places, name, tried, [getattr(t.outcome, value) for t in tried], style)
+        x = np.array([places[t.settings.timeout_seconds] for t in tried], float)
+        y = np.array([getattr(t.outcome, value) for t in tried]) * 1e3
+        plot.add_line(name, x, y, style, hover="%{y:.3g} ms")
         points: dict[str, list] = {what: [] for what in _SYMBOLS}
         for settings, measured in rate.measured.items():
             points[_what(settings, rate)].append((settings, getattr(measured, value)))
@@ -140,14 +138,6 @@ def _what(settings, rate):
         return "chosen"
     same = settings.max_batch == rate.best.settings.max_batch
     return "measured" if same else "measured, other batches"
-
-
-def _add(plot, places, name, tried, seconds, style):
-    x = np.array([places[t.settings.timeout_seconds] for t in tried], float)
-    texts = [f"{t.settings}: {s * 1e3:.3g} ms" for t, s in zip(tried, seconds, strict=True)]
-    plot.add_points(name, x, np.array(seconds) * 1e3, texts, style)
-    if tried:
-        plot.data[-1]["mode"] = "lines"
 
 
 def _add_points(plot, places, name, points, symbol, style):
