@@ -141,7 +141,7 @@ class Comparison:
     async def _retuned(self):
         """Ten times the load: the seconds until no later setting differs from the last."""
         most = self._curve.capacity(SIZES[-1])
-        objective = Objective("device_time", 4 * self._curve.batch_seconds[-1])
+        objective = Objective("device_time", 2.5 * self._curve.batch_seconds[-1])
         tuner = Tuner(self._curve, objective)
         compute = told(self._compute, tuner, asyncio.get_running_loop())
         batcher = Batcher(compute, tuner.settings, max_waiting=10**6)
