@@ -58,7 +58,7 @@ flags.DEFINE_string(
     "tune",
     None,
     "Write this page instead of serving: latency by timeout, simulated and measured, with the "
-    "choice for several rates.",
+    "choice for several rates. Takes about a minute.",
 )
 flags.DEFINE_string(
     "kubernetes",
@@ -73,7 +73,9 @@ def main(_):
     if FLAGS.kubernetes:
         print(kdist.serving.write_manifests(only(models), FLAGS.kubernetes))
     elif FLAGS.tune:
-        raise NotImplementedError
+        from kdist.serving.tuning_exports import tune_export  # TensorFlow
+
+        tune_export(only(models), FLAGS.tune, objective(), FLAGS.max_batch)
     else:
         kdist.serving.run(options(models), on_ready=functools.partial(print, flush=True))
 

@@ -34,7 +34,7 @@ def warm_up(
     default = SERVING_DEFAULT if SERVING_DEFAULT in signatures else min(signatures)
     curve = None
     for name, signature in signatures.items():
-        row = _row(signature, examples if name == default else ())
+        row = example_row(signature, examples if name == default else ())
         wanted = list(sizes) if name == default else sizes[:1]
         try:
             found = measure_curve(functools.partial(compute, name), row, wanted, _MEASURE_SECONDS)
@@ -45,8 +45,10 @@ def warm_up(
     return curve
 
 
-def _row(signature, examples):
-    """{input: array of one row}."""
+def example_row(
+    signature: Signature, examples: Sequence[Mapping[str, np.ndarray]] = ()
+) -> dict[str, np.ndarray]:
+    """A request of one row: of the first example, or of zeros."""
     for example in examples:
         return {name: array[:1] for name, array in example.items()}
     return {
