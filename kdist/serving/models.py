@@ -8,7 +8,7 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -130,6 +130,12 @@ class Model:
             raise Refusal("not_found", f"{what} is not served; there are {sorted(self.ready)}")
         return self.ready[number]
 
+    def forget_all_but(self, numbers: Collection[int]) -> None:
+        """What became of other versions is kept no longer."""
+        for kept in (self.states, self.tries):
+            for number in set(kept) - set(numbers):
+                del kept[number]
+
     def found(self, newest: int) -> list[int]:
         """The newest versions in its directory, ascending; what points out of it is none."""
         home = self.directory.resolve()
@@ -212,8 +218,7 @@ class Models:
             if keep:  # else the old one serves on
                 for number in sorted(set(model.ready) - set(keep)):
                     await self._unload(model, number)
-            for number in set(model.tries) - set(found):
-                del model.tries[number]
+            model.forget_all_but({*versions(model.directory), *model.ready})
 
     async def watch(self, seconds: float = 1.0) -> None:
         """Refreshes for good."""
@@ -269,8 +274,7 @@ class Models:
         await version.drain()
         await asyncio.to_thread(self.computing.unload, version.key)
         model.states[number] = ("END", "")
-        for name in _GAUGES:
-            self.metrics.drop_gauge(name, model.name, str(number))
+        self.metrics.forget_version(model.name, number)
         _log.info("%s is served no more", version.key)
 
     def _batcher_for(self, key, signature, load):

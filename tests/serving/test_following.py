@@ -1,6 +1,7 @@
 """A served model's settings follow its load, or stay as they were given."""
 
 import asyncio
+import shutil
 
 import keras
 import numpy as np
@@ -77,3 +78,22 @@ def test_settings_are_shown_while_the_version_is_served(directory):
         assert 'kdist_serving_max_batch{model="line",version="1"} 4.0' in shown
 
     run(directory, scenario, settings=BatchSettings(0.001, 4))
+
+
+def test_of_a_version_that_has_gone_nothing_is_kept(directory, tmp_path):
+    served = tmp_path / "line"
+    shutil.copytree(directory, served)
+
+    async def scenario(models):
+        await models.model("line").version().predict(row())
+        shutil.copytree(served / "1", served / "2")
+        await models.refresh()
+        shown = models.metrics.text().decode()
+        assert 'version="2"' in shown
+        assert 'version="1"' not in shown
+        assert models.model("line").states == {1: ("END", ""), 2: ("AVAILABLE", "")}
+        shutil.rmtree(served / "1")
+        await models.refresh()
+        assert models.model("line").states == {2: ("AVAILABLE", "")}
+
+    run(served, scenario)
