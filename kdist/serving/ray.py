@@ -33,26 +33,23 @@ What a node that dies was computing, and what is sent to it until Ray sees it, i
 5xx: predictions change nothing, so clients should ask again.
 
 Only the proxies' address is yours to choose. Nodes and replicas talk to each other through ports
-that Ray opens on all interfaces, and who reaches those commands the cluster: keep it in a network
-of its own.
+that Ray opens on all interfaces: keep the cluster in a network of its own, and Ray's token
+authentication on.
 """
 
-import asyncio
-import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from kdist.serving.interpreter import prepare_interpreter
-from kdist.serving.model_directory import all_needed_devices
 from kdist.serving.settings import BatchSettings, Limits
 
 try:
     import pydantic
     from ray import serve
     from ray.serve.config import BackpressureConfig
+
+    from kdist.serving.ray_replica import Replica
 except ImportError as error:
     said = f"kdist.serving.ray needs Ray Serve: pip install kdist[ray] ({error})"
     raise ImportError(said) from error
@@ -104,8 +101,9 @@ def application(
         options: of replicas and of what they do.
 
     Raises:
-        ValueError: more replicas at least than at most; later, from Ray, with a replica's reason
-            in its log: a directory that is not there, or in which no model loads.
+        ValueError: more replicas at least than at most.
+        RuntimeError: later, by `ray.serve.run`: replicas do not start, as a directory is not there
+            or no model in it loads. `serve status` and the replica's log say why.
     """
     options = options or RayOptions()
     deployment = serve.deployment(
@@ -124,7 +122,7 @@ def application(
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=1),
         health_check_period_s=_HEALTH_SECONDS,
         graceful_shutdown_timeout_s=options.end_seconds,
-    )(_Replica)
+    )(Replica)
     paths = {name: os.path.abspath(directory) for name, directory in directories.items()}
     return deployment.bind(paths, options)
 
@@ -161,49 +159,3 @@ def build(arguments: Arguments) -> serve.Application:
         **arguments.model_dump(exclude=own),
     )
     return application(arguments.models, options)
-
-
-@serve.ingress()
-class _Replica:
-    """Ray calls it in the order of its methods; TensorFlow is imported only in replicas."""
-
-    async def __init__(self, directories, options):
-        self._options = options
-        self._models = _models(directories, options)
-        await self._models.refresh()
-        self._models.check_served()
-
-    def __serve_build_asgi_app__(self):
-        from kdist.serving.rest import create_application
-
-        return create_application(self._models, self._serving)
-
-    @contextlib.asynccontextmanager
-    async def _serving(self, _):
-        prepare_interpreter()
-        watching = asyncio.create_task(self._models.watch(self._options.watch_seconds))
-        try:
-            yield
-        finally:
-            watching.cancel()
-            await self._models.close(self._options.end_seconds)
-
-    async def check_health(self):
-        if not self._models.ready:
-            raise RuntimeError("a model has no version any more, or the replica is ending")
-
-
-def _models(directories, options):
-    devices = all_needed_devices(directories.values())  # at once, if a directory is not there
-    import tensorflow as tf
-
-    from kdist.serving.computing import InProcess
-    from kdist.serving.models import Models
-
-    # By itself TensorFlow takes all cores of the machine, which other replicas have as well.
-    tf.config.threading.set_intra_op_parallelism_threads(max(1, math.ceil(options.num_cpus)))
-    computing = InProcess(devices)
-    models = Models(directories, computing, options.settings, options.limits, options.newest)
-    replica = serve.get_replica_context().replica_id.unique_id
-    models.metrics.registry.set_target_info({"replica": replica})
-    return models

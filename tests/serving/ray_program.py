@@ -112,7 +112,6 @@ def story(url, directory, known, cluster):
     seen["refused"] = [refused(url, body) for body in ({"instances": [[1.0]]}, {"inputs": None})]
     with Clients(url, known["rows"], known["outputs"]) as clients:
         wait_until(both_run)
-        seen["metrics"] = read(f"{url}/metrics")
         seen["replicas"].append(len(replicas()))
         seen["nodes"] = len(set(replicas().values()))
         seen["asked"] = [clients.asked]
@@ -125,6 +124,7 @@ def story(url, directory, known, cluster):
         (directory / "staged" / "2").rename(directory / "fashion" / "2")
         wait_until(lambda: only_answers_of(clients, 2))
         seen["asked"].append(clients.asked)
+        seen["metrics"] = read(f"{url}/metrics")  # of either replica
     return seen | {"again": clients.again, "lost": clients.lost, "worst": clients.worst}
 
 

@@ -69,7 +69,7 @@ def test_it_predicts_as_the_model_in_batches(seen):
     numbers = dict(
         line.rsplit(" ", 1) for line in seen["metrics"].splitlines() if not line.startswith("#")
     )
-    labels = '{model="fashion",version="1"}'
+    labels = '{model="fashion",version="2"}'
     rows, batches = (
         float(numbers[f"kdist_serving_batch_rows_{what}{labels}"]) for what in ("sum", "count")
     )
