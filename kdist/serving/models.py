@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -20,7 +19,7 @@ from kdist.serving.metrics import Metrics
 from kdist.serving.model_directory import versions
 from kdist.serving.refusals import Refusal
 from kdist.serving.serving_files import batch_sizes
-from kdist.serving.settings import BatchSettings, Objective
+from kdist.serving.settings import BatchSettings, Limits, Objective
 from kdist.serving.signature import SERVING_DEFAULT, Signature, read_signatures
 
 _log = logging.getLogger(__name__)
@@ -39,25 +38,6 @@ _GAUGES: Mapping[str, tuple[str, Callable]] = {
         lambda version: version.batcher().settings.max_batch,
     ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a server takes.
-
-    Attributes:
-        body_bytes: of a request.
-        waiting_rows: of a model, before requests are refused.
-        request_seconds: from a request's head to its answer.
-        body_seconds: for a client to send its body.
-        connections: at a time.
-    """
-
-    body_bytes: int = 64 << 20
-    waiting_rows: int = 1024
-    request_seconds: float = 60.0
-    body_seconds: float = 20.0
-    connections: int = 2048
 
 
 class Version:
@@ -202,6 +182,16 @@ class Models:
         if name not in self._models:
             raise Refusal("not_found", f"the model {name!r} is not served; there are {self.names}")
         return self._models[name]
+
+    def check_served(self) -> None:
+        """Raises ValueError, and says why, unless every model has a version."""
+        for model in self._models.values():
+            if not model.ready:
+                errors = [f"version {n}: {error}" for n, (_, error) in model.states.items()]
+                raise ValueError(
+                    f"{model.directory} holds no version that loads: "
+                    + ("; ".join(errors) or "write one with kdist.serving.export")
+                )
 
     async def refresh(self) -> None:
         """Loads new versions, then drains and frees those that they replace."""

@@ -21,8 +21,9 @@ from tensorflow_serving.apis import (
     predict_pb2,
 )
 
-from kdist.serving.models import Limits, Models
+from kdist.serving.models import Models
 from kdist.serving.refusals import Refusal, refusal_of
+from kdist.serving.settings import Limits
 from kdist.serving.signature import SERVING_DEFAULT
 
 _SIGNATURE_DEF = "signature_def"
