@@ -46,14 +46,27 @@ def signature_name(request: Mapping[str, Any]) -> str:
     return request.get("signature_name") or SERVING_DEFAULT
 
 
-def arrays_of(request: Mapping[str, Any], signature: Signature) -> dict[str, np.ndarray]:
+def arrays_of(
+    request: Mapping[str, Any], signature: Signature, body: bytes
+) -> dict[str, np.ndarray]:
     """A request's rows, of the signature's shapes and types.
+
+    Args:
+        request: `parse(body)`.
+        signature: that it asks for.
+        body: as it came.
 
     Raises:
         ValueError: they are not.
     """
     columns = _columns(request, signature)
     signature.check_names(columns)
+    # Of numbers alone, all quotes are those of keys, and there is nothing to look at.
+    keys = len(request) + _is_named(request.get("inputs")) * len(columns)
+    if body.count(b'"') != 2 * (keys + ("signature_name" in request)):
+        for name, spec in signature.inputs.items():
+            if not spec.is_text:
+                _check_no_text(name, columns[name])
     arrays = {name: _array(name, columns[name], spec) for name, spec in signature.inputs.items()}
     signature.check(arrays)
     return arrays
@@ -113,6 +126,16 @@ def _array(name, value, spec: TensorSpec):
     if array.dtype.kind not in _FITTING[kind]:
         raise ValueError(f"input {name!r} has to hold {spec.dtype} alone, not {_found(array)}")
     return _cast(name, array, spec.dtype)
+
+
+def _check_no_text(name, value):
+    """Of a text among numbers NumPy would make an array of texts, each as large as the longest."""
+    if isinstance(value, list):
+        for each in value:
+            if not isinstance(each, (int, float)):
+                _check_no_text(name, each)
+    elif isinstance(value, str):
+        raise ValueError(f"input {name!r} has to hold numbers, not strings")
 
 
 def _cast(name, array, dtype):

@@ -13,7 +13,7 @@ from kdist.serving.warmup_file import warmup_requests
 
 # What operations say of values that they cannot take: an image that is none, an unknown word.
 _OF_INPUTS = (tf.errors.InvalidArgumentError, tf.errors.OutOfRangeError, tf.errors.NotFoundError)
-_OF_GRAPH = ("Graph execution error", "Detected at node", "<stack traces", " ", "\t")
+_OF_GRAPHS = ("Graph execution error", "Detected at node", "<stack traces", "[[")
 
 
 class LoadedVersion:
@@ -54,11 +54,11 @@ class LoadedVersion:
             outputs = self._functions[signature](**tensors)
             return {name: tensor.numpy() for name, tensor in outputs.items()}
         except _OF_INPUTS as error:
-            raise BadInput(f"the model cannot compute these rows: {_reason(error)}") from error
+            raise BadInput(f"the model cannot compute these rows: {_first_line(error)}") from error
 
 
-def _reason(error):
-    """Without what TensorFlow tells of the graph, of which a client knows nothing."""
-    lines = str(error.message).splitlines()
-    said = [line for line in lines if line.strip() and not line.startswith(_OF_GRAPH)]
-    return (said or lines or [""])[0].strip()[:500]
+def _first_line(error):
+    """TensorFlow adds the graph's nodes, of which a client knows nothing."""
+    lines = [line.strip() for line in str(error.message).splitlines()]
+    said = [line for line in lines if line and not line.startswith(_OF_GRAPHS)]
+    return (said or ["they are not what it takes"])[0][:500]

@@ -17,6 +17,8 @@ KINDS = {
     "late": (504, "DEADLINE_EXCEEDED"),
 }
 
+_MOST_CHARACTERS = 1000
+
 
 class Refusal(Exception):
     """A request that is not served.
@@ -28,6 +30,9 @@ class Refusal(Exception):
     """
 
     def __init__(self, kind: str, message: str, retry_after_seconds: float | None = None):
+        # A name that a client has made up may be as long as a body.
+        if len(message) > _MOST_CHARACTERS:
+            message = f"{message[: _MOST_CHARACTERS // 2]} … {message[-_MOST_CHARACTERS // 2 :]}"
         super().__init__(message)
         self.kind = kind
         self.retry_after_seconds = retry_after_seconds
@@ -58,4 +63,4 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal("late", str(error) or "the request was not served in time")
     if isinstance(error, ValueError):  # BadInput is one
         return Refusal("invalid", str(error))
-    return Refusal("failed", f"{type(error).__name__}: {error}"[:1000])
+    return Refusal("failed", f"{type(error).__name__}: {error}")

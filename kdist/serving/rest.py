@@ -10,6 +10,7 @@ https://www.tensorflow.org/tfx/serving/api_rest
 import asyncio
 import contextlib
 import math
+import re
 import time
 
 import orjson
@@ -38,7 +39,7 @@ def create_application(models: Models, lifespan=None) -> Starlette:
     """
     predict, shown = _Predict(models), _Shown(models)
     routes = []
-    for base in ("/v1/models/{name}", "/v1/models/{name}/versions/{version:int}"):
+    for base in ("/v1/models/{name}", "/v1/models/{name}/versions/{version}"):
         routes += [
             Route(base + ":predict", predict, methods=None),
             Route(base + "/metadata", shown.metadata, methods=["GET"]),
@@ -83,7 +84,7 @@ class _Predict:
         await _send(send, status, headers, body)
 
     async def _answer(self, model, scope, receive):
-        number = scope["path_params"].get("version")
+        number = _number(scope["path_params"])
         # Refused before its body is read, which is most of the work of a request.
         model.version(number).batcher().check_room()
         body = await self._body(scope, receive)
@@ -91,7 +92,7 @@ class _Predict:
         # Only now, as the version may have been replaced since; from here on it is drained.
         version, name = model.version(number), json_bodies.signature_name(request)
         signature = version.signature(name)
-        arrays = json_bodies.arrays_of(request, signature)
+        arrays = json_bodies.arrays_of(request, signature, body)
         outputs = await _while_connected(receive, version.predict(arrays, name))
         return json_bodies.answer(outputs, signature, request)
 
@@ -102,15 +103,13 @@ class _Predict:
                 raise _too_large(limits)
             if name == b"content-encoding" and value != b"identity":
                 raise Refusal("encoding", "the body has to be sent without a Content-Encoding")
-        message = await receive()
-        if not message.get("more_body"):
-            return _part(message, limits, 0)
-        parts = [_part(message, limits, 0)]
+        parts, size, more = [], 0, True
         try:
             async with asyncio.timeout(limits.body_seconds):
-                while message.get("more_body"):
+                while more:
                     message = await receive()
-                    parts.append(_part(message, limits, sum(map(len, parts))))
+                    parts.append(_part(message, limits, size))
+                    size, more = size + len(parts[-1]), message.get("more_body")
         except TimeoutError as error:
             said = f"the body did not come within {limits.body_seconds:g} s"
             raise Refusal("slow", said) from error
@@ -128,15 +127,17 @@ class _Shown:
 
     async def status(self, request):
         model = self._models.model(request.path_params["name"])
-        number = request.path_params.get("version")
+        number = _number(request.path_params)
         states = {n: s for n, s in model.states.items() if number in (None, n)}
         if not states:
-            raise Refusal("not_found", f"{model.name} has no version {number or 'yet'}")
+            raise Refusal(
+                "not_found", f"{model.name} has no version {'yet' if number is None else number}"
+            )
         return _json({"model_version_status": [_state(n, *states[n]) for n in sorted(states)]})
 
     async def metadata(self, request):
         model = self._models.model(request.path_params["name"])
-        version = model.version(request.path_params.get("version"))
+        version = model.version(_number(request.path_params))
         signatures = get_model_metadata_pb2.SignatureDefMap()
         for name, proto in version.signature_protos.items():
             signatures.signature_def[name].CopyFrom(proto)
@@ -157,6 +158,16 @@ class _Shown:
 
     async def metrics(self, request):
         return Response(self._models.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def _number(parameters):
+    """The version that a path asks for; None for the highest."""
+    text = parameters.get("version")
+    if text is None:
+        return None
+    if not re.fullmatch("[0-9]{1,19}", text):
+        raise Refusal("invalid", f"the version {text!r} is no version: give a whole number")
+    return int(text)
 
 
 def _state(number, state, error):
@@ -222,7 +233,9 @@ async def _refused(request, refusal):
 
 
 async def _http_error(request, error):
-    text = error.detail
+    text, path = error.detail, request.url.path[:500]
     if error.status_code == 404:
-        text = f"there is no {request.url.path}; ask for /v1/models/NAME[/versions/N]:predict"
+        text = f"there is no {path}; ask for /v1/models/NAME[/versions/N]:predict"
+    if error.status_code == 405:
+        text = f"{path} takes no {request.method}; predictions are POST …:predict"
     return Response(_message(text), error.status_code, media_type="application/json")

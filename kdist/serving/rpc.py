@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 import tensorflow as tf
 from google.protobuf.message import DecodeError
+from tensorflow.core.framework import types_pb2
 from tensorflow_serving.apis import (
     get_model_metadata_pb2,
     get_model_status_pb2,
@@ -87,8 +88,8 @@ class _Calls:
     async def predict(self, request):
         version = self._version(request.model_spec)
         name = request.model_spec.signature_name or SERVING_DEFAULT
+        signature = version.signature(name)  # first, as a batcher is made for any name
         version.batcher(name).check_room()
-        signature = version.signature(name)
         signature.check_names(request.inputs)
         arrays = {
             key: _array(key, request.inputs[key], spec, self._models.limits)
@@ -122,7 +123,9 @@ class _Calls:
         number = _number(request.model_spec)
         states = {n: s for n, s in model.states.items() if number in (None, n)}
         if not states:
-            raise Refusal("not_found", f"{model.name} has no version {number or 'yet'}")
+            raise Refusal(
+                "not_found", f"{model.name} has no version {'yet' if number is None else number}"
+            )
         answer = get_model_status_pb2.GetModelStatusResponse()
         for each in sorted(states, reverse=True):
             state, error = states[each]
@@ -153,9 +156,10 @@ def _number(spec):
 def _array(name, proto, spec, limits: Limits):
     if proto.dtype == 0:
         raise ValueError(f"input {name!r} has no dtype; the model takes {spec.dtype}")
-    dtype = tf.as_dtype(proto.dtype)
-    if dtype.as_numpy_dtype != spec.dtype:
-        raise ValueError(f"input {name!r} is {dtype.name}, and the model takes {_said(spec)}")
+    if proto.dtype != tf.as_dtype(spec.dtype).as_datatype_enum:
+        is_known = proto.dtype in types_pb2.DataType.values()
+        given = types_pb2.DataType.Name(proto.dtype) if is_known else f"type {proto.dtype}"
+        raise ValueError(f"input {name!r} is {given}, and the model takes {_said(spec)}")
     shape = [size.size for size in proto.tensor_shape.dim]
     if proto.tensor_shape.unknown_rank or min(shape, default=0) < 0:
         raise ValueError(f"input {name!r} has the shape {shape}: give every size")
@@ -165,7 +169,7 @@ def _array(name, proto, spec, limits: Limits):
         raise Refusal("too_large", said)
     try:
         array = tf.make_ndarray(proto)
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise ValueError(f"input {name!r} does not hold its shape {shape}: {error}") from error
     if array.shape != tuple(shape):
         raise ValueError(f"input {name!r} does not hold its shape {shape}")

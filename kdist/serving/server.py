@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from kdist.serving.computing import InProcess
-from kdist.serving.http_protocol import Protocol
+from kdist.serving.http_protocol import protocol
 from kdist.serving.interpreter import prepare_interpreter
 from kdist.serving.model_directory import all_needed_devices
 from kdist.serving.models import Models
@@ -141,7 +141,7 @@ def _uvicorn_settings(options, application):
         access_log=False,
         lifespan="off",
         loop="none",
-        http=Protocol,
+        http=protocol(options.limits),
         ws="none",
         server_header=False,
         limit_concurrency=options.limits.connections,

@@ -71,6 +71,8 @@ class Limits:
         request_seconds: from a request's head to its answer.
         body_seconds: for a client to send its body.
         connections: at a time.
+        head_bytes: of a request, besides its body.
+        silent_seconds: for a client to send a request's head, and to take some of its answer.
     """
 
     body_bytes: int = 64 << 20
@@ -78,3 +80,5 @@ class Limits:
     request_seconds: float = 60.0
     body_seconds: float = 20.0
     connections: int = 2048
+    head_bytes: int = 64 << 10
+    silent_seconds: float = 20.0

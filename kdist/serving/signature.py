@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,7 +13,12 @@ from tensorflow.core.protobuf import saved_model_pb2
 SERVING_DEFAULT = "serving_default"
 _PREDICT = "tensorflow/serving/predict"
 # Operations by which a model would run Python of this process, or read and write its files.
-_UNSAFE = {"PyFunc", "PyFuncStateless", "EagerPyFunc", "ReadFile", "WriteFile", "MatchingFiles"}
+# By how their names begin; RestoreV2 is what variables are loaded by.
+_UNSAFE = re.compile(
+    "PyFunc|EagerPyFunc|ReadFile|WriteFile|MatchingFiles|WholeFileReader|TextLine|TFRecord|"
+    "FixedLengthRecord|SqlDataset|LoadDataset|SaveDataset|CacheDataset|SnapshotDataset|"
+    "DataServiceDataset|ImmutableConst|CreateSummary|DebugIdentityV|Rpc(Call|Client|Server)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +66,7 @@ class Signature:
         self.check_names(arrays)
         for name, spec in self.inputs.items():
             spec.check(name, arrays[name])
-        rows = {name: len(array) for name, array in arrays.items()}
+        rows = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
         if len(set(rows.values())) != 1 or 0 in rows.values():
             raise ValueError(f"rows of the inputs: {rows}; give as many of each, one at least")
 
@@ -107,13 +113,19 @@ def read_signatures(version_directory: str | os.PathLike):
 
 
 def _check_safe(path, graph):
-    nodes = [node.op for node in graph.node]
-    nodes += [node.op for function in graph.library.function for node in function.node_def]
-    if found := sorted(_UNSAFE.intersection(nodes)):
+    nodes = [*graph.node]
+    nodes += [node for function in graph.library.function for node in function.node_def]
+    if found := sorted(
+        {node.op for node in nodes if _UNSAFE.match(node.op) or _prints_to_file(node)}
+    ):
         raise ValueError(
             f"{path} is not loaded: its operations {found} would run Python code or touch files of "
             "the server; export the model without them (tf.py_function, tf.io.read_file …)"
         )
+
+
+def _prints_to_file(node):
+    return node.op == "PrintV2" and node.attr["output_stream"].s.startswith(b"file:")
 
 
 def _signature_of(proto):

@@ -91,12 +91,19 @@ class Workers:
             BadInput: the model refuses these rows.
             WorkerDied: workers died by it.
         """
-        for _ in range(_MOST_DEATHS):
+        deaths, dead_before = 0, 0
+        while deaths < _MOST_DEATHS:
             worker = self._idle_with(key)
             try:
                 outputs = worker.ask(self._batch_seconds, "compute", key, signature, arrays)
             except (EOFError, OSError) as error:  # TimeoutError is one of the latter
                 self._replace(worker, error)
+                # It had not read the batch: each may have died while it was idle.
+                unread = isinstance(error, (BrokenPipeError, ConnectionResetError))
+                if unread and dead_before < self.slots:
+                    dead_before += 1
+                else:
+                    deaths += 1
                 continue
             except Exception:
                 self._idle.put(worker)
@@ -113,7 +120,7 @@ class Workers:
         """Ends the processes."""
         self._closed = True
         for worker in self._all:
-            worker.end()
+            worker.end(for_good=True)
         self._idle.put(None)  # for who waits
 
     def _next(self):
@@ -178,8 +185,9 @@ class Workers:
                 self._start(worker)
                 break
             except Exception as error:
-                _log.warning("a serving worker does not start: %s", error)
-                time.sleep(_PAUSE_SECONDS)
+                if not self._closed:
+                    _log.warning("a serving worker does not start: %s", error)
+                    time.sleep(_PAUSE_SECONDS)
         self._idle.put(worker)
 
     def _start(self, worker):
@@ -199,16 +207,20 @@ class _Worker:
 
     def __init__(self, devices):
         self._devices = devices
+        self._changing, self._ended = threading.Lock(), False
         self.start()
 
     def start(self):
-        self._connection, theirs = _context.Pipe()
-        self._process = _context.Process(
-            target=_work, args=[theirs, self._devices], name="kdist-serving-worker", daemon=True
-        )
-        self._process.start()
-        self.loaded: dict[Key, LatencyCurve | None] = {}
-        theirs.close()  # so that its death is the end of the pipe
+        with self._changing:
+            if self._ended:
+                raise WorkerDied("the server is ending")
+            self._connection, theirs = _context.Pipe()
+            self._process = _context.Process(
+                target=_work, args=[theirs, self._devices], name="kdist-serving-worker", daemon=True
+            )
+            self._process.start()
+            self.loaded: dict[Key, LatencyCurve | None] = {}
+            theirs.close()  # so that its death is the end of the pipe
 
     @property
     def pid(self):
@@ -236,10 +248,12 @@ class _Worker:
             raise value
         return value
 
-    def end(self):
-        self._connection.close()
-        self._process.kill()
-        self._process.join()
+    def end(self, for_good=False):
+        with self._changing:
+            self._ended = self._ended or for_good
+            self._process.kill()
+            self._process.join()
+            self._connection.close()
 
 
 def _work(connection, devices):

@@ -1,0 +1,107 @@
+"""JSON to arrays and back; what is refused is in test_bad_rest.py."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kdist.serving import json_bodies
+from kdist.serving.signature import Signature, TensorSpec
+
+
+def spec(shape, dtype):
+    return TensorSpec(shape, np.dtype(dtype), "")
+
+
+def arrays(document, **inputs):
+    body = json.dumps(document).encode()
+    signature = Signature(inputs, {})
+    return json_bodies.arrays_of(json_bodies.parse(body), signature, body)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [
+        ("bool", [True, False]),
+        ("uint8", [0, 255]),
+        ("int8", [-128, 127]),
+        ("int64", [-(1 << 63), (1 << 63) - 1]),
+        ("uint64", [1 << 63, (1 << 64) - 1]),
+        ("float16", [1, -0.5]),
+        ("float32", [1, 2.5]),
+        ("float64", [1e300, -5e-324]),
+        ("complex64", [1.5, 2]),
+    ],
+)
+def test_every_type_has_its_values(dtype, values):
+    array = arrays({"instances": values}, x=spec((None,), dtype))["x"]
+    assert array.dtype == dtype
+    assert array.tolist() == values
+
+
+def test_formats_are_alike():
+    inputs = {"a": spec((None, 2), "float32"), "b": spec((None,), "int32")}
+    rows = [{"a": [1, 2], "b": 3}, {"b": 6, "a": [4, 5]}]
+    columns = {"a": [[1, 2], [4, 5]], "b": [3, 6]}
+    for document in ({"instances": rows}, {"inputs": columns}):
+        found = arrays(document, **inputs)
+        assert list(found) == ["a", "b"]
+        assert {name: array.tolist() for name, array in found.items()} == columns
+
+
+def test_numbers_beside_texts_are_looked_at():
+    inputs = {"s": spec((None,), object), "x": spec((None,), "float32")}
+    found = arrays({"instances": [{"s": 'a"b', "x": 1.5}]}, **inputs)
+    assert (found["s"].tolist(), found["x"].tolist()) == ([b'a"b'], [1.5])
+    with pytest.raises(ValueError, match="'x' has to hold numbers, not strings"):
+        arrays({"instances": [{"s": "a", "x": 1}, {"s": "b", "x": "2"}]}, **inputs)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"instances": [[1, "2"]]},
+        {"inputs": [[1, "2"]]},
+        {"inputs": {"x": [[1, "2"]]}},
+        {"instances": [{"x": [1, "2"]}]},
+        {"signature_name": "", "inputs": [["1", "2"]]},
+    ],
+    ids=["rows", "columns", "named columns", "named rows", "with a signature"],
+)
+def test_no_format_hides_a_text_among_numbers(document, monkeypatch):
+    inputs = {"x": spec((None, 2), "float32")}
+    asarray = np.asarray
+    assert arrays({"instances": [[1, 2]]}, **inputs)["x"].shape == (1, 2)
+    monkeypatch.setattr(np, "asarray", lambda *_: pytest.fail("of any length"))
+    with pytest.raises(ValueError, match="not strings"):
+        arrays(document, **inputs)
+    monkeypatch.setattr(np, "asarray", asarray)
+
+
+def answered(outputs, request):
+    signature = Signature({}, {n: spec(None, a.dtype) for n, a in outputs.items()})
+    return json.loads(json_bodies.answer(outputs, signature, request))
+
+
+def test_answers_have_the_format_of_their_requests():
+    one = {"y": np.array([[1.5], [2]], "float32")}
+    both = {**one, "z": np.array([True, False])}
+    assert answered(one, {"instances": []}) == {"predictions": [[1.5], [2.0]]}
+    assert answered(one, {"inputs": []}) == {"outputs": [[1.5], [2.0]]}
+    rows = [{"y": [1.5], "z": True}, {"y": [2.0], "z": False}]
+    assert answered(both, {"instances": []}) == {"predictions": rows}
+    columns = {"y": [[1.5], [2.0]], "z": [True, False]}
+    assert answered(both, {"inputs": []}) == {"outputs": columns}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint64"])
+def test_answers_of_every_type(dtype):
+    array = np.array([[1, 2], [3, 4]], dtype).T  # not contiguous
+    assert answered({"y": array}, {"inputs": []}) == {"outputs": [[1, 3], [2, 4]]}
+
+
+def test_texts_and_bytes():
+    texts = {"text": np.array([b"a", b"\xff"], object), "raw_bytes": np.array([b"a", b""], object)}
+    assert answered(texts, {"inputs": []}) == {
+        "outputs": {"text": ["a", {"b64": "/w=="}], "raw_bytes": [{"b64": "YQ=="}, {"b64": ""}]}
+    }

@@ -1,0 +1,219 @@
+"""Versions come and go while requests are served; none of these fails."""
+
+import os
+import shutil
+import threading
+
+import grpc
+import pytest
+from tensorflow_serving.apis import get_model_status_pb2
+
+from kdist.serving import computing
+from kdist.serving.models import Models
+from kdist.serving.settings import BatchSettings
+from tests.serving.running import SECONDS, running, save_times
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory):
+    """Versions 1 to 3 of y = version * x, to be copied from."""
+    home = tmp_path_factory.mktemp("times")
+    for version in (1, 2, 3):
+        save_times(home / str(version), version)
+    return home
+
+
+def add(ready, directory, version, as_version=None):
+    """As `export` does: elsewhere, then renamed."""
+    directory.mkdir(exist_ok=True)
+    shutil.copytree(ready / str(version), directory / ".writing")
+    os.rename(directory / ".writing", directory / str(as_version or version))
+
+
+def y_of(served, version=None, model="m"):
+    name = model if version is None else f"{model}/versions/{version}"
+    return served.predict(name, {"instances": [[1.0]]})["predictions"][0][0]
+
+
+def states(served, model="m"):
+    found = served.get(f"/v1/models/{model}").json()["model_version_status"]
+    return {int(each["version"]): each["state"] for each in found}
+
+
+@pytest.fixture
+def served(ready, tmp_path):
+    add(ready, tmp_path / "m", 1)
+    with running({"m": tmp_path / "m"}, BatchSettings(0.0, 2)) as it:
+        yield it
+
+
+@pytest.fixture
+def refresh(served):
+    return lambda: served.do(served.models.refresh())
+
+
+def test_a_new_version_replaces_the_old_one_and_its_end_brings_it_back(
+    served, refresh, ready, tmp_path
+):
+    assert y_of(served) == 1
+    add(ready, tmp_path / "m", 2)
+    refresh()
+    assert y_of(served) == y_of(served, 2) == 2
+    assert states(served) == {1: "END", 2: "AVAILABLE"}
+    assert served.post("/v1/models/m/versions/1:predict", {"instances": [[1]]}).status_code == 404
+    shutil.rmtree(tmp_path / "m" / "2")
+    refresh()
+    assert y_of(served) == y_of(served, 1) == 1
+    assert states(served) == {1: "AVAILABLE"}
+    add(ready, tmp_path / "m", 3, as_version=2)
+    refresh()
+    assert y_of(served) == 3
+
+
+def test_no_request_fails_by_a_swap(served, refresh, ready, tmp_path):
+    wrong, seen, done = [], set(), threading.Event()
+
+    def ask():
+        while not done.is_set():
+            response = served.post("/v1/models/m:predict", {"instances": [[1.0]] * 3})
+            if response.status_code != 200:
+                wrong.append(response.text)
+                return
+            rows = {row[0] for row in response.json()["predictions"]}
+            seen.update(rows)
+            if len(rows) != 1:
+                wrong.append(rows)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for version in (2, 3):
+        add(ready, tmp_path / "m", version)
+        refresh()
+    for _ in range(3):
+        shutil.rmtree(tmp_path / "m" / "3")
+        refresh()
+        add(ready, tmp_path / "m", 3)
+        refresh()
+    done.set()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not wrong
+    assert seen == {1.0, 2.0, 3.0}
+
+
+def test_what_waits_is_answered_by_the_version_that_took_it(ready, tmp_path, monkeypatch):
+    class Held(computing.InProcess):
+        may_go_on, begun = threading.Event(), threading.Event()
+
+        def compute(self, key, signature, arrays):
+            self.begun.set()
+            assert self.may_go_on.wait(SECONDS)
+            return super().compute(key, signature, arrays)
+
+    add(ready, tmp_path / "m", 1)
+    with running({"m": tmp_path / "m"}, BatchSettings(0.0, 2), computing=Held()) as served:
+        answers = []
+        threads = [threading.Thread(target=lambda: answers.append(y_of(served))) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        assert Held.begun.wait(SECONDS)
+        waiting = threading.Event()
+        served.loop.call_soon_threadsafe(_when, served, lambda rows: rows >= 4, waiting)
+        assert waiting.wait(SECONDS)
+        add(ready, tmp_path / "m", 2)
+        thread = threading.Thread(target=lambda: served.do(served.models.refresh()))
+        thread.start()
+        while states(served).get(2) != "AVAILABLE":
+            pass
+        assert states(served)[1] in ("AVAILABLE", "UNLOADING")
+        Held.may_go_on.set()
+        for each in (*threads, thread):
+            each.join(SECONDS)
+        assert answers == [1.0] * 6
+        assert y_of(served) == 2
+
+
+def _when(served, holds, event):
+    """Sets the event when so many rows wait."""
+    if holds(served.models.model("m").version().waiting_rows):
+        event.set()
+    else:
+        served.loop.call_later(0.01, _when, served, holds, event)
+
+
+def test_a_version_that_does_not_load_changes_nothing(served, refresh, tmp_path):
+    (tmp_path / "m" / "2").mkdir()
+    (tmp_path / "m" / "2" / "saved_model.pb").write_bytes(b"garbage")
+    for _ in range(5):
+        refresh()
+    assert y_of(served) == 1
+    status = served.get("/v1/models/m/versions/2").json()["model_version_status"][0]
+    assert status["state"] == "END"
+    assert "is no SavedModel" in status["status"]["error_message"]
+    with served.stubs() as (_, stub):
+        request = get_model_status_pb2.GetModelStatusRequest()
+        request.model_spec.name = "m"
+        found = stub.GetModelStatus(request, timeout=SECONDS).model_version_status
+        assert [each.status.error_code for each in found] == [2, 0]
+        request.model_spec.version.value = 3
+        with pytest.raises(grpc.RpcError, match="has no version 3"):
+            stub.GetModelStatus(request, timeout=SECONDS)
+
+
+def test_a_version_that_has_been_mended_is_loaded(served, refresh, ready, tmp_path):
+    (tmp_path / "m" / "2").mkdir()
+    (tmp_path / "m" / "2" / "saved_model.pb").write_bytes(b"garbage")
+    for _ in range(5):
+        refresh()
+    shutil.rmtree(tmp_path / "m" / "2")
+    refresh()
+    add(ready, tmp_path / "m", 2)
+    refresh()
+    assert y_of(served) == 2
+
+
+def test_what_points_out_of_the_directory_is_no_version(served, refresh, ready, tmp_path):
+    (tmp_path / "m" / "2").symlink_to(ready / "2")
+    (tmp_path / "m" / "3").mkdir()
+    (tmp_path / "m" / "3" / "saved_model.pb").symlink_to(ready / "3" / "saved_model.pb")
+    refresh()
+    assert y_of(served) == 1
+    assert states(served) == {1: "AVAILABLE"}
+
+
+def test_what_is_no_version_is_left_alone(served, refresh, ready, tmp_path):
+    add(ready, tmp_path / "m", 2, as_version="02")
+    add(ready, tmp_path / "m", 2, as_version="latest")
+    (tmp_path / "m" / "7").mkdir()  # is being copied
+    (tmp_path / "m" / "8").write_text("a file")
+    refresh()
+    assert states(served) == {1: "AVAILABLE"}
+
+
+def test_a_directory_that_has_gone_leaves_what_is_loaded(served, refresh, ready, tmp_path):
+    shutil.rmtree(tmp_path / "m")
+    refresh()
+    assert y_of(served) == 1
+    add(ready, tmp_path / "m", 2)
+    refresh()
+    assert y_of(served) == 2
+
+
+def test_several_models_and_versions_at_once(ready, tmp_path):
+    for name, versions in (("m", (1, 2, 3)), ("n", (3,))):
+        for version in versions:
+            add(ready, tmp_path / name, version)
+    both = {name: tmp_path / name for name in ("m", "n")}
+    with running(both, BatchSettings(0.0, 2), newest=2) as served:
+        assert [y_of(served), y_of(served, 2), y_of(served, 3)] == [3, 2, 3]
+        assert y_of(served, model="n") == 3
+        assert states(served) == {2: "AVAILABLE", 3: "AVAILABLE"}
+        shutil.rmtree(tmp_path / "m" / "3")
+        served.do(served.models.refresh())
+        assert [y_of(served), y_of(served, 1), y_of(served, model="n")] == [2, 1, 3]
+
+
+def test_a_directory_that_is_not_there():
+    with pytest.raises(ValueError, match="is no directory"):
+        Models({"m": "/nowhere/at/all"})

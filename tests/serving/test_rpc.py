@@ -1,0 +1,322 @@
+"""TensorFlow Serving's gRPC interface, by the unchanged stubs of tensorflow-serving-api."""
+
+import threading
+import time
+
+import grpc
+import numpy as np
+import pytest
+import tensorflow as tf
+from google.protobuf import any_pb2
+from tensorflow.core.framework import types_pb2
+from tensorflow_serving.apis import (
+    get_model_metadata_pb2,
+    get_model_status_pb2,
+)
+
+from tests.serving.conftest import dense
+from tests.serving.running import SECONDS, predict_request
+
+X = np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
+PREDICT = "/tensorflow.serving.PredictionService/Predict"
+
+
+@pytest.fixture(scope="module")
+def stubs(served):
+    with served.stubs() as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def predict(stubs):
+    return lambda request: stubs[0].Predict(request, timeout=SECONDS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def neighbour(predict):
+    """Sends good requests meanwhile; all have to be answered, and alike."""
+    request = predict_request("first", inputs=X)
+    wanted, wrong, count = predict(request), [], 0
+    done = threading.Event()
+
+    def ask():
+        nonlocal count
+        while not done.is_set():
+            try:
+                count += predict(request) == wanted
+            except Exception as error:
+                wrong.append(error)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    yield
+    done.set()
+    thread.join(SECONDS)
+    assert not wrong
+    assert count >= 20
+
+
+def test_predictions_are_the_models(predict):
+    answer = predict(predict_request("first", inputs=X))
+    expected = dense(0).predict(X, verbose=0)
+    np.testing.assert_allclose(tf.make_ndarray(answer.outputs["outputs"]), expected, atol=1e-6)
+    assert answer.model_spec.name == "first"
+    assert answer.model_spec.version.value == 1
+    assert answer.model_spec.signature_name == "serving_default"
+
+
+def test_several_inputs_and_outputs(predict):
+    request = predict_request("mixed", a=np.array([[1, 0]], "float32"), n=np.array([3], "int32"))
+    request.model_spec.version.value = 1
+    outputs = predict(request).outputs
+    assert tf.make_ndarray(outputs["product"]).tolist() == [[1.0, 2.0]]
+    assert tf.make_ndarray(outputs["twice"]).tolist() == [6]
+    request.output_filter.append("twice")
+    assert list(predict(request).outputs) == ["twice"]
+
+
+def test_strings(predict):
+    texts = np.array([b"a\xff", b"b"], object)
+    outputs = predict(predict_request("mixed", "text", s=texts)).outputs
+    assert outputs["raw_bytes"].string_val == [b"a\xff", b"b"]
+    assert outputs["upper"].string_val == [b"A\xff", b"B"]
+
+
+def test_values_that_are_not_in_tensor_content(predict):
+    """As clients of other languages send them: fewer values stand for equal ones."""
+    request = predict_request("first", inputs=np.ones((2, 4), "float32"))
+    wanted = predict(request).outputs
+    tensor = request.inputs["inputs"]
+    tensor.tensor_content = b""
+    tensor.float_val.append(1.0)
+    assert predict(request).outputs == wanted
+
+
+def test_metadata(stubs):
+    request = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=["signature_def"])
+    request.model_spec.name = "mixed"
+    answer = stubs[0].GetModelMetadata(request, timeout=SECONDS)
+    assert answer.model_spec.version.value == 1
+    assert isinstance(answer.metadata["signature_def"], any_pb2.Any)
+    signatures = get_model_metadata_pb2.SignatureDefMap()
+    assert answer.metadata["signature_def"].Unpack(signatures)
+    names = {"serving_default", "text", "pixels", "any", "halves"}
+    assert set(signatures.signature_def) == names
+    assert signatures.signature_def["text"].inputs["s"].dtype == types_pb2.DT_STRING
+
+
+def test_status(stubs):
+    request = get_model_status_pb2.GetModelStatusRequest()
+    request.model_spec.name = "first"
+    (status,) = stubs[1].GetModelStatus(request, timeout=SECONDS).model_version_status
+    assert status.version == 1
+    assert status.state == get_model_status_pb2.ModelVersionStatus.AVAILABLE
+    assert status.status.error_code == 0
+
+
+def changed(change, model="first", signature="", **arrays):
+    """A good request but for one thing."""
+    request = predict_request(model, signature, **(arrays or {"inputs": X}))
+    change(request)
+    return request
+
+
+def tensor(**fields):
+    """Changes of the tensor of the only input."""
+
+    def change(request):
+        (name,) = request.inputs
+        for field, value in fields.items():
+            if field == "shape":
+                proto = request.inputs[name].tensor_shape
+                del proto.dim[:]
+                for size in value:
+                    proto.dim.add(size=size)
+            elif isinstance(value, list):
+                getattr(request.inputs[name], field).extend(value)
+            else:
+                setattr(request.inputs[name], field, value)
+
+    return change
+
+
+def spec(**fields):
+    def change(request):
+        for field, value in fields.items():
+            if field == "version":
+                request.model_spec.version.value = value
+            else:
+                setattr(request.model_spec, field, value)
+
+    return change
+
+
+PIXELS = {"model": "mixed", "signature": "pixels", "p": np.zeros((1, 2, 2), "uint8")}
+TEXT = {"model": "mixed", "signature": "text", "s": np.array([b"a"], object)}
+ANY = {"model": "mixed", "signature": "any", "x": np.array([1.0], "float32")}
+BOTH = {"model": "mixed", "a": np.zeros((2, 2), "float32"), "n": np.zeros(3, "int32")}
+INVALID, NOT_FOUND, EXHAUSTED = "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"
+
+
+def nothing(request):
+    pass
+
+
+def unknown_input(request):
+    request.inputs["more"].CopyFrom(request.inputs["inputs"])
+
+
+def long_name(request):
+    request.inputs["m" * 200_000].CopyFrom(request.inputs["inputs"])
+
+
+BAD = {
+    "no model": (changed(spec(name="")), NOT_FOUND, "'' is not served"),
+    "unknown model": (changed(spec(name="none")), NOT_FOUND, "'none'"),
+    "a path": (changed(spec(name="../first")), NOT_FOUND, "'../first'"),
+    "a long name": (changed(spec(name="n" * 200_000)), NOT_FOUND, "nnn"),
+    "version 0": (changed(spec(version=0)), NOT_FOUND, "version 0"),
+    "version below 0": (changed(spec(version=-1)), NOT_FOUND, "version -1"),
+    "a huge version": (changed(spec(version=(1 << 63) - 1)), NOT_FOUND, "version 9223"),
+    "a label": (changed(spec(version_label="stable")), INVALID, "no labels"),
+    "unknown signature": (changed(spec(signature_name="train")), INVALID, "not 'train'"),
+    "no inputs": (changed(lambda r: r.inputs.clear()), INVALID, "are missing"),
+    "unknown input": (changed(unknown_input), INVALID, "unknown inputs ['more']"),
+    "unknown input, long": (changed(long_name), INVALID, "unknown inputs"),
+    "one of two inputs": (
+        changed(lambda r: r.inputs.pop("n"), **BOTH),
+        INVALID,
+        "['n'] are missing",
+    ),
+    "different numbers of rows": (changed(nothing, **BOTH), INVALID, "as many of each"),
+    "no rows": (changed(nothing, inputs=X[:0]), INVALID, "one at least"),
+    "too few columns": (changed(nothing, inputs=X[:, :3]), INVALID, "takes (any, 4)"),
+    "too high a rank": (changed(nothing, inputs=X[None]), INVALID, "takes (any, 4)"),
+    "too low a rank": (changed(nothing, inputs=X[0]), INVALID, "takes (any, 4)"),
+    "a scalar": (changed(nothing, inputs=X[0, 0]), INVALID, "takes (any, 4)"),
+    "a scalar where any rank may be": (changed(tensor(shape=()), **ANY), INVALID, "rows"),
+    "doubles": (changed(nothing, inputs=X.astype("float64")), INVALID, "DT_DOUBLE"),
+    "integers": (changed(nothing, inputs=X.astype("int32")), INVALID, "DT_INT32"),
+    "strings": (changed(nothing, inputs=X.astype("S")), INVALID, "DT_STRING"),
+    "no dtype": (changed(tensor(dtype=0)), INVALID, "no dtype"),
+    "a dtype that there is not": (changed(tensor(dtype=999)), INVALID, "type 999"),
+    "a reference": (changed(tensor(dtype=types_pb2.DT_FLOAT_REF)), INVALID, "DT_FLOAT_REF"),
+    "a resource": (changed(tensor(dtype=types_pb2.DT_RESOURCE)), INVALID, "DT_RESOURCE"),
+    "a variant": (changed(tensor(dtype=types_pb2.DT_VARIANT), **TEXT), INVALID, "DT_VARIANT"),
+    "quantised": (changed(tensor(dtype=types_pb2.DT_QUINT8), **PIXELS), INVALID, "DT_QUINT8"),
+    "unknown rank": (
+        changed(lambda r: setattr(r.inputs["inputs"].tensor_shape, "unknown_rank", True)),
+        INVALID,
+        "give every size",
+    ),
+    "negative sizes": (changed(tensor(shape=(-5, -4))), INVALID, "give every size"),
+    "content too short": (changed(tensor(tensor_content=b"1234")), INVALID, "not hold its shape"),
+    "content of odd bytes": (changed(tensor(tensor_content=b"12345")), INVALID, "not hold its"),
+    "content too long": (changed(tensor(shape=(1, 4))), INVALID, "not hold its shape"),
+    "content of strings": (changed(tensor(tensor_content=b"1" * 8), **TEXT), INVALID, "its shape"),
+    "too many values": (
+        changed(tensor(tensor_content=b"", float_val=[1.0] * 21)),
+        INVALID,
+        "not hold its shape",
+    ),
+    "beyond uint8": (
+        changed(tensor(tensor_content=b"", int_val=[300, 0, 0, 0]), **PIXELS),
+        INVALID,
+        "not hold its shape",
+    ),
+    "10^12 elements by one value": (
+        changed(tensor(tensor_content=b"", float_val=[1.0], shape=(250_000_000_000, 4))),
+        EXHAUSTED,
+        "larger than 1,048,576 bytes",
+    ),
+    "more elements than a number holds": (
+        changed(tensor(tensor_content=b"", float_val=[1.0], shape=(1 << 62, 4))),
+        EXHAUSTED,
+        "larger than",
+    ),
+    "sizes of which one is 0": (
+        changed(tensor(tensor_content=b"", shape=(0, 1 << 62))),
+        INVALID,
+        "shape",
+    ),
+    "a large message": (changed(nothing, inputs=np.zeros((99_999, 4), "f")), EXHAUSTED, "larger"),
+    "unknown output": (
+        changed(lambda r: r.output_filter.append("y")),
+        INVALID,
+        "unknown outputs ['y']",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_requests(predict, kind):
+    request, code, says = BAD[kind]
+    with pytest.raises(grpc.RpcError) as error:
+        predict(request)
+    assert error.value.code().name == code, error.value.details()
+    assert says in error.value.details()
+    assert len(error.value.details()) < 2000
+
+
+@pytest.mark.parametrize(
+    "message",
+    [predict_request("first", inputs=X).SerializeToString()[:-9], b"\xff" * 50],
+    ids=["cut off", "garbage"],
+)
+def test_messages_that_are_none(served, message):
+    with served.channel() as channel, pytest.raises(grpc.RpcError) as error:
+        channel.unary_unary(PREDICT)(message, timeout=SECONDS)
+    assert error.value.code().name == INVALID
+    assert "no PredictRequest" in error.value.details()
+
+
+def test_no_message_at_all_asks_for_no_model(served):
+    with served.channel() as channel, pytest.raises(grpc.RpcError) as error:
+        channel.unary_unary(PREDICT)(b"", timeout=SECONDS)
+    assert error.value.code().name == NOT_FOUND
+
+
+def test_methods_that_are_not_served(served):
+    with served.channel() as channel, pytest.raises(grpc.RpcError) as error:
+        channel.unary_unary("/tensorflow.serving.PredictionService/Classify")(b"", timeout=SECONDS)
+    assert error.value.code().name == "UNIMPLEMENTED"
+
+
+@pytest.mark.parametrize("fields", [[], ["signature_def", "weights"]], ids=["none", "unknown"])
+def test_metadata_that_there_is_not(stubs, fields):
+    request = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=fields)
+    request.model_spec.name = "first"
+    with pytest.raises(grpc.RpcError, match="signature_def") as error:
+        stubs[0].GetModelMetadata(request, timeout=SECONDS)
+    assert error.value.code().name == INVALID
+
+
+def test_status_of_what_there_is_not(stubs):
+    request = get_model_status_pb2.GetModelStatusRequest()
+    request.model_spec.name = "first"
+    request.model_spec.version.value = 0
+    with pytest.raises(grpc.RpcError, match="no version 0") as error:
+        stubs[1].GetModelStatus(request, timeout=SECONDS)
+    assert error.value.code().name == NOT_FOUND
+
+
+def test_short_deadlines_and_clients_that_go(stubs, predict):
+    request, codes = predict_request("first", inputs=X), set()
+    for _ in range(20):
+        try:
+            stubs[0].Predict(request, timeout=1e-3)
+        except grpc.RpcError as error:
+            codes.add(error.code().name)
+        call = stubs[0].Predict.future(request, timeout=SECONDS)
+        call.cancel()
+    assert codes <= {"DEADLINE_EXCEEDED"}
+    assert predict(request)
+
+
+def test_made_up_signatures_leave_nothing_behind(served, predict):
+    version = served.models.model("first").version()
+    for number in range(50):
+        with pytest.raises(grpc.RpcError):
+            predict(changed(spec(signature_name=f"made up {number}")))
+    assert set(version._batchers) <= set(version.signatures)

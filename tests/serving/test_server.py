@@ -1,0 +1,171 @@
+"""scripts/serve.py as a user runs it."""
+
+import contextlib
+import json
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+import requests
+
+from tests.serving.running import SECONDS, save_times
+
+PROGRAM = pathlib.Path(__file__).parents[2] / "scripts" / "serve.py"
+FREE = ["--port=0", "--grpc_port=0"]
+ROW = {"instances": [[2.0]]}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("served") / "m"
+    save_times(path / "1", 3)
+    return path
+
+
+def command(*flags):
+    return [sys.executable, str(PROGRAM), *flags]
+
+
+def run(*flags):
+    return subprocess.run(
+        command(*flags), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+@contextlib.contextmanager
+def program(*flags):
+    """(process, REST's address, gRPC's), when it is ready."""
+    process = subprocess.Popen(
+        command(*flags), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    timer = threading.Timer(SECONDS, process.kill)
+    timer.start()
+    try:
+        line = process.stdout.readline()
+        found = re.fullmatch(r"kdist serves .*: http://(\S+?)(?:, gRPC at (\S+))?\n", line)
+        assert found, line
+        yield process, *found.groups()
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            process.kill()
+        process.wait(SECONDS)
+        process.stdout.close()
+
+
+def test_it_serves_curl_on_loopback_alone_and_answers_what_it_has_taken(directory):
+    with program(f"--model_dir=any={directory}", "--max_batch=2", *FREE) as (process, rest, rpc):
+        url = f"http://{rest}/v1/models/any"
+        answer = subprocess.run(
+            ["curl", "-sS", "-d", json.dumps(ROW), f"{url}:predict"],
+            capture_output=True,
+            timeout=SECONDS,
+            check=True,
+        )
+        assert json.loads(answer.stdout) == {"predictions": [[6.0]]}
+        assert requests.get(f"http://{rest}/readyz", timeout=SECONDS).text == "ready\n"
+        assert rpc.startswith("127.0.0.1:")
+        me = psutil.Process(process.pid)
+        listening = {
+            each.laddr
+            for one in (me, *me.children(recursive=True))
+            for each in one.net_connections()
+            if each.status == psutil.CONN_LISTEN
+        }
+        # gRPC's sockets are of IPv6, for IPv4 addresses.
+        found = {f"{each.ip.removeprefix('::ffff:')}:{each.port}" for each in listening}
+        assert found == {rest, rpc}
+        # A body of which one half comes after the server has been told to end.
+        host, port = rest.split(":")
+        body = json.dumps(ROW).encode()
+        with socket.create_connection((host, int(port)), SECONDS) as client:
+            head = b"POST /v1/models/any:predict HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body)
+            client.sendall(head + body[:9])
+            assert requests.get(url, timeout=SECONDS).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(requests.ConnectionError):
+                while True:  # until it listens no more
+                    requests.get(url, timeout=SECONDS)
+            client.sendall(body[9:])
+            assert client.recv(9999).endswith(b'{"predictions":[[6.0]]}')
+        assert process.wait(SECONDS) == 0
+
+
+@pytest.mark.slow
+def test_workers_end_with_the_server(directory):
+    with program(f"--model_dir={directory}", "--workers=2", "--max_batch=2", *FREE) as it:
+        process, rest, _ = it
+        url = f"http://{rest}/v1/models/m:predict"
+        assert requests.post(url, json=ROW, timeout=SECONDS).json() == {"predictions": [[6.0]]}
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == 0
+        assert not psutil.wait_procs(children, 10)[1]
+
+
+@pytest.mark.slow
+def test_workers_end_when_the_server_is_killed(directory):
+    with program(f"--model_dir={directory}", "--workers=2", "--max_batch=2", *FREE) as it:
+        children = psutil.Process(it[0].pid).children(recursive=True)
+        it[0].kill()
+        assert not psutil.wait_procs(children, 10)[1]
+
+
+@pytest.mark.slow
+def test_no_grpc_if_so_told(directory):
+    with program(f"--model_dir={directory}", "--port=0", "--grpc_port=-1", "--max_batch=1") as it:
+        assert it[2] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["port", "grpc_port"])
+def test_a_port_in_use(directory, flag):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        flags = [each for each in FREE if not each.startswith(f"--{flag}=")]
+        process = run(f"--model_dir={directory}", f"--{flag}={port}", *flags)
+    assert process.returncode == 1
+    assert f"cannot listen at 127.0.0.1:{port}" in process.stderr
+    assert f"give another {flag}, or 0 for any" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--model_dir=/nowhere/at/all"], "/nowhere/at/all is no directory"),
+        (["--model_dir=/tmp", "--max_batch=0"], "--max_batch=0"),
+        (["--model_dir=/tmp", "--port=99999"], "--port=99999"),
+        (["--model_dir=/tmp", "extra"], "unknown argument 'extra'"),
+        (["--model_dir=/a/m,/b/m"], "two models are called 'm'"),
+        ([], "--model_dir=models/fashion"),
+    ],
+    ids=["missing", "no batch", "no port", "an argument", "twice", "nothing"],
+)
+def test_what_is_wrong_is_said(flags, says):
+    process = run(*FREE, *flags)
+    assert process.returncode == 1
+    assert says in process.stdout + process.stderr
+    assert "Traceback" not in process.stderr
+
+
+@pytest.mark.slow
+def test_a_directory_without_versions(tmp_path):
+    process = run(f"--model_dir={tmp_path}", *FREE)
+    assert process.returncode == 1
+    assert "holds no version that loads: write one with kdist.serving.export" in process.stderr
+
+
+def test_help():
+    process = run("--help")
+    assert "curl -d" in process.stdout
+    assert "--model_dir" in process.stdout
+    assert "tensorflow" not in process.stderr.lower()

@@ -1,0 +1,98 @@
+"""What signatures are read from files, what they refuse, and what is never loaded."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdist.serving.signature import Signature, TensorSpec, read_signatures
+from tests.serving.running import save_mixed
+
+
+def spec(*shape):
+    return TensorSpec(shape, np.dtype("float32"), "")
+
+
+def test_signatures_are_read_without_loading(tmp_path):
+    save_mixed(tmp_path / "1")
+    signatures, protos = read_signatures(tmp_path / "1")
+    assert set(signatures) == set(protos) == {"serving_default", "text", "pixels", "any", "halves"}
+    inputs = signatures["serving_default"].inputs
+    assert {n: (s.shape, s.dtype.name) for n, s in inputs.items()} == {
+        "a": ((None, 2), "float32"),
+        "n": ((None,), "int32"),
+    }
+    assert signatures["text"].inputs["s"].is_text
+    assert signatures["any"].inputs["x"].shape is None
+    assert signatures["halves"].outputs["y"].dtype == "float16"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"a": np.zeros((2, 3))}, r"\['b'\] are missing"),
+        ({"a": np.zeros((2, 3)), "b": np.zeros(2), "c": 1}, r"unknown inputs \['c'\]"),
+        ({"a": np.zeros((2, 4)), "b": np.zeros(2)}, r"'a' has the shape \(2, 4\).*\(any, 3\)"),
+        ({"a": np.zeros((2, 3)), "b": np.zeros(3)}, "as many of each"),
+        ({"a": np.zeros((0, 3)), "b": np.zeros(0)}, "one at least"),
+    ],
+    ids=["missing", "unknown", "shape", "rows", "none"],
+)
+def test_what_is_refused(arrays, says):
+    signature = Signature({"a": spec(None, 3), "b": spec(None)}, {})
+    signature.check({"a": np.zeros((2, 3)), "b": np.zeros(2)})
+    with pytest.raises(ValueError, match=says):
+        signature.check(arrays)
+
+
+def test_no_rows_in_a_scalar():
+    with pytest.raises(ValueError, match="rows of the inputs"):
+        Signature({"x": TensorSpec(None, np.dtype("float32"), "")}, {}).check({"x": np.array(1.0)})
+
+
+@pytest.mark.parametrize("content", [None, b"", b"garbage" * 9], ids=["none", "empty", "garbage"])
+def test_what_is_no_saved_model(tmp_path, content):
+    if content is not None:
+        (tmp_path / "saved_model.pb").write_bytes(content)
+    with pytest.raises(ValueError, match=r"saved_model\.pb (is no SavedModel|has no graph)"):
+        read_signatures(tmp_path)
+
+
+def read(x):
+    return tf.strings.length(tf.io.read_file(x))
+
+
+def write(x):
+    with tf.control_dependencies([tf.io.write_file("/tmp/kdist-never-written", x[0])]):
+        return tf.strings.length(x)
+
+
+def call(x):
+    return tf.py_function(lambda each: len(each.numpy()), [x[0]], tf.int32)[None]
+
+
+def records(x):
+    return tf.data.TFRecordDataset(x).reduce(0, lambda n, _: n + 1)[None]
+
+
+def printed(x):
+    tf.print(x, output_stream="file:///tmp/kdist-never-written")
+    return tf.strings.length(x)
+
+
+@pytest.mark.parametrize("function", [read, write, call, records, printed])
+def test_models_that_would_touch_the_servers_files_are_not_loaded(tmp_path, function):
+    module = tf.Module()
+    module.f = tf.function(
+        lambda x: {"y": function(x if function is not read else x[0])},
+        input_signature=[tf.TensorSpec((None,), tf.string)],
+    )
+    tf.saved_model.save(module, str(tmp_path), signatures={"serving_default": module.f})
+    with pytest.raises(ValueError, match="would run Python code or touch files"):
+        read_signatures(tmp_path)
+
+
+def test_only_predictions_are_signatures(tmp_path):
+    module = tf.Module()
+    tf.saved_model.save(module, str(tmp_path))
+    with pytest.raises(ValueError, match="no signature for predictions"):
+        read_signatures(tmp_path)
