@@ -17,7 +17,7 @@ BENCH_FLAGS ?=
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
 .PHONY: help env data train test test-slow keras-suite lint format notebooks bench bench-clusters \
-	constraints clean
+	bench-serving constraints clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -72,6 +72,10 @@ bench: env ## kdist beside Keras, a loop by hand and PyTorch, in one session
 bench-clusters: env ## training on several processes beside its rivals; as root for the slow link
 	$(RUN) -m pip install --quiet tf-keras --constraint constraints.txt
 	$(RUN) -m benchmarks.compare_clusters $(BENCH_FLAGS)
+
+bench-serving: env ## our server beside its rivals, which get environments of their own
+	$(RUN) -m benchmarks.serving_load --prepare
+	$(RUN) -m benchmarks.serving_load $(BENCH_FLAGS)
 
 constraints: env ## write the installed versions to constraints.txt
 	{ sed '/^[^#]/,$$d' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new

@@ -17,7 +17,9 @@ import os
 
 from absl import flags
 
+import kdist
 from kdist import program
+from kdist.serving.settings import BatchSettings, Objective
 
 FLAGS = flags.FLAGS
 
@@ -35,33 +37,92 @@ flags.DEFINE_integer(
 flags.DEFINE_string(
     "batch_timeout_us",
     "auto",
-    "Microseconds that the oldest request of a batch waits for others while the device is free, or "
-    "auto: follows the load.",
+    "Microseconds that the oldest request of a batch waits for others while the device is free; "
+    "auto measures the model and follows the load.",
 )
 flags.DEFINE_integer("max_batch", 32, "Rows of a batch at most.", 1)
+flags.DEFINE_enum(
+    "objective",
+    "latency",
+    ["latency", "throughput", "device_time"],
+    "--batch_timeout_us=auto: the least mean latency; the most requests within --p99_ms; or the "
+    "least time of the device, within --p99_ms if it is given.",
+)
+flags.DEFINE_float("p99_ms", None, "Milliseconds that 99 of 100 requests may take.", 0.001)
 flags.DEFINE_integer("versions", 1, "Newest versions of a model that are served.", 1)
+flags.DEFINE_float("request_seconds", 60.0, "That a request may take, waiting included.", 0.001)
+flags.DEFINE_integer("waiting_rows", 1024, "Rows that may wait; then requests get 429.", 1)
+flags.DEFINE_float("body_mb", 64.0, "Megabytes of a request at most.", 0.001)
+flags.DEFINE_float("end_seconds", 30.0, "For requests to end in, on SIGTERM.", 0.0)
+flags.DEFINE_string(
+    "tune",
+    None,
+    "Write this page instead of serving: latency by timeout, simulated and measured, with the "
+    "choice for several rates. Takes about a minute.",
+)
+flags.DEFINE_string(
+    "kubernetes",
+    None,
+    "Write this YAML file instead of serving: the model in TensorFlow Serving's image.",
+)
 
 
 def main(_):
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    # Only here, as --help needs none of it.
-    from kdist.serving import server
-    from kdist.serving.settings import BatchSettings
+    models = directories(FLAGS.model_dir)
+    if FLAGS.kubernetes:
+        print(kdist.serving.write_manifests(only(models), FLAGS.kubernetes))
+    elif FLAGS.tune:
+        from kdist.serving.tuning_exports import tune_export  # TensorFlow
 
+        tune_export(only(models), FLAGS.tune, objective(), FLAGS.max_batch)
+    else:
+        kdist.serving.run(options(models), on_ready=functools.partial(print, flush=True))
+
+
+def only(models):
+    """The directory, of one model."""
+    if len(models) != 1:
+        raise ValueError(f"name one model: there are {', '.join(models)}")
+    (directory,) = models.values()
+    return directory
+
+
+def options(models):
+    """What the flags say."""
     automatic = FLAGS.batch_timeout_us == "auto"
-    seconds = 0.0 if automatic else int(FLAGS.batch_timeout_us) * 1e-6
-    server.run(
-        server.ServerOptions(
-            directories(FLAGS.model_dir),
-            FLAGS.port,
-            None if FLAGS.grpc_port < 0 else FLAGS.grpc_port,
-            FLAGS.host,
-            FLAGS.workers,
-            BatchSettings(seconds, FLAGS.max_batch),
-            newest=FLAGS.versions,
+    return kdist.serving.ServerOptions(
+        models,
+        port=FLAGS.port,
+        grpc_port=None if FLAGS.grpc_port < 0 else FLAGS.grpc_port,
+        host=FLAGS.host,
+        workers=FLAGS.workers,
+        settings=BatchSettings(0.0 if automatic else timeout_seconds(), FLAGS.max_batch),
+        objective=objective() if automatic else None,
+        limits=kdist.serving.Limits(
+            body_bytes=int(FLAGS.body_mb * 1e6),
+            waiting_rows=FLAGS.waiting_rows,
+            request_seconds=FLAGS.request_seconds,
         ),
-        on_ready=functools.partial(print, flush=True),
+        newest=FLAGS.versions,
+        end_seconds=FLAGS.end_seconds,
     )
+
+
+def objective():
+    """What settings are chosen for."""
+    bound = None if FLAGS.p99_ms is None else FLAGS.p99_ms * 1e-3
+    return Objective(FLAGS.objective, bound)
+
+
+def timeout_seconds():
+    """Of a fixed timeout."""
+    try:
+        return int(FLAGS.batch_timeout_us) * 1e-6
+    except ValueError as error:
+        raise ValueError(
+            f"--batch_timeout_us={FLAGS.batch_timeout_us}: a whole number, or auto"
+        ) from error
 
 
 def directories(given):

@@ -13,13 +13,12 @@ from kdist.serving.arrivals import bursty, poisson, read_trace
 from kdist.serving.kubernetes import manifests, write_manifests
 from kdist.serving.kubernetes_options import KubernetesOptions
 from kdist.serving.latency_curve import LatencyCurve
-from kdist.serving.settings import BatchSettings, Objective
+from kdist.serving.settings import BatchSettings, Limits, Objective
 from kdist.serving.simulation import Outcome, simulate
 from kdist.serving.tuning import Choice, choose
 
 # Name -> the module that holds it, imported late.
 _LATE = {
-    "Limits": "models",
     "ServerOptions": "server",
     "export": "exporting",
     "run": "server",

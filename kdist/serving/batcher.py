@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from kdist.serving.load import Load
 from kdist.serving.settings import BatchSettings
 
 Arrays = Mapping[str, np.ndarray]
@@ -89,6 +90,7 @@ class Batcher:
         max_waiting: rows that may wait; with more, requests are refused. Defaults to 1,024.
         devices: that other batchers use as well; by default one of its own.
         on_batch: called with (rows, rows with those that fill up, seconds) after each batch.
+        load: is told what comes and goes.
 
     Attributes:
         settings: may be changed at any time.
@@ -103,6 +105,7 @@ class Batcher:
         max_waiting: int = 1024,
         devices: Devices | None = None,
         on_batch: Callable[[int, int, float], None] | None = None,
+        load: Load | None = None,
     ):
         self.settings = settings
         self.waiting_rows = 0
@@ -110,7 +113,8 @@ class Batcher:
         self._max_waiting = max_waiting
         self._queue: collections.deque[_Request] = collections.deque()
         self._devices, self._own_devices = devices or Devices(), devices is None
-        self._on_batch = on_batch
+        self._on_batch, self._load = on_batch, load
+        self._is_soon = False
         self._under_way: set[asyncio.Task] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._row_seconds = 0.0  # of the last batch
@@ -157,6 +161,8 @@ class Batcher:
             raise Overloaded("the server is ending", after, ending=True)
         # What is larger than all the room is taken when nothing else waits.
         if self.waiting_rows and self.waiting_rows + rows > self._max_waiting:
+            if self._load:
+                self._load.refused(rows)
             raise Overloaded(
                 f"{self.waiting_rows} rows wait, of {self._max_waiting} that may: try again later",
                 after,
@@ -168,8 +174,17 @@ class Batcher:
         request = _Request(arrays, rows, loop.create_future(), time.monotonic(), shape)
         self._queue.append(request)
         self.waiting_rows += rows
-        self._start_if_due()
+        if self._load:
+            self._load.arrived(rows)
+        if not self._is_soon:
+            # After all requests that are there already: a batch has them as well.
+            self._is_soon = True
+            loop.call_soon(self._start_soon)
         return await request.answer
+
+    def _start_soon(self):
+        self._is_soon = False
+        self._start_if_due()
 
     def _start_if_due(self):
         """Starts a batch, or sees to it that this is asked again in time."""
@@ -214,6 +229,8 @@ class Batcher:
 
     def _left_out(self, request):
         self.waiting_rows -= request.rows
+        if self._load and request.answer.done():
+            self._load.left()
 
     async def _serve(self, batch):
         try:
@@ -228,26 +245,35 @@ class Batcher:
         """Computes a batch; if that fails, each request by itself, so that it harms no other."""
         loop = asyncio.get_running_loop()
         try:
-            outputs, size, seconds = await loop.run_in_executor(
-                self._devices.threads, self._computed, batch
-            )
+            result = await loop.run_in_executor(self._devices.threads, self._computed, batch)
         except Exception as error:
             if len(batch) > 1:
                 for request in batch:
                     await self._answer([request])
-            elif not batch[0].answer.done():
-                batch[0].answer.set_exception(error)
+            else:
+                self._failed(batch[0], error)
             return
+        self._done(batch, *result)
+
+    def _done(self, batch, outputs, size, seconds):
         rows = sum(each.rows for each in batch)
         self._row_seconds = seconds / rows
         if self._on_batch:
             self._on_batch(rows, size, seconds)
+        if self._load:
+            self._load.batch_done(rows, seconds, len(batch))
         first = 0
         for request in batch:
             if not request.answer.done():
                 last = first + request.rows
                 request.answer.set_result({n: a[first:last] for n, a in outputs.items()})
             first += request.rows
+
+    def _failed(self, request, error):
+        if self._load:
+            self._load.left()
+        if not request.answer.done():
+            request.answer.set_exception(error)
 
     def _computed(self, batch):
         """(outputs, rows that were computed, seconds), in a thread of the devices."""

@@ -10,7 +10,7 @@ from http import HTTPStatus
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from kdist.serving.models import Limits
+from kdist.serving.settings import Limits
 
 
 def protocol(limits: Limits):

@@ -1,5 +1,6 @@
 """What a server counts and times, for Prometheus."""
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -55,11 +56,12 @@ class Metrics:
         gauge = self._children[key]
         (gauge.labels(**labels) if labels else gauge).set_function(read)
 
-    def drop_gauge(self, name: str, *labels: str) -> None:
-        """Forgets the number of these labels."""
-        gauge = self._children.get(f"kdist_serving_{name}")
-        if gauge:
-            gauge.remove(*labels)
+    def forget_version(self, model: str, version: int) -> None:
+        """Shows nothing of it any more: versions come and go as long as a server runs."""
+        gauges = [each for each in self._children.values() if isinstance(each, prometheus.Gauge)]
+        for metric in [self._batch_rows, self._batch_seconds, *gauges]:
+            with contextlib.suppress(KeyError):
+                metric.remove(model, str(version))
 
     def answered(self, model: str, protocol: str, status: str, since: float) -> None:
         """A request was.

@@ -52,6 +52,24 @@ def needed_devices(version_directory: str | os.PathLike) -> list[str]:
         return []
 
 
+def all_needed_devices(directories: Iterable[str | os.PathLike]) -> list[str]:
+    """`needed_devices` of all versions of models, each once.
+
+    Args:
+        directories: of models' versions.
+
+    Raises:
+        ValueError: one is none.
+    """
+    found = {
+        device
+        for directory in directories
+        for number in versions(directory)
+        for device in needed_devices(pathlib.Path(directory) / str(number))
+    }
+    return sorted(found)
+
+
 def check_devices(version_directory: str | os.PathLike, there_are: Iterable[str]) -> None:
     """Refuses a version that is placed on devices that are not there.
 

@@ -2,23 +2,24 @@
 
 import asyncio
 import contextlib
-import dataclasses
+import functools
 import logging
 import os
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
+from kdist.serving.adapting import Tuner
 from kdist.serving.batcher import Batcher, Devices
+from kdist.serving.choosing_apart import choose_apart
 from kdist.serving.computing import InProcess, Key
-from kdist.serving.latency_curve import LatencyCurve
 from kdist.serving.metrics import Metrics
 from kdist.serving.model_directory import versions
 from kdist.serving.refusals import Refusal
 from kdist.serving.serving_files import batch_sizes
-from kdist.serving.settings import BatchSettings
+from kdist.serving.settings import BatchSettings, Limits, Objective
 from kdist.serving.signature import SERVING_DEFAULT, Signature, read_signatures
 
 _log = logging.getLogger(__name__)
@@ -26,38 +27,29 @@ _log = logging.getLogger(__name__)
 _MOST_TRIES = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a server takes.
-
-    Attributes:
-        body_bytes: of a request.
-        waiting_rows: of a model, before requests are refused.
-        request_seconds: from a request's head to its answer.
-        body_seconds: for a client to send its body.
-        connections: at a time.
-        head_bytes: of a request, besides its body.
-        silent_seconds: for a client to send a request's head, and to take some of its answer.
-    """
-
-    body_bytes: int = 64 << 20
-    waiting_rows: int = 1024
-    request_seconds: float = 60.0
-    body_seconds: float = 20.0
-    connections: int = 2048
-    head_bytes: int = 64 << 10
-    silent_seconds: float = 20.0
+_GAUGES: Mapping[str, tuple[str, Callable]] = {
+    "waiting_rows": ("Rows that are in no batch yet.", lambda version: version.waiting_rows),
+    "batch_timeout_seconds": (
+        "What the oldest request of a batch waits for others.",
+        lambda version: version.batcher().settings.timeout_seconds,
+    ),
+    "max_batch": (
+        "Rows of a full batch.",
+        lambda version: version.batcher().settings.max_batch,
+    ),
+}
 
 
 class Version:
     """A version that is ready."""
 
-    def __init__(self, key: Key, signatures, protos, curve: LatencyCurve | None, batcher_for):
-        self.key, self.curve = key, curve
+    def __init__(self, key: Key, signatures, protos, batcher_for, tuner: Tuner | None):
+        self.key, self.tuner = key, tuner
         self.signatures: Mapping[str, Signature] = signatures
         self.signature_protos = protos
         self._batcher_for = batcher_for
         self._batchers: dict[str, Batcher] = {}
+        self._tuning: asyncio.Task | None = None
 
     def signature(self, name: str) -> Signature:
         """Raises Refusal if there is none of this name."""
@@ -70,8 +62,17 @@ class Version:
     def batcher(self, name: str = SERVING_DEFAULT) -> Batcher:
         """Of a signature; each has a queue of its own."""
         if name not in self._batchers:
-            self._batchers[name] = self._batcher_for(self.key, name)
+            load = self.tuner.load if self.tuner and name == SERVING_DEFAULT else None
+            self._batchers[name] = self._batcher_for(self.key, name, load)
         return self._batchers[name]
+
+    def begin_tuning(self) -> None:
+        """Has the settings of the default signature follow its load."""
+        if self.tuner and SERVING_DEFAULT in self.signatures:
+            self._tuning = asyncio.create_task(self.tuner.run(self._apply))
+
+    def _apply(self, settings):
+        self.batcher().settings = settings
 
     async def predict(
         self, arrays: Mapping[str, np.ndarray], signature: str = SERVING_DEFAULT
@@ -86,6 +87,8 @@ class Version:
 
     async def drain(self) -> None:
         """Takes no more, and answers what waits."""
+        if self._tuning:
+            self._tuning.cancel()
         await asyncio.gather(*(batcher.close() for batcher in self._batchers.values()))
 
 
@@ -107,6 +110,12 @@ class Model:
             raise Refusal("not_found", f"{what} is not served; there are {sorted(self.ready)}")
         return self.ready[number]
 
+    def forget_all_but(self, numbers: Collection[int]) -> None:
+        """What became of other versions is kept no longer."""
+        for kept in (self.states, self.tries):
+            for number in set(kept) - set(numbers):
+                del kept[number]
+
     def found(self, newest: int) -> list[int]:
         """The newest versions in its directory, ascending; what points out of it is none."""
         home = self.directory.resolve()
@@ -123,7 +132,8 @@ class Models:
     Args:
         directories: {name: directory of its versions}.
         computing: where batches are computed; by default in this process.
-        settings: of batches, at first.
+        settings: of batches; where there is an objective, only the largest batch counts.
+        objective: what settings are chosen for while the load changes; None for fixed ones.
         limits: of requests.
         newest: versions of a model that are served. Defaults to 1, the highest.
         metrics: by default new ones.
@@ -139,6 +149,7 @@ class Models:
         directories: Mapping[str, str | os.PathLike],
         computing=None,
         settings: BatchSettings | None = None,
+        objective: Objective | None = None,
         limits: Limits | None = None,
         newest: int = 1,
         metrics: Metrics | None = None,
@@ -148,7 +159,7 @@ class Models:
         self.settings, self.limits = settings or BatchSettings(), limits or Limits()
         self.metrics = metrics or Metrics()
         self.ending = False
-        self._newest = newest
+        self._newest, self._objective = newest, objective
         self._sizes = list(sizes or batch_sizes(self.settings.max_batch))
         self._devices = Devices(self.computing.slots)
         self._models = {}
@@ -172,6 +183,16 @@ class Models:
             raise Refusal("not_found", f"the model {name!r} is not served; there are {self.names}")
         return self._models[name]
 
+    def check_served(self) -> None:
+        """Raises ValueError, and says why, unless every model has a version."""
+        for model in self._models.values():
+            if not model.ready:
+                errors = [f"version {n}: {error}" for n, (_, error) in model.states.items()]
+                raise ValueError(
+                    f"{model.directory} holds no version that loads: "
+                    + ("; ".join(errors) or "write one with kdist.serving.export")
+                )
+
     async def refresh(self) -> None:
         """Loads new versions, then drains and frees those that they replace."""
         for model in self._models.values():
@@ -187,8 +208,7 @@ class Models:
             if keep:  # else the old one serves on
                 for number in sorted(set(model.ready) - set(keep)):
                     await self._unload(model, number)
-            for number in set(model.tries) - set(found):
-                del model.tries[number]
+            model.forget_all_but({*versions(model.directory), *model.ready})
 
     async def watch(self, seconds: float = 1.0) -> None:
         """Refreshes for good."""
@@ -221,6 +241,7 @@ class Models:
             _log.warning("%s does not load: %s", key, error)
             return
         model.ready[number], model.states[number] = version, ("AVAILABLE", "")
+        version.begin_tuning()
         self._show(version)
         _log.info("%s is served, after %.1f s of loading", key, time.monotonic() - began)
 
@@ -228,7 +249,14 @@ class Models:
         """In a thread, so that what is served is served on."""
         signatures, protos = read_signatures(path)
         curve = self.computing.load(key, os.fspath(path), self._sizes)
-        return Version(key, signatures, protos, curve, self._batcher_for)
+        return Version(key, signatures, protos, self._batcher_for, self._tuner(key, curve))
+
+    def _tuner(self, key, curve):
+        if curve is None or self._objective is None:
+            return None
+        choose = functools.partial(choose_apart, devices=self.computing.slots)
+        say = functools.partial(_log.warning, "%s: %s", key)
+        return Tuner(curve, self._objective, on_message=say, choose=choose)
 
     async def _unload(self, model, number):
         version = model.ready.pop(number)
@@ -236,10 +264,10 @@ class Models:
         await version.drain()
         await asyncio.to_thread(self.computing.unload, version.key)
         model.states[number] = ("END", "")
-        self.metrics.drop_gauge("waiting_rows", model.name, str(number))
+        self.metrics.forget_version(model.name, number)
         _log.info("%s is served no more", version.key)
 
-    def _batcher_for(self, key, signature):
+    def _batcher_for(self, key, signature, load):
         return Batcher(
             lambda arrays: self.computing.compute(key, signature, arrays),
             self.settings,
@@ -247,13 +275,10 @@ class Models:
             self.limits.waiting_rows,
             self._devices,
             self.metrics.batch_observer(key.model, key.version),
+            load,
         )
 
     def _show(self, version):
-        self.metrics.gauge(
-            "waiting_rows",
-            "Rows that are in no batch yet.",
-            lambda: version.waiting_rows,
-            model=version.key.model,
-            version=str(version.key.version),
-        )
+        labels = {"model": version.key.model, "version": str(version.key.version)}
+        for name, (text, read) in _GAUGES.items():
+            self.metrics.gauge(name, text, functools.partial(read, version), **labels)

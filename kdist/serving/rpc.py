@@ -5,7 +5,11 @@ Requests are parsed here and not by gRPC, which calls one that cannot be parsed 
 
 import asyncio
 import math
+import os
 import time
+
+# Processes are started beside it (workers, a choice of settings); gRPC would say so each time.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import grpc
 import numpy as np
@@ -18,8 +22,9 @@ from tensorflow_serving.apis import (
     predict_pb2,
 )
 
-from kdist.serving.models import Limits, Models
+from kdist.serving.models import Models
 from kdist.serving.refusals import Refusal, refusal_of
+from kdist.serving.settings import Limits
 from kdist.serving.signature import SERVING_DEFAULT
 
 _SIGNATURE_DEF = "signature_def"

@@ -6,13 +6,11 @@ run(ServerOptions({"fashion": "models/fashion"}, port=8501, grpc_port=8500))
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import ipaddress
 import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping
 
 import uvicorn
@@ -20,20 +18,15 @@ import uvloop
 
 from kdist.serving.computing import InProcess
 from kdist.serving.http_protocol import protocol
-from kdist.serving.model_directory import needed_devices, versions
-from kdist.serving.models import Limits, Models
+from kdist.serving.interpreter import prepare_interpreter
+from kdist.serving.model_directory import all_needed_devices
+from kdist.serving.models import Models
 from kdist.serving.rest import create_application
 from kdist.serving.rpc import create_grpc_server
-from kdist.serving.settings import BatchSettings
+from kdist.serving.settings import BatchSettings, Limits, Objective
 from kdist.serving.workers import Workers
 
 _log = logging.getLogger(__name__)
-# Parsed requests are many small objects; with Python's own threshold their collections would look
-# at all of TensorFlow's objects several times a second.
-_COLLECT_AFTER = (50_000, 50, 100)
-# How long a thread that has answered waits for another that works in Python; by default 5 ms,
-# which is as long as a batch.
-_SWITCH_SECONDS = 0.0005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +39,8 @@ class ServerOptions:
         grpc_port: for gRPC; 0 for any that is free, None for no gRPC.
         host: the address to listen at; this machine alone unless told.
         workers: processes that compute; 0 computes in the server's own.
-        settings: of batches.
+        settings: of batches; where there is an objective, only the largest batch counts.
+        objective: what settings are chosen for while the load changes; None for fixed ones.
         limits: of requests.
         newest: versions of a model that are served.
         watch_seconds: between looks for new versions.
@@ -59,6 +53,7 @@ class ServerOptions:
     host: str = "127.0.0.1"
     workers: int = 0
     settings: BatchSettings = dataclasses.field(default_factory=BatchSettings)
+    objective: Objective | None = dataclasses.field(default_factory=Objective)
     limits: Limits = dataclasses.field(default_factory=Limits)
     newest: int = 1
     watch_seconds: float = 1.0
@@ -76,7 +71,6 @@ def run(options: ServerOptions, on_ready: Callable[[str], None] = print) -> None
         OSError: a port is in use, or the address is not this machine's.
         ValueError: a directory is not there, or no model in it loads.
     """
-    sys.setswitchinterval(_SWITCH_SECONDS)
     uvloop.run(serve(options, on_ready))
 
 
@@ -86,7 +80,12 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] = print)
     with _listening(options.host, options.port, "port") as listener:
         computing = _computing(options)
         models = Models(
-            options.directories, computing, options.settings, options.limits, options.newest
+            options.directories,
+            computing,
+            settings=options.settings,
+            objective=options.objective,
+            limits=options.limits,
+            newest=options.newest,
         )
         grpc_server = create_grpc_server(models)
         addresses = [f"http://{_address(options.host, listener.getsockname()[1])}"]
@@ -99,22 +98,14 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] = print)
 
 
 def _computing(options):
-    found = [
-        device
-        for directory in options.directories.values()
-        for number in versions(directory)
-        for device in needed_devices(os.path.join(directory, str(number)))
-    ]
-    devices = sorted(set(found))
+    devices = all_needed_devices(options.directories.values())
     return Workers(options.workers, devices=devices) if options.workers else InProcess(devices)
 
 
 async def _serve(options, models, listener, grpc_server, on_ready, addresses):
     await models.refresh()
-    _check_any(models)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_COLLECT_AFTER)
+    models.check_served()
+    prepare_interpreter()
     web = _Web(_uvicorn_settings(options, create_application(models)))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, web.end, models)
@@ -157,17 +148,6 @@ def _uvicorn_settings(options, application):
         timeout_graceful_shutdown=options.end_seconds,
         backlog=2048,
     )
-
-
-def _check_any(models):
-    for name in models.names:
-        model = models.model(name)
-        if not model.ready:
-            errors = [f"version {n}: {error}" for n, (_, error) in model.states.items()]
-            raise ValueError(
-                f"{model.directory} holds no version that loads: "
-                + ("; ".join(errors) or "write one with kdist.serving.export")
-            )
 
 
 @contextlib.contextmanager

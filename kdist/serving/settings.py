@@ -1,4 +1,4 @@
-"""What a server's batching can be set to, and what for."""
+"""What a server can be set to, and what for."""
 
 import dataclasses
 
@@ -59,3 +59,26 @@ class Objective:
             raise ValueError(
                 "the most throughput has no bound without p99_seconds: give one (--p99_ms=50)"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a server takes.
+
+    Attributes:
+        body_bytes: of a request.
+        waiting_rows: of a model, before requests are refused.
+        request_seconds: from a request's head to its answer.
+        body_seconds: for a client to send its body.
+        connections: at a time.
+        head_bytes: of a request, besides its body.
+        silent_seconds: for a client to send a request's head, and to take some of its answer.
+    """
+
+    body_bytes: int = 64 << 20
+    waiting_rows: int = 1024
+    request_seconds: float = 60.0
+    body_seconds: float = 20.0
+    connections: int = 2048
+    head_bytes: int = 64 << 10
+    silent_seconds: float = 20.0

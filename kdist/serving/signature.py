@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -12,43 +13,11 @@ from tensorflow.core.protobuf import saved_model_pb2
 SERVING_DEFAULT = "serving_default"
 _PREDICT = "tensorflow/serving/predict"
 # Operations by which a model would run Python of this process, or read and write its files.
-# (Variables are restored by RestoreV2, and vocabularies are read by InitializeTableFromTextFileV2.)
-_UNSAFE = set(
-    [
-        "PyFunc",
-        "PyFuncStateless",
-        "EagerPyFunc",
-        "ReadFile",
-        "WriteFile",
-        "MatchingFiles",
-        "MatchingFilesDataset",
-        "TextLineDataset",
-        "TFRecordDataset",
-        "TFRecordDatasetV2",
-        "FixedLengthRecordDataset",
-        "FixedLengthRecordDatasetV2",
-        "SqlDataset",
-        "LoadDataset",
-        "SaveDataset",
-        "SaveDatasetV2",
-        "CacheDataset",
-        "CacheDatasetV2",
-        "SnapshotDataset",
-        "SnapshotDatasetV2",
-        "DataServiceDatasetV4",
-        "WholeFileReaderV2",
-        "TextLineReaderV2",
-        "TFRecordReaderV2",
-        "FixedLengthRecordReaderV2",
-        "ImmutableConst",
-        "CreateSummaryFileWriter",
-        "CreateSummaryDbWriter",
-        "DebugIdentityV2",
-        "DebugIdentityV3",
-        "RpcCall",
-        "RpcClient",
-        "RpcServer",
-    ]
+# By how their names begin; RestoreV2 is what variables are loaded by.
+_UNSAFE = re.compile(
+    "PyFunc|EagerPyFunc|ReadFile|WriteFile|MatchingFiles|WholeFileReader|TextLine|TFRecord|"
+    "FixedLengthRecord|SqlDataset|LoadDataset|SaveDataset|CacheDataset|SnapshotDataset|"
+    "DataServiceDataset|ImmutableConst|CreateSummary|DebugIdentityV|Rpc(Call|Client|Server)"
 )
 
 
@@ -146,7 +115,9 @@ def read_signatures(version_directory: str | os.PathLike):
 def _check_safe(path, graph):
     nodes = [*graph.node]
     nodes += [node for function in graph.library.function for node in function.node_def]
-    if found := sorted({node.op for node in nodes if node.op in _UNSAFE or _prints_to_file(node)}):
+    if found := sorted(
+        {node.op for node in nodes if _UNSAFE.match(node.op) or _prints_to_file(node)}
+    ):
         raise ValueError(
             f"{path} is not loaded: its operations {found} would run Python code or touch files of "
             "the server; export the model without them (tf.py_function, tf.io.read_file …)"

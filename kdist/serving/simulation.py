@@ -3,12 +3,13 @@
     outcome = simulate(curve, poisson(rate=400, count=20_000), BatchSettings(0.002, max_batch=32))
     outcome.mean_seconds, outcome.p99_seconds
 
-One device, one queue, in order of arrival. A batch is started when the device is free and either
-`max_batch` requests wait or the oldest has waited for the timeout; so while the device is busy,
-requests gather whatever the timeout is. Imports no TensorFlow.
+One queue, in order of arrival. A batch is started when a device is free and either
+`max_batch` requests wait or the oldest has waited for the timeout; so while all
+are busy, requests gather whatever the timeout is. Imports no TensorFlow.
 """
 
 import dataclasses
+import heapq
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class Outcome:
         p50_seconds: half of the requests do not exceed it.
         p99_seconds: 99 of 100.
         batch_rows: mean rows of a batch.
-        device_share: share of the time in which the device computes.
+        device_share: share of the time in which a device computes.
         over_capacity: more requests come than such batches can serve: the queue grows for good,
             and the times above say only how long it was simulated.
     """
@@ -48,6 +49,7 @@ def simulate(
     arrivals: np.ndarray,
     settings: BatchSettings,
     overhead_seconds: float = 0.0,
+    devices: int = 1,
 ) -> Outcome:
     """Serves requests of one row each.
 
@@ -56,6 +58,7 @@ def simulate(
         arrivals: seconds, ascending, of shape (N,).
         settings: of batches; `max_batch` within the curve.
         overhead_seconds: of each request, besides: reading, writing. Defaults to none.
+        devices: that compute a batch each.
 
     Raises:
         ValueError: no arrivals, or a `max_batch` that the curve does not have.
@@ -67,13 +70,13 @@ def simulate(
             f"max_batch={settings.max_batch}: the curve was measured up to {curve.largest}; "
             "measure larger batches, or take smaller ones"
         )
-    firsts, ends = _batches(curve.table(), np.asarray(arrivals, float), settings)
+    firsts, ends = _batches(curve.table(), np.asarray(arrivals, float), settings, devices)
     rows = np.diff(firsts)
     latency = np.repeat(ends, rows) - arrivals + overhead_seconds
     counted = latency[int(len(latency) * _WARM_UP_SHARE) :]
     p50, p99 = np.percentile(counted, [50, 99])
     computing = curve.table()[rows].sum()
-    span = ends[-1] - arrivals[0]
+    span = (max(ends) - arrivals[0]) * devices
     rate = (len(arrivals) - 1) / max(arrivals[-1] - arrivals[0], 1e-12)
     return Outcome(
         float(counted.mean()),
@@ -81,24 +84,25 @@ def simulate(
         float(p99),
         float(rows.mean()),
         float(computing / span),
-        bool(rate > _FULL_SHARE * curve.capacity(settings.max_batch)),
+        bool(rate > _FULL_SHARE * devices * curve.capacity(settings.max_batch)),
     )
 
 
-def _batches(seconds, arrivals, settings):
+def _batches(seconds, arrivals, settings, devices):
     """(number of the first request of each batch and of all, when each batch ends)."""
     count, most = len(arrivals), settings.max_batch
     firsts, ends = [0], []
-    free, first = arrivals[0], 0
+    free, first = [arrivals[0]] * devices, 0  # a heap: when each is free
     while first < count:
         # When a free device would start: with the last request of a full batch, or at the timeout.
         due = arrivals[first] + settings.timeout_seconds
         if first + most <= count:
             due = min(due, arrivals[first + most - 1])
-        start = max(free, due)
+        start = max(free[0], due)
         waiting = int(np.searchsorted(arrivals[first : first + most], start, side="right"))
         first += max(waiting, 1)
-        free = start + seconds[first - firsts[-1]]
+        end = start + seconds[first - firsts[-1]]
+        heapq.heapreplace(free, end)
         firsts.append(first)
-        ends.append(free)
+        ends.append(end)
     return np.asarray(firsts), np.asarray(ends)

@@ -64,6 +64,7 @@ def choose(
     timeouts_ms: Sequence[float] = TIMEOUTS_MS,
     max_batches: Sequence[int] | None = None,
     overhead_seconds: float = 0.0,
+    devices: int = 1,
 ) -> Choice:
     """Simulates all settings of a grid, and takes the one that the objective asks for.
 
@@ -77,7 +78,9 @@ def choose(
         timeouts_ms: milliseconds, as a client or TensorFlow Serving may be set to.
         max_batches: rows; by default the sizes of the curve.
         overhead_seconds: of each request, besides.
+        devices: that compute a batch each.
     """
+    system = _System(curve, np.asarray(arrivals, float), overhead_seconds, devices)
     grid = [
         BatchSettings(timeout * 1e-3, rows)
         for timeout in sorted(timeouts_ms)
@@ -85,11 +88,10 @@ def choose(
     ]
     tried = []
     for settings in grid:
-        outcome = simulate(curve, arrivals, settings, overhead_seconds)
-        score = _score(curve, arrivals, settings, objective, outcome, overhead_seconds)
-        tried.append(Tried(settings, outcome, score))
+        outcome = system.outcome(settings)
+        tried.append(Tried(settings, outcome, _score(system, settings, objective, outcome)))
     tried.sort(key=lambda each: each.score)
-    if reason := _why_none(curve, arrivals, objective, tried):
+    if reason := _why_none(system, objective, tried):
         return Choice(None, tried, reason)
     least = tried[0].score
     good = [each for each in tried if each.score <= least + _NEARLY * abs(least)]
@@ -97,7 +99,28 @@ def choose(
     return Choice(best, tried)
 
 
-def _score(curve, arrivals, settings, objective, outcome, overhead_seconds):
+@dataclasses.dataclass(frozen=True)
+class _System:
+    """All but the settings."""
+
+    curve: LatencyCurve
+    arrivals: np.ndarray
+    overhead_seconds: float
+    devices: int
+
+    @property
+    def rate(self):
+        return (len(self.arrivals) - 1) / (self.arrivals[-1] - self.arrivals[0])
+
+    def capacity(self, max_batch):
+        return self.devices * self.curve.capacity(max_batch)
+
+    def outcome(self, settings, times_faster=1.0):
+        arrivals = self.arrivals / times_faster
+        return simulate(self.curve, arrivals, settings, self.overhead_seconds, self.devices)
+
+
+def _score(system, settings, objective, outcome):
     bound = objective.p99_seconds
     if outcome.over_capacity or (bound is not None and outcome.p99_seconds > bound):
         return float("inf")
@@ -105,36 +128,34 @@ def _score(curve, arrivals, settings, objective, outcome, overhead_seconds):
         return outcome.mean_seconds
     if objective.aim == "device_time":
         return outcome.device_share
-    return -_highest_rate(curve, arrivals, settings, bound, overhead_seconds)
+    return -_highest_rate(system, settings, bound)
 
 
-def _highest_rate(curve, arrivals, settings, bound, overhead_seconds):
+def _highest_rate(system, settings, bound):
     """How much faster the same requests could come, within the bound, in requests a second."""
-    rate = (len(arrivals) - 1) / (arrivals[-1] - arrivals[0])
-    low, high = 1.0, max(1.0, curve.capacity(settings.max_batch) / rate)
+    low, high = 1.0, max(1.0, system.capacity(settings.max_batch) / system.rate)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        outcome = simulate(curve, arrivals / middle, settings, overhead_seconds)
+        outcome = system.outcome(settings, middle)
         if outcome.over_capacity or outcome.p99_seconds > bound:
             high = middle
         else:
             low = middle
-    return low * rate
+    return low * system.rate
 
 
-def _why_none(curve, arrivals, objective, tried):
+def _why_none(system, objective, tried):
     if np.isfinite(tried[0].score):
         return ""
-    rate = (len(arrivals) - 1) / (arrivals[-1] - arrivals[0])
     if all(each.outcome.over_capacity for each in tried):
-        most = max(curve.capacity(each.settings.max_batch) for each in tried)
+        most = max(system.capacity(each.settings.max_batch) for each in tried)
         return (
-            f"over capacity: {rate:,.0f} requests a second come, and the device serves "
+            f"over capacity: {system.rate:,.0f} requests a second come, and the device serves "
             f"{most:,.0f} at most; add a process or a device, or allow larger batches"
         )
     serving = [each.outcome.p99_seconds for each in tried if not each.outcome.over_capacity]
     return (
         f"no setting keeps 99 of 100 requests within {objective.p99_seconds * 1e3:g} ms at "
-        f"{rate:,.0f} requests a second; the best reaches {min(serving) * 1e3:.1f} ms: allow as "
-        "much, or add a process or a device"
+        f"{system.rate:,.0f} requests a second; the best reaches {min(serving) * 1e3:.1f} ms: "
+        "allow as much, or add a process or a device"
     )

@@ -1,21 +1,21 @@
 """A version computes before it is asked to, so that no client waits for traces and allocations."""
 
-import time
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from kdist.serving.latency_curve import LatencyCurve
+from kdist.serving.measured_curve import measure_curve
 from kdist.serving.refusals import BadInput
 from kdist.serving.signature import SERVING_DEFAULT, Signature
 
-# The most that the measured calls of all sizes take, and calls of a size.
-_MEASURE_SECONDS = 2.0
-_MOST_CALLS = 9
+# For the measured calls of all sizes together.
+_MEASURE_SECONDS = 1.0
 
 
 def warm_up(
-    compute: Callable[[str, Mapping[str, np.ndarray]], object],
+    compute: Callable[[str, Mapping[str, np.ndarray]], Mapping[str, np.ndarray]],
     signatures: Mapping[str, Signature],
     sizes: Sequence[int],
     examples: Sequence[Mapping[str, np.ndarray]] = (),
@@ -34,19 +34,21 @@ def warm_up(
     default = SERVING_DEFAULT if SERVING_DEFAULT in signatures else min(signatures)
     curve = None
     for name, signature in signatures.items():
-        row = _row(signature, examples if name == default else ())
+        row = example_row(signature, examples if name == default else ())
         wanted = list(sizes) if name == default else sizes[:1]
         try:
-            seconds = [_median_seconds(compute, name, row, n, len(wanted)) for n in wanted]
+            found = measure_curve(functools.partial(compute, name), row, wanted, _MEASURE_SECONDS)
         except BadInput:
             continue
         if name == default:
-            curve = LatencyCurve(wanted, seconds)
+            curve = found
     return curve
 
 
-def _row(signature, examples):
-    """{input: array of one row}."""
+def example_row(
+    signature: Signature, examples: Sequence[Mapping[str, np.ndarray]] = ()
+) -> dict[str, np.ndarray]:
+    """A request of one row: of the first example, or of zeros."""
     for example in examples:
         return {name: array[:1] for name, array in example.items()}
     return {
@@ -57,14 +59,3 @@ def _row(signature, examples):
         )
         for name, spec in signature.inputs.items()
     }
-
-
-def _median_seconds(compute, name, row, size, sizes):
-    arrays = {key: np.repeat(array, size, axis=0) for key, array in row.items()}
-    compute(name, arrays)  # traces
-    seconds: list[float] = []
-    while len(seconds) < _MOST_CALLS and sum(seconds) < _MEASURE_SECONDS / sizes:
-        began = time.perf_counter()
-        compute(name, arrays)
-        seconds.append(time.perf_counter() - began)
-    return float(np.median(seconds))

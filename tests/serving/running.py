@@ -19,10 +19,10 @@ from tensorflow_serving.apis import (
 )
 
 from kdist.serving import server
-from kdist.serving.models import Limits, Models
+from kdist.serving.models import Models
 from kdist.serving.rest import create_application
 from kdist.serving.rpc import create_grpc_server
-from kdist.serving.settings import BatchSettings
+from kdist.serving.settings import BatchSettings, Limits
 
 SECONDS = 60  # that anything may take before a test fails
 
@@ -161,7 +161,7 @@ def predict_request(model, signature="", **arrays):
 def running(directories, settings=None, limits=None, computing=None, **options):
     """A server of these models, in a thread with an event loop of its own."""
     settings = settings or BatchSettings(0.0, 8)
-    it = Running(Models(directories, computing, settings, limits or Limits(), **options))
+    it = Running(Models(directories, computing, settings, limits=limits or Limits(), **options))
     started, ending = futures.Future(), asyncio.Event()
     main = _main(it, settings, limits or Limits(), started, ending)
     thread = threading.Thread(target=_guarded, args=[main, started], daemon=True)

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from kdist.serving.batcher import Batcher, Overloaded
+from kdist.serving.batcher import Batcher, Devices, Overloaded
 from kdist.serving.settings import BatchSettings
 
 LONG = 60.0
@@ -46,6 +46,15 @@ def started(batcher, *requests):
     return [asyncio.ensure_future(batcher(request)) for request in requests]
 
 
+async def started_one_first(batcher, first, *requests):
+    """The first finds a free device, the others a busy one."""
+    tasks = started(batcher, first)
+    await settle()
+    tasks += started(batcher, *requests)
+    await settle()
+    return tasks
+
+
 def values(answers):
     return [answer["y"][:, 0].tolist() for answer in answers]
 
@@ -54,8 +63,7 @@ def test_requests_gather_while_the_device_is_busy():
     async def scenario():
         device = Device(open=False)
         batcher = Batcher(device, BatchSettings(0.0, 4))
-        tasks = started(batcher, *(rows(n) for n in range(7)))
-        await settle()
+        tasks = await started_one_first(batcher, *(rows(n) for n in range(7)))
         device.may_go_on.release(9)
         assert values(await asyncio.gather(*tasks)) == [[2 * n] for n in range(7)]
         # The first found a free device; four are a full batch.
@@ -141,8 +149,7 @@ def test_who_stops_waiting_is_not_computed():
     async def scenario():
         device = Device(open=False)
         batcher = Batcher(device, BatchSettings(0.0, 4))
-        tasks = started(batcher, *(rows(n) for n in range(4)))
-        await settle()
+        tasks = await started_one_first(batcher, *(rows(n) for n in range(4)))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(tasks[2], 0.01)
         device.may_go_on.release(9)
@@ -157,8 +164,7 @@ def test_more_than_may_wait_is_refused_at_once():
     async def scenario():
         device = Device(open=False)
         batcher = Batcher(device, BatchSettings(0.0, 4), max_waiting=3)
-        tasks = started(batcher, rows(0), rows(1), rows(2, 3))
-        await settle()
+        tasks = await started_one_first(batcher, rows(0), rows(1), rows(2, 3))
         with pytest.raises(Overloaded, match="3 rows wait, of 3 that may") as refused:
             await batcher(rows(4))
         assert refused.value.retry_after_seconds >= 0
@@ -225,5 +231,87 @@ def test_under_load_everybody_has_his_own_answer():
         assert max(map(len, device.calls)) == 16
         assert {len(call) for call in device.calls} <= {1, 4, 16}
         await batcher.close()
+
+    run(scenario)
+
+
+def test_batchers_share_devices_and_take_turns():
+    async def scenario():
+        device, devices = Device(open=False), Devices(1)
+        one, two = (Batcher(device, BatchSettings(0.0, 2), devices=devices) for _ in range(2))
+        tasks = await started_one_first(one, *(rows(n) for n in (1, 2, 3, 4)))
+        tasks += started(two, *(rows(n) for n in (11, 12, 13)))
+        await settle()
+        assert devices.free == 0
+        device.may_go_on.release(9)
+        await asyncio.gather(*tasks)
+        assert devices.free == 1
+        # The first came alone; the others gathered, and those of `one` waited first.
+        assert device.calls == [[1], [2, 3], [11, 12], [4], [13]]
+
+    run(scenario)
+
+
+def test_as_many_batches_are_under_way_as_there_are_devices():
+    async def scenario():
+        device, devices = Device(open=False), Devices(2)
+        batcher = Batcher(device, BatchSettings(0.0, 2), devices=devices)
+        tasks = started(batcher, *(rows(n) for n in range(6)))
+        await settle()
+        assert devices.free == 0
+        assert batcher.waiting_rows == 2
+        device.may_go_on.release(9)
+        assert values(await asyncio.gather(*tasks)) == [[2 * n] for n in range(6)]
+        assert devices.free == 2
+
+    run(scenario)
+
+
+def test_rows_of_different_shapes_are_in_different_batches():
+    async def scenario():
+        device = Device(open=False)
+        batcher = Batcher(device, BatchSettings(0.0, 8))
+        wide = {"x": np.full([1, 2], 5, "float32")}
+        tasks = started(batcher, rows(1), rows(2), wide, rows(3), wide)
+        await settle()
+        device.may_go_on.release(9)
+        answers = await asyncio.gather(*tasks)
+        assert [answer["y"].shape[1] for answer in answers] == [1, 1, 2, 1, 2]
+        assert device.calls == [[1, 2, 3], [5, 5]]
+
+    run(scenario)
+
+
+def test_batches_are_told_of():
+    async def scenario():
+        told = []
+        batcher = Batcher(
+            Device(), BatchSettings(0.0, 4), sizes=[4], on_batch=lambda *each: told.append(each)
+        )
+        await batcher(rows(1, 2, 3))
+        ((real, computed, seconds),) = told
+        assert (real, computed) == (3, 4)
+        assert seconds > 0
+
+    run(scenario)
+
+
+def test_a_closed_batcher_says_that_it_is():
+    async def scenario():
+        batcher = Batcher(Device(), BatchSettings())
+        await batcher.close()
+        with pytest.raises(Overloaded) as caught:
+            await batcher(rows(1))
+        assert caught.value.ending
+
+    run(scenario)
+
+
+def test_what_is_there_already_is_in_the_first_batch():
+    async def scenario():
+        device = Device()
+        batcher = Batcher(device, BatchSettings(0.0, 8))
+        await asyncio.gather(*started(batcher, *(rows(n) for n in range(5))))
+        assert device.calls == [[0, 1, 2, 3, 4]]
 
     run(scenario)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kdist.serving.models import Limits
+from kdist.serving.settings import Limits
 from tests.serving.running import received, running
 
 SILENT = 0.4

@@ -64,7 +64,7 @@ def test_a_new_version_replaces_the_old_one_and_its_end_brings_it_back(
     shutil.rmtree(tmp_path / "m" / "2")
     refresh()
     assert y_of(served) == y_of(served, 1) == 1
-    assert states(served) == {1: "AVAILABLE", 2: "END"}
+    assert states(served) == {1: "AVAILABLE"}
     add(ready, tmp_path / "m", 3, as_version=2)
     refresh()
     assert y_of(served) == 3

@@ -9,39 +9,14 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 
-import kdist
-from kdist.parallel import column, device, heads, row, split, stage
 from kdist.serving.exporting import export
 from kdist.serving.model_directory import check_devices, needed_devices, read_metadata
 from kdist.serving.warmup_file import warmup_requests
 from kdist.testing import python
+from tests.serving.split_models import MODELS, inputs_of, predicted, split_model
 
 layers = keras.layers
 
-
-def tokens():
-    return kdist.models.transformer(
-        (6,), 3, vocabulary_size=20, width=16, heads=4, depth=1, dropout=0.1
-    )
-
-
-def branches():
-    """Two inputs, and branches of which each has statistics of its own."""
-    left, right = keras.Input((6,), name="left"), keras.Input((6,), name="right")
-    a = layers.BatchNormalization(name="a_norm")(layers.Dense(8, "relu", name="a")(left))
-    b = layers.BatchNormalization(name="b_norm")(layers.Dense(8, "relu", name="b")(right))
-    return keras.Model({"left": left, "right": right}, layers.Dense(3, name="head")(a + b))
-
-
-MODELS = {
-    "stages": (tokens, "data=2,pipeline=2,micro_batches=2", {"block1_ffn_norm": stage(1)}),
-    "tensors": (
-        tokens,
-        "tensor=2",
-        {"token_embedding": row(), ".*_attention": heads(), ".*_up": column(), ".*_down": row()},
-    ),
-    "branches": (branches, "branch=2", {"b|b_norm": device(1)}),
-}
 
 # In a process that has other devices, and knows nothing of how the model was split.
 SERVED = """
@@ -70,30 +45,6 @@ for path, inputs in json.loads(sys.argv[1]).items():
     })
 print(json.dumps([there_are, answers]))
 """
-
-
-def split_model(kind, scale=1.0):
-    """A split model whose weights and statistics are all random."""
-    build, layout, plan = MODELS[kind]
-    with kdist.create_strategy(kdist.Layout.parse(layout)).scope():
-        model = split(build(), plan)
-    generator = np.random.default_rng(0)
-    model.set_weights([scale * generator.uniform(0.5, 1, w.shape) for w in model.get_weights()])
-    return model
-
-
-def inputs_of(model, rows=5):
-    generator = np.random.default_rng(1)
-    return {
-        name: generator.integers(0, 20, (rows, 6)).astype(
-            "int32" if name == "inputs" else "float32"
-        )
-        for name in (["inputs"] if len(model.inputs) == 1 else ["left", "right"])
-    }
-
-
-def predicted(model, inputs):
-    return model.predict(inputs.get("inputs", inputs), verbose=0)
 
 
 @pytest.mark.slow

@@ -203,3 +203,15 @@ def test_a_recorded_trace(tmp_path):
     (tmp_path / "short.txt").write_text("1\n")
     with pytest.raises(ValueError, match="holds 1 finite times"):
         read_trace(tmp_path / "short.txt")
+
+
+def test_two_devices_serve_what_one_cannot():
+    curve, arrivals = LatencyCurve([1], [1.5]), np.arange(1000.0)
+    one = simulate(curve, arrivals, BatchSettings(0.0, 1))
+    two = simulate(curve, arrivals, BatchSettings(0.0, 1), devices=2)
+    assert one.over_capacity
+    assert not two.over_capacity
+    assert two.mean_seconds == pytest.approx(1.5)
+    assert two.device_share == pytest.approx(0.75, rel=0.01)
+    assert "over capacity" in choose(curve, arrivals, Objective()).reason
+    assert choose(curve, arrivals, Objective(), devices=2).best is not None

@@ -1,0 +1,104 @@
+"""A process of clients: python -m benchmarks.serving.client '{"port": 8501, …}' (`Order`).
+
+Prints the outcome as a line of JSON. Imports TensorFlow for gRPC alone.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+from benchmarks.serving.connections import GrpcConnection, HttpConnection
+from benchmarks.serving.dialects import dialect
+from benchmarks.serving.examples import Examples, Requests
+from benchmarks.serving.loads import Limits, closed_loop, open_loop
+from benchmarks.serving.outcomes import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What a process of clients is to do.
+
+    Attributes:
+        examples: a file of `Examples.save`.
+        port: of the server, on this machine.
+        path: of its URL; none for gRPC.
+        dialect: a name of `benchmarks.serving.dialects`.
+        limits: fields of `Limits`.
+        clients: of a closed loop; or
+        rate: of an open one, in requests a second.
+        model: its name, for gRPC.
+        input_name: of the model, for gRPC.
+    """
+
+    examples: str
+    port: int
+    path: str
+    dialect: str
+    limits: dict
+    clients: int | None = None
+    rate: float | None = None
+    model: str = ""
+    input_name: str = ""
+
+
+def run(order: Order, root: str) -> dict:
+    """`Outcome.summary` of an order, carried out by a process of its own.
+
+    Args:
+        order: what to do.
+        root: of the repository.
+
+    Raises:
+        RuntimeError: it failed, or took a minute longer than its limits allow.
+    """
+    limits = Limits(**order.limits)
+    most = limits.seconds + limits.warm_up_seconds + limits.timeout_seconds + 60
+    command = [sys.executable, "-m", __spec__.name, json.dumps(dataclasses.asdict(order))]
+    try:
+        process = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=most, check=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"the clients did not end within {most:.0f} s") from error
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"the clients failed:\n{error.stderr[-3000:]}") from error
+    return json.loads(process.stdout.strip().splitlines()[-1])
+
+
+async def carried_out(order: Order) -> Outcome:
+    """Carries out an order, in this process."""
+    spoken = dialect(order.dialect, order.model, order.input_name)
+    requests = Requests(Examples.load(order.examples), spoken)
+    connect = _connect(order, spoken.is_grpc)
+    limits = Limits(**order.limits)
+    if order.rate:
+        return await open_loop(connect, requests, order.rate, limits)
+    return await closed_loop(connect, requests, order.clients or 1, limits)
+
+
+def _connect(order, is_grpc):
+    if not is_grpc:
+        return functools.partial(HttpConnection.open, "127.0.0.1", order.port, order.path)
+
+    async def connect():
+        return GrpcConnection("127.0.0.1", order.port)
+
+    return connect
+
+
+def _main(given):
+    order = Order(**json.loads(given))
+    if order.dialect == "grpc":
+        outcome = asyncio.run(carried_out(order))  # gRPC's own loop goes with asyncio's
+    else:
+        import uvloop
+
+        outcome = uvloop.run(carried_out(order))
+    print(json.dumps(outcome.summary()))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,77 @@
+"""What batches are computed on: Keras models on the CPU, and devices that only sleep."""
+
+import collections
+import time
+
+import numpy as np
+
+SIZES = (1, 2, 4, 8, 16, 32)
+
+
+def _sleeping(milliseconds):
+    def compute(arrays):
+        rows = len(arrays["x"])
+        time.sleep(milliseconds * 1e-3 * (1 + rows / SIZES[-1]))
+        return {"y": arrays["x"]}
+
+    return compute, {"x": np.zeros((1, 4), "float32")}
+
+
+def _model(name, shape):
+    import tensorflow as tf
+
+    from kdist import models
+
+    model = models.create(name, input_shape=shape, num_classes=10)
+    function = tf.function(lambda images: model(images, training=False))
+
+    def compute(arrays):
+        return {"y": function(tf.constant(arrays["x"])).numpy()}
+
+    return compute, {"x": np.zeros((1, *shape), "float32")}
+
+
+DEVICES = {
+    "sleep5": lambda: _sleeping(5),
+    "sleep10": lambda: _sleeping(10),
+    "sleep20": lambda: _sleeping(20),
+    "lenet": lambda: _model("lenet", (28, 28, 1)),
+    "mobilenet_v2": lambda: _model("mobilenet_v2", (96, 96, 3)),
+}
+
+
+def device_of(name: str):
+    """(a function of named arrays, one row for it) of this name in `DEVICES`."""
+    return DEVICES[name]()
+
+
+class Timed:
+    """A function of arrays that notes what its calls take.
+
+    Attributes:
+        times: seconds, by rows.
+    """
+
+    def __init__(self, compute):
+        self._compute = compute
+        self.times: dict[int, list[float]] = collections.defaultdict(list)
+
+    def __call__(self, arrays):
+        began = time.perf_counter()
+        outputs = self._compute(arrays)
+        self.times[len(arrays["x"])].append(time.perf_counter() - began)
+        return outputs
+
+
+def told(compute, tuner, loop):
+    """Pads batches, as a batcher does, and tells the tuner of them in its own thread."""
+
+    def computed(arrays):
+        began, rows = loop.time(), len(arrays["x"])
+        size = next(size for size in SIZES if size >= rows)
+        more = np.repeat(arrays["x"][:1], size - rows, axis=0)
+        outputs = compute({"x": np.concatenate([arrays["x"], more])})
+        loop.call_soon_threadsafe(tuner.load.batch_done, rows, loop.time() - began)
+        return {name: output[:rows] for name, output in outputs.items()}
+
+    return computed

@@ -1,0 +1,186 @@
+"""Puts the same load on our server and on its rivals, in one session, and prints the ratios.
+
+  # once: environments for rivals, some minutes and 4 GB; from the repository's root
+  python -m benchmarks.serving_load --prepare
+
+  # both models, 1 and 32 clients, a quarter of an hour or so; kept in results/
+  python -m benchmarks.serving_load --save
+
+  # ours alone, with a fixed timeout, and requests that come 200 a second, as a Poisson process
+  python -m benchmarks.serving_load --contenders=kdist,unbatched --timeout_us=2000 \\
+    --models=mobilenet_v2 --clients= --rates=200
+
+Each server is started in turn, loaded by one process of clients, and ended; rounds begin with
+another one each. Requests are single examples, no two that wait the same; each answer is compared
+with what the model says to that example. Only right answers count. Where a contender has several
+settings, a trial of the largest load finds the best, which then takes part. Figures are medians
+over rounds; ratios are taken within a round, and their median is shown. The contenders:
+
+  kdist          our server, --batch_timeout_us=auto
+  kdist_grpc     the same, asked over gRPC
+  kdist_single   our server, with batches of one request
+  unbatched      a minimal program on the same web server: each request computed as it comes
+  ray, mlserver, bentoml   rivals, batching as their guides advise, each with its best setting
+
+All load the same SavedModel, with the same threads, and get the same JSON, but for MLServer, which
+has a protocol of its own (V2). Memory is resident memory, summed over a server's processes.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from absl import flags
+
+from benchmarks import tables as markdown
+from benchmarks.serving import environments, models, tables
+from benchmarks.serving.contenders import CONTENDERS, OURS, Options, this_python, with_timeout
+from benchmarks.serving.loads import Limits
+from benchmarks.serving.servers import ROOT
+from benchmarks.serving.sessions import Load, Served, Session
+from kdist import program
+
+FLAGS = flags.FLAGS
+
+DEFAULT_CONTENDERS = [name for name in CONTENDERS if name not in ("kdist_grpc", "kdist_single")]
+
+# Rivals' environments.
+flags.DEFINE_boolean("prepare", False, "Make the rivals' environments, and measure nothing.")
+flags.DEFINE_string(
+    "rivals_dir", str(ROOT / ".venv-rivals"), "Where those are; a rival without one is left out."
+)
+
+# What is served, and by whom.
+flags.DEFINE_list("models", list(models.MODELS), f"Of {', '.join(models.MODELS)}.")
+flags.DEFINE_string(
+    "models_dir", None, "Keeps the exported models, for other sessions; by default a new directory."
+)
+flags.DEFINE_list("contenders", DEFAULT_CONTENDERS, f"Of {', '.join(CONTENDERS)}.")
+flags.DEFINE_string("server", str(ROOT / "scripts" / "serve.py"), "Our server's program.")
+flags.DEFINE_string("timeout_us", "auto", "Our server's --batch_timeout_us.")
+flags.DEFINE_integer("workers", 0, "Our server's --workers.", lower_bound=0)
+flags.DEFINE_integer("max_batch", 32, "Rows of a batch at most, of all servers.", lower_bound=1)
+flags.DEFINE_integer("cores", 2, "Threads that TensorFlow computes with.", lower_bound=1)
+
+# The load.
+flags.DEFINE_list("clients", ["1", "32"], "Closed loops of so many clients; may be empty.")
+flags.DEFINE_list("rates", [], "Open loops of so many requests a second.")
+flags.DEFINE_float("seconds", 5, "How long a load lasts.", lower_bound=0.1)
+flags.DEFINE_integer("count", None, "Requests of a load at most.", lower_bound=1)
+flags.DEFINE_float("warm_up_seconds", 3, "Of a load, before it counts.", lower_bound=0)
+flags.DEFINE_float("trial_seconds", 3, "Of the trial of a setting.", lower_bound=0.1)
+flags.DEFINE_integer("rounds", 3, "How often each server is measured.", lower_bound=1)
+flags.DEFINE_float("timeout", 120, "Seconds that a server may take to start.", lower_bound=1)
+
+# What comes out.
+flags.DEFINE_boolean("save", False, "Write the tables to --results_dir, with commit and machine.")
+flags.DEFINE_string(
+    "results_dir", str(pathlib.Path(__file__).parent / "results"), "Where --save writes to."
+)
+
+
+def main(_):
+    rivals = pathlib.Path(FLAGS.rivals_dir).resolve()
+    if FLAGS.prepare:
+        return _prepare(rivals)
+    _check("models", models.MODELS)
+    _check("contenders", CONTENDERS)
+    loads = _loads()
+    contenders = _possible(rivals)
+    with tempfile.TemporaryDirectory() as new:
+        directory = pathlib.Path(FLAGS.models_dir or new).resolve()
+        texts = [_compared(name, directory, contenders, loads, rivals) for name in FLAGS.models]
+    if FLAGS.save:
+        _save("\n\n".join(texts))
+    return 0
+
+
+def _prepare(rivals):
+    for name in environments.NAMES:
+        print(f"{name} …", flush=True)
+        environments.prepare(rivals, name)
+    print(f"ready in {rivals}")
+    return 0
+
+
+def _check(flag, known):
+    for value in FLAGS[flag].value:
+        if value not in known:
+            raise ValueError(f"--{flag}: no {value!r}; take some of {', '.join(known)}")
+
+
+def _loads():
+    loads = [Load(clients=_positive("clients", value, int)) for value in FLAGS.clients if value]
+    loads += [Load(rate=_positive("rates", value, float)) for value in FLAGS.rates if value]
+    if not loads:
+        raise ValueError("no load: give --clients=32, --rates=100, or both")
+    return loads
+
+
+def _positive(flag, text, kind):
+    try:
+        value = kind(text)
+    except ValueError:
+        value = 0
+    if not value > 0:
+        raise ValueError(f"--{flag}: {text!r} is no number above 0")
+    return value
+
+
+def _possible(rivals):
+    """{contender: interpreter}, without those that are not installed."""
+    found = {}
+    for name in FLAGS.contenders:
+        contender = CONTENDERS[name]
+        python = this_python()
+        if contender.environment:
+            python = environments.python(rivals, contender.environment)
+        if not python or not _imports(python, contender.imports):
+            print(f"{contender.title} is left out: not in {python or rivals} (--prepare)\n")
+            continue
+        if name in (OURS, "kdist_grpc"):
+            contender = with_timeout(contender, FLAGS.timeout_us)
+        found[contender] = python
+    if not found:
+        raise ValueError("nothing is left to be measured; add --contenders=kdist,unbatched")
+    return found
+
+
+def _imports(python, package):
+    """Whether it is installed there; imports as little as can be."""
+    code = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
+
+
+def _compared(name, directory, contenders, loads, rivals):
+    served = Served(name, *models.prepared(name, directory))
+    limits = Limits(FLAGS.seconds, FLAGS.count, FLAGS.warm_up_seconds)
+    options = Options(FLAGS.max_batch, os.path.abspath(FLAGS.server), FLAGS.workers, rivals)
+    session = Session(served, options, FLAGS.cores, limits, FLAGS.timeout)
+
+    def say(text):
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+    heaviest = max(loads, key=lambda load: (load.clients or 0, load.rate or 0))
+    entries = session.best_settings(contenders, heaviest, FLAGS.trial_seconds, say)
+    measured = session.measure(entries, loads, FLAGS.rounds, say)
+    text = tables.report(name, measured)
+    print(f"{text}\n", flush=True)
+    return text
+
+
+def _save(text):
+    about = {
+        "threads": FLAGS.cores,
+        "rounds": f"{FLAGS.rounds} of {FLAGS.seconds:g} s",
+        "batches": f"of {FLAGS.max_batch} at most",
+        "asked": tables.bodies([CONTENDERS[name] for name in FLAGS.contenders]),
+    }
+    path = markdown.save(text, pathlib.Path(FLAGS.results_dir), ROOT, about, "Servers compared")
+    print("saved", path)
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,226 @@
+"""What the tuner applies, on a server and clients in virtual time."""
+
+import asyncio
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kdist.serving import BatchSettings, LatencyCurve, Objective, choose, poisson, simulate
+from kdist.serving.adapting import Tuner
+from kdist.serving.choosing_apart import choose_apart
+from kdist.serving.load import Load
+from tests.serving.virtual_server import VirtualServer
+
+SIZES = [1, 8, 16, 32, 64]
+CURVE = LatencyCurve(SIZES, [0.008 + 0.0001 * size for size in SIZES])
+
+
+async def choose_here(*arguments, **named):
+    return choose(*arguments, **named)
+
+
+class Scene:
+    """A tuner that looks at a virtual server each second."""
+
+    def __init__(self, objective=None, curve=CURVE, seconds_of=None, **named):
+        self.server = VirtualServer(seconds_of or curve.seconds)
+        self.messages = []
+        self.tuner = Tuner(
+            curve,
+            objective,
+            on_message=self.messages.append,
+            choose=choose_here,
+            clock=self.server.clock,
+            sleep=self.server.sleep,
+            **named,
+        )
+        self.server.load = self.tuner.load
+        self.server.apply(self.tuner.settings)
+
+    def run(self, seconds):
+        async def looks():
+            end = self.server.now + seconds
+            while self.server.now < end:
+                await self.server.sleep(1.0)
+                await self.tuner.step(self.server.apply)
+
+        asyncio.run(looks())
+        return self.tuner.settings
+
+    def mean_latency(self, since):
+        return np.mean([seconds for when, seconds in self.server.latencies if when >= since])
+
+
+@pytest.mark.parametrize("objective", [Objective(), Objective("device_time")])
+def test_one_client_alone_never_waits(objective):
+    scene = Scene(objective)
+    scene.server.clients(1)
+    assert scene.run(30).timeout_seconds == 0
+    assert {settings.timeout_seconds for _, settings in scene.server.history} == {0.0}
+
+
+def test_a_client_that_is_left_alone_waits_no_more():
+    scene = Scene(Objective("device_time"))
+    scene.server.requests(poisson(500, 5000))
+    assert scene.run(9).timeout_seconds > 0
+    scene.run(2)  # the last are served
+    scene.server.clients(1)
+    assert scene.run(6).timeout_seconds == 0
+
+
+def test_an_open_load_is_served_as_the_simulator_says():
+    scene = Scene(Objective("device_time", 0.05))
+    scene.server.requests(poisson(500, 10_000))
+    settings = scene.run(8)
+    fresh = simulate(CURVE, poisson(500, 20_000, seed=3), settings)
+    lazy = simulate(CURVE, poisson(500, 20_000, seed=3), BatchSettings(0.0, 64))
+    assert fresh.p99_seconds < 0.055
+    assert fresh.device_share < 0.5 * lazy.device_share
+    assert scene.messages == []
+
+
+def test_ten_times_the_load_has_its_settings_within_ten_seconds():
+    """Steps of a curve: few rows are fast, so that a light load takes no large batches."""
+    curve = LatencyCurve([1, 4, 64], [0.005, 0.009, 0.05])
+    scene = Scene(Objective("throughput", 0.2), curve)
+    scene.server.requests([*poisson(60, 1200), *(20 + poisson(600, 12_000))])
+    scene.run(20)
+    changed = len(scene.server.history)
+    assert scene.run(10).max_batch == 64
+    assert scene.server.history[changed - 1][0] <= 30
+    assert scene.mean_latency(since=28) < 0.15
+
+
+def test_clients_that_wait_for_each_other_are_served_together():
+    scene = Scene()
+    scene.server.clients(64)
+    before = scene.run(1.0)
+    assert before == BatchSettings(0.0, 64)
+    settings = scene.run(8)
+    assert settings.timeout_seconds > 0
+    assert settings.max_batch == 64
+    # All in one batch of 14.4 ms; before, two halves took turns.
+    assert scene.mean_latency(since=scene.server.now - 2) < 0.017
+    assert scene.mean_latency(since=0) > 0.017
+
+
+def test_a_timeout_that_gains_nothing_is_not_kept():
+    """Where two batches of half take as long as one, clients lose by waiting."""
+    scene = Scene(curve=LatencyCurve(range(1, 65), [0.0002 * rows for rows in range(1, 65)]))
+    scene.server.clients(16)
+    assert scene.run(30).timeout_seconds == 0
+    # Longer and longer pauses: what trying costs is bounded.
+    tried = [when for when, settings in scene.server.history if settings.timeout_seconds > 0]
+    assert len(tried) < 30
+
+
+def test_over_capacity_is_said_once_and_the_most_is_served():
+    scene = Scene(max_batches=[1, 8])
+    scene.server.requests(poisson(2000, 30_000))
+    assert scene.run(12) == BatchSettings(0.0, 8)
+    assert len(scene.messages) == 1
+    assert scene.messages[0].startswith("over capacity: ")
+    assert scene.tuner.reason.startswith("over capacity: ")
+
+
+def test_refused_requests_are_load():
+    scene = Scene()
+    tuner, server = scene.tuner, scene.server
+    for when in poisson(9000, 18_000):
+        server.at(when, tuner.load.refused)
+    server.clients(16)  # as many as may wait
+    scene.run(2)
+    assert [text.partition(":")[0] for text in scene.messages] == ["over capacity"]
+    server.requests(poisson(100, 3000))
+    scene.run(20)
+    assert scene.messages[1:] == ["the load is served as asked again"]
+
+
+def test_a_slower_device_is_noticed():
+    """The curve was measured on an idle machine; now a batch takes four times as long."""
+    scene = Scene(seconds_of=lambda rows: 4 * CURVE.seconds(rows))
+    scene.server.requests(poisson(300, 6000))
+    scene.run(15)
+    slower = np.divide(scene.tuner.load.curve().batch_seconds, CURVE.batch_seconds)
+    assert np.all((slower > 2.5) & (slower < 4.1))
+
+
+def test_run_applies_at_once_and_ends_when_it_is_cancelled():
+    async def scenario():
+        applied = []
+        task = asyncio.create_task(Tuner(CURVE).run(applied.append))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return applied
+
+    assert asyncio.run(scenario()) == [BatchSettings(0.0, 64)]
+
+
+def test_a_choice_that_fails_ends_nothing():
+    """It is said, and serving goes on."""
+    scene = Scene()
+
+    async def fails(*_, **__):
+        raise RuntimeError("choosing settings failed: no memory")
+
+    async def looks():
+        task = asyncio.ensure_future(scene.tuner.run(scene.server.apply))
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+
+    scene.tuner._choose = fails
+    scene.server.requests(poisson(300, 3000))
+    scene.tuner._sleep = lambda seconds: _yielding(scene.server, seconds)
+    asyncio.run(looks())
+    assert scene.messages[0] == "choosing settings failed: no memory"
+
+
+async def _yielding(server, seconds):
+    await server.sleep(seconds)
+    await asyncio.sleep(0)
+
+
+# Counts.
+
+
+def test_littles_law():
+    now = [0.0]
+    load = Load(CURVE, lambda: now[0])
+    before = load.totals()
+    for _ in range(4):  # two requests, each inside for half a second
+        load.arrived()
+        load.arrived(rows=3)
+        now[0] += 0.5
+        load.batch_done(4, 0.3, requests=2)
+    spell = load.totals().since(before)
+    assert spell.waited / spell.answered == pytest.approx(0.5)
+    assert (spell.rows, spell.batches) == (16, 4)
+    assert spell.busy == pytest.approx(1.2)
+    assert len(load.recent(0.6)) == 4  # of the last pair, at 1.5 s
+    load.arrived()
+    load.left()
+    load.left()
+    assert load.inside == 0
+
+
+def test_another_process_chooses_the_same():
+    arrivals = poisson(400, 500)
+    apart = asyncio.run(choose_apart(CURVE, arrivals, Objective(), max_batches=[8, 64]))
+    assert apart == choose(CURVE, arrivals, Objective(), max_batches=[8, 64])
+    with pytest.raises(RuntimeError, match="failed: ValueError: max_batch=65"):
+        asyncio.run(choose_apart(CURVE, arrivals, Objective(), max_batches=[65]))
+
+
+def test_the_other_process_imports_no_tensorflow():
+    code = (
+        "import sys, kdist.serving.choosing_apart\n"
+        "print([name for name in sys.modules if name.split('.')[0] in ('tensorflow', 'keras')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert found.stdout.strip() == b"[]", found.stderr
