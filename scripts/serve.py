@@ -14,6 +14,7 @@ its last request is answered. SIGTERM or Ctrl-C ends the server in the same way.
 import functools
 import logging
 import os
+import re
 
 from absl import flags
 
@@ -22,6 +23,8 @@ from kdist import program
 from kdist.serving.settings import BatchSettings, Objective
 
 FLAGS = flags.FLAGS
+# What stands for itself in a URL; a colon would begin what is asked of the model.
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 flags.DEFINE_list("model_dir", [], "Directories of models' versions: DIR or NAME=DIR.")
 flags.DEFINE_integer("port", 8501, "For REST; 0 is any free port.", 0, 65535)
@@ -131,6 +134,8 @@ def directories(given):
     for each in given:
         name, _, directory = each.rpartition("=")
         name = name or os.path.basename(os.path.abspath(directory))
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"a model called {name!r} has no URL: give another name, as NAME=DIR")
         if name in found:
             raise ValueError(f"two models are called {name!r}: give one as NAME=DIR")
         found[name] = directory

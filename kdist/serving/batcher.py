@@ -129,7 +129,8 @@ class Batcher:
             arrays: named, all with the same number of rows.
 
         Raises:
-            ValueError: arrays of different numbers of rows, or without rows.
+            ValueError: arrays of different numbers of rows, without rows, or with more than may
+                wait.
             Overloaded: too much waits, or the batcher is closed.
             Exception: what `compute` raises for these rows alone.
         """
@@ -155,12 +156,16 @@ class Batcher:
             self._devices.close()
 
     def check_room(self, rows: int = 1) -> None:
-        """Raises Overloaded if so many rows are not taken now."""
+        """Raises as a call does if so many rows are not taken now, or never."""
         after = self.waiting_rows * self._row_seconds
         if self._closed:
             raise Overloaded("the server is ending", after, ending=True)
-        # What is larger than all the room is taken when nothing else waits.
-        if self.waiting_rows and self.waiting_rows + rows > self._max_waiting:
+        if rows > self._max_waiting:
+            raise ValueError(
+                f"a request of {rows:,} rows: {self._max_waiting:,} may wait at a time; send fewer "
+                "in a request"
+            )
+        if self.waiting_rows + rows > self._max_waiting:
             if self._load:
                 self._load.refused(rows)
             raise Overloaded(
@@ -258,16 +263,16 @@ class Batcher:
     def _done(self, batch, outputs, size, seconds):
         rows = sum(each.rows for each in batch)
         self._row_seconds = seconds / rows
-        if self._on_batch:
-            self._on_batch(rows, size, seconds)
-        if self._load:
-            self._load.batch_done(rows, seconds, len(batch))
         first = 0
         for request in batch:
             if not request.answer.done():
                 last = first + request.rows
                 request.answer.set_result({n: a[first:last] for n, a in outputs.items()})
             first += request.rows
+        if self._load:
+            self._load.batch_done(rows, seconds, len(batch))
+        if self._on_batch:
+            self._on_batch(rows, size, seconds)
 
     def _failed(self, request, error):
         if self._load:

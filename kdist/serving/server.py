@@ -27,6 +27,9 @@ from kdist.serving.settings import BatchSettings, Limits, Objective
 from kdist.serving.workers import Workers
 
 _log = logging.getLogger(__name__)
+_LOOK_SECONDS = 0.01  # whether it listens
+# For the models, when all requests have ended or had the time to.
+_CLOSE_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +90,14 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] = print)
             limits=options.limits,
             newest=options.newest,
         )
-        grpc_server = create_grpc_server(models)
-        addresses = [f"http://{_address(options.host, listener.getsockname()[1])}"]
-        if options.grpc_port is not None:
-            addresses.append(f"gRPC at {_listen(grpc_server, options)}")
         try:
+            grpc_server = create_grpc_server(models)
+            addresses = [f"http://{_address(options.host, listener.getsockname()[1])}"]
+            if options.grpc_port is not None:
+                addresses.append(f"gRPC at {_listen(grpc_server, options)}")
             await _serve(options, models, listener, grpc_server, on_ready, addresses)
         finally:
-            await models.close(options.end_seconds)
+            await models.close(_CLOSE_SECONDS)
 
 
 def _computing(options):
@@ -110,24 +113,32 @@ async def _serve(options, models, listener, grpc_server, on_ready, addresses):
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, web.end, models)
     await grpc_server.start()
-    serving = asyncio.create_task(web.serve([listener]))
     watching = asyncio.create_task(models.watch(options.watch_seconds))
-    while not (web.started or serving.done()):
-        await asyncio.sleep(0.01)
-    on_ready(f"kdist serves {', '.join(models.names)}: {', '.join(addresses)}")
+    serving = asyncio.create_task(web.serve([listener]))
     try:
-        await serving
+        while not (web.started or serving.done()):
+            await asyncio.sleep(_LOOK_SECONDS)
+        if web.started:
+            on_ready(f"kdist serves {', '.join(models.names)}: {', '.join(addresses)}")
+        told = asyncio.create_task(web.told.wait())
+        await asyncio.wait([serving, told], return_when=asyncio.FIRST_COMPLETED)
     finally:
         watching.cancel()
-        await grpc_server.stop(options.end_seconds)
+        # Both at once, so that together they take no longer than they may.
+        await asyncio.gather(serving, grpc_server.stop(options.end_seconds))
 
 
 class _Web(uvicorn.Server):
     """Ends when it is told to; by itself uvicorn would raise the signal anew afterwards."""
 
+    def __init__(self, config):
+        super().__init__(config)
+        self.told = asyncio.Event()
+
     def end(self, models):
         models.ending = True  # so that /readyz says so at once
         self.should_exit = True
+        self.told.set()
 
     @contextlib.contextmanager
     def capture_signals(self):

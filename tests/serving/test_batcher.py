@@ -315,3 +315,13 @@ def test_what_is_there_already_is_in_the_first_batch():
         assert device.calls == [[0, 1, 2, 3, 4]]
 
     run(scenario)
+
+
+def test_a_request_larger_than_all_the_room_is_refused_for_good():
+    async def scenario():
+        batcher = Batcher(Device(), BatchSettings(0.0, 4), max_waiting=6)
+        with pytest.raises(ValueError, match="a request of 7 rows: 6 may wait"):
+            await batcher(rows(*range(7)))
+        assert len((await batcher(rows(*range(6))))["y"]) == 6
+
+    run(scenario)

@@ -41,9 +41,12 @@ def neighbour(predict):
 
     def ask():
         nonlocal count
-        while not done.is_set():
+        while not wrong and (not done.is_set() or count < 20):
             try:
-                count += predict(request) == wanted
+                found = predict(request)
+                count += 1
+                if found != wanted:
+                    wrong.append(found)
             except Exception as error:
                 wrong.append(error)
             time.sleep(0.002)
