@@ -15,7 +15,10 @@ On a cluster every node needs `pip install kdist[ray]` and sees the models under
 on a shared file system. `serve deploy serve.yaml` starts this, or changes it:
 
     proxy_location: EveryNode
-    http_options: {host: 127.0.0.1, port: 8000}  # 0.0.0.0 is open to all who reach the node
+    http_options:
+      host: 127.0.0.1  # 0.0.0.0 is open to all who reach the node
+      port: 8000
+      request_timeout_s: 60
     applications:
       - name: kdist
         route_prefix: /
@@ -30,11 +33,15 @@ on a shared file system. `serve deploy serve.yaml` starts this, or changes it:
 
 `serve run kdist.serving.ray:build models='{"fashion": "/models/fashion"}'` is the same by hand.
 What a node that dies was computing, and what is sent to it until Ray sees it, is answered with a
-5xx: predictions change nothing, so clients should ask again.
+5xx: predictions change nothing, so clients should ask again. A node that falls silent, as without
+power, answers nothing at all: Ray sees that after about a minute and sends requests to the others
+until then, but what the node had taken waits for `request_timeout_s`, and gets a 408.
 
 Only the proxies' address is yours to choose. Nodes and replicas talk to each other through ports
-that Ray opens on all interfaces: keep the cluster in a network of its own, and Ray's token
-authentication on.
+that Ray opens on all interfaces, where code can be run. Start each node with `RAY_AUTH_MODE=token`
+and one `RAY_AUTH_TOKEN`: up to Ray 2.60 a cluster has no authentication unless it is told. Tokens
+are sent in the clear, so keep the cluster in a network of its own, too.
+https://docs.ray.io/en/latest/ray-security/token-auth.html
 """
 
 import dataclasses

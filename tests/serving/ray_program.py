@@ -6,6 +6,7 @@ Run as a program: `python ray_program.py DIRECTORY`, which holds `fashion/1`, `s
 
 import contextlib
 import http.client
+import ipaddress
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 
+import grpc
 import numpy as np
 import psutil
 import ray
@@ -101,7 +103,7 @@ def main(directory):
         }
         serve.run(build(Arguments.model_validate(arguments)))
         seen = {"without TensorFlow": "tensorflow" not in sys.modules}
-        seen["listening"] = sorted({each.laddr.ip for each in listeners(port)})
+        seen["open to a network"] = [(name, stranger(at)) for name, at in listeners()]
         seen |= story(f"http://{HOST}:{port}", directory, known, cluster)
         serve.shutdown()
     print(json.dumps(seen))
@@ -182,12 +184,23 @@ def running():
     return deployment.replica_states.get("RUNNING", 0)
 
 
-def listeners(port):
+def listeners():
+    """(name, port) of what listens at more than this machine's own address."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             for each in process.net_connections("inet"):
-                if each.status == psutil.CONN_LISTEN and each.laddr.port == port:
-                    yield each
+                address = ipaddress.ip_address(each.laddr.ip.removeprefix("::ffff:"))
+                if each.status == psutil.CONN_LISTEN and not address.is_loopback:
+                    yield " ".join(process.cmdline()), each.laddr.port
+
+
+def stranger(port):
+    """What one without the cluster's token is told there; what it sends would be unpickled."""
+    with grpc.insecure_channel(f"{HOST}:{port}") as channel:
+        try:
+            channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", timeout=10)
+        except grpc.RpcError as error:
+            return error.code().name
 
 
 def refused(url, body):
