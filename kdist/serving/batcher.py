@@ -11,7 +11,6 @@ TensorFlow.
 
 import asyncio
 import collections
-import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from kdist.serving.load import Load
+from kdist.serving.rows import filled_up, rows_of
 from kdist.serving.settings import BatchSettings
+from kdist.serving.shared_devices import Devices
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -38,35 +39,6 @@ class Overloaded(RuntimeError):
     def __init__(self, message: str, retry_after_seconds: float, ending: bool = False):
         super().__init__(message)
         self.retry_after_seconds, self.ending = retry_after_seconds, ending
-
-
-class Devices:
-    """So many batches can be computed at a time; of batchers that wait, the first is next.
-
-    Args:
-        count: of batches.
-    """
-
-    def __init__(self, count: int = 1):
-        self.free = count
-        self.threads = concurrent.futures.ThreadPoolExecutor(count, "kdist-serving")
-        self._waiting: dict[Callable[[], None], None] = {}  # in their order, each once
-
-    def call_when_free(self, function: Callable[[], None]) -> None:
-        """Calls it, once, when a batch has ended."""
-        self._waiting.setdefault(function)
-
-    def release(self) -> None:
-        """A batch has ended."""
-        self.free += 1
-        while self.free and self._waiting:
-            function = next(iter(self._waiting))
-            del self._waiting[function]
-            function()
-
-    def close(self) -> None:
-        """Ends the threads; nothing may be computed afterwards."""
-        self.threads.shutdown()
 
 
 @dataclasses.dataclass
@@ -134,13 +106,13 @@ class Batcher:
             Overloaded: too much waits, or the batcher is closed.
             Exception: what `compute` raises for these rows alone.
         """
-        rows = _rows_of(arrays)
+        rows = rows_of(arrays)
         self.check_room(rows)
         most = self.settings.max_batch
         if rows <= most:
             return await self._wait_for(arrays, rows)
         parts = [{n: a[i : i + most] for n, a in arrays.items()} for i in range(0, rows, most)]
-        answers = await asyncio.gather(*(self._wait_for(p, _rows_of(p)) for p in parts))
+        answers = await asyncio.gather(*(self._wait_for(p, rows_of(p)) for p in parts))
         return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}
 
     async def close(self):
@@ -285,7 +257,7 @@ class Batcher:
         rows = sum(request.rows for request in batch)
         size = next((size for size in self._sizes or () if size >= rows), rows)
         inputs = {
-            name: _filled_up([request.arrays[name] for request in batch], size - rows)
+            name: filled_up([request.arrays[name] for request in batch], size - rows)
             for name in batch[0].arrays
         }
         began = time.monotonic()
@@ -298,19 +270,3 @@ class Batcher:
                     "model that is served in batches gives a row for each row"
                 )
         return outputs, size, seconds
-
-
-def _rows_of(arrays):
-    rows = {name: len(array) if np.ndim(array) else None for name, array in arrays.items()}
-    numbers = set(rows.values())
-    if len(numbers) != 1 or not all(numbers):
-        said = ", ".join(f"{name} {count}" for name, count in rows.items())
-        raise ValueError(f"rows of a request: {said or 'none'}; give as many of each, one at least")
-    return numbers.pop()
-
-
-def _filled_up(parts, more):
-    """One array of all rows, and so many copies of the first: zeros may be no possible input."""
-    if more:
-        parts = [*parts, np.repeat(parts[0][:1], more, axis=0)]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)

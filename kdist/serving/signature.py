@@ -10,6 +10,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 
+from kdist.serving.rows import rows_of
+
 SERVING_DEFAULT = "serving_default"
 _PREDICT = "tensorflow/serving/predict"
 # Operations by which a model would run Python of this process, or read and write its files.
@@ -66,9 +68,7 @@ class Signature:
         self.check_names(arrays)
         for name, spec in self.inputs.items():
             spec.check(name, arrays[name])
-        rows = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
-        if len(set(rows.values())) != 1 or 0 in rows.values():
-            raise ValueError(f"rows of the inputs: {rows}; give as many of each, one at least")
+        rows_of(arrays)
 
     def check_names(self, names) -> None:
         """Raises ValueError where inputs are missing or unknown."""

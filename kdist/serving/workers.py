@@ -8,17 +8,14 @@ given up; the batcher then tries each request of it alone.
 import atexit
 import contextlib
 import logging
-import multiprocessing
-import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Sequence
 
-from kdist.serving.computing import Arrays, InProcess, Key
+from kdist.serving.computing import Arrays, Key
 from kdist.serving.latency_curve import LatencyCurve
-from kdist.serving.refusals import BadInput
+from kdist.serving.worker_process import Worker, WorkerDied
 
 _log = logging.getLogger(__name__)
 # Of the same batch: the first may have been a machine's accident, the next is the batch's fault.
@@ -27,16 +24,6 @@ _MOST_DEATHS = 2
 _PAUSE_SECONDS = 1.0
 # Between looks for a worker that is still busy while the models of all are changed.
 _LOOK_SECONDS = 0.01
-
-
-# A copy of this process, with TensorFlow's threads, would hang. Workers are copies of a process
-# that has imported TensorFlow and done nothing with it: a new one is there in a tenth of a second.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["kdist.serving.loading"])
-
-
-class WorkerDied(RuntimeError):
-    """Workers died by a batch, or took longer for it than they may."""
 
 
 class Workers:
@@ -57,9 +44,9 @@ class Workers:
         self._batch_seconds = batch_seconds
         self._wanted: dict[Key, tuple] = {}
         self._changing = threading.Lock()  # of the models, in all workers alike
-        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
         self._closed = False
-        self._all = [_Worker(devices) for _ in range(count)]
+        self._all = [Worker(devices) for _ in range(count)]
         for worker in self._all:
             self._idle.put(worker)
         atexit.register(self.close)  # Python would end them by SIGTERM, which they do not hear
@@ -144,7 +131,7 @@ class Workers:
             if key in worker.loaded:
                 return worker
             self._idle.put(worker)
-            if not any(key in each.loaded or not each.is_alive() for each in self._all):
+            if not any(key in each.loaded or each.is_starting for each in self._all):
                 raise RuntimeError(f"no worker has {key} any more")
             time.sleep(_LOOK_SECONDS)
 
@@ -181,6 +168,7 @@ class Workers:
         """Starts it anew in a thread; it is idle when it has all models."""
         if self._closed:
             raise WorkerDied("the server is ending") from error
+        worker.is_starting = True
         reason = str(error) or type(error).__name__
         _log.warning("serving worker %d died (%s); another one takes over", worker.pid, reason)
         threading.Thread(target=self._revive, args=[worker], daemon=True).start()
@@ -197,6 +185,7 @@ class Workers:
         self._idle.put(worker)
 
     def _start(self, worker):
+        worker.is_starting = True
         worker.end()
         worker.start()
         for key, (path, sizes) in list(self._wanted.items()):
@@ -206,80 +195,4 @@ class Workers:
                 raise
             except Exception as error:  # its files have gone, while another one serves it still
                 _log.warning("serving worker %d does without %s: %s", worker.pid, key, error)
-
-
-class _Worker:
-    """A process, and the pipe to it."""
-
-    def __init__(self, devices):
-        self._devices = devices
-        self._changing, self._ended = threading.Lock(), False
-        self.start()
-
-    def start(self):
-        with self._changing:
-            if self._ended:
-                raise WorkerDied("the server is ending")
-            self._connection, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_work, args=[theirs, self._devices], name="kdist-serving-worker", daemon=True
-            )
-            process.start()
-            self._process = process  # not before: only what has started can be ended
-            self.loaded: dict[Key, LatencyCurve | None] = {}
-            theirs.close()  # so that its death is the end of the pipe
-
-    @property
-    def pid(self):
-        return self._process.pid
-
-    def is_alive(self):
-        return self._process.is_alive()
-
-    def load(self, key, path, sizes):
-        if key not in self.loaded:
-            self.loaded[key] = self.ask(None, "load", key, path, sizes)
-
-    def unload(self, key):
-        if key in self.loaded:
-            del self.loaded[key]
-            self.ask(None, "unload", key)
-
-    def ask(self, seconds, *command):
-        self._connection.send(command)
-        if not self._connection.poll(seconds):
-            self._process.kill()
-            raise TimeoutError(f"no answer for {seconds:g} s")
-        outcome, value = self._connection.recv()
-        if outcome == "failed":
-            raise value
-        return value
-
-    def end(self, for_good=False):
-        with self._changing:
-            self._ended = self._ended or for_good
-            self._process.kill()
-            self._process.join()
-            self._connection.close()
-
-
-def _work(connection, devices):
-    """A worker's process: does what it is told until its parent is gone."""
-    # Of a terminal or a service manager, to all processes: the parent still needs its workers.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    computing = InProcess(devices)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            command, *arguments = connection.recv()
-            connection.send(_done(getattr(computing, command), arguments))
-    os._exit(0)  # without TensorFlow's good-bye, which nobody waits for
-
-
-def _done(function, arguments):
-    try:
-        return "done", function(*arguments)
-    except BadInput as error:
-        return "failed", error
-    except Exception as error:
-        return "failed", RuntimeError(f"{type(error).__name__}: {error}")
+        worker.is_starting = False

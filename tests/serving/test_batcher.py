@@ -6,8 +6,9 @@ import threading
 import numpy as np
 import pytest
 
-from kdist.serving.batcher import Batcher, Devices, Overloaded
+from kdist.serving.batcher import Batcher, Overloaded
 from kdist.serving.settings import BatchSettings
+from kdist.serving.shared_devices import Devices
 
 LONG = 60.0
 

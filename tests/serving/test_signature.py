@@ -45,7 +45,7 @@ def test_what_is_refused(arrays, says):
 
 
 def test_no_rows_in_a_scalar():
-    with pytest.raises(ValueError, match="rows of the inputs"):
+    with pytest.raises(ValueError, match="rows of a request"):
         Signature({"x": TensorSpec(None, np.dtype("float32"), "")}, {}).check({"x": np.array(1.0)})
 
 

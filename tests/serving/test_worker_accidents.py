@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from kdist.serving import workers as workers_module
+from kdist.serving import worker_process
 from kdist.serving.computing import InProcess, Key
 from kdist.serving.exporting import export
 from kdist.serving.workers import WorkerDied, Workers
@@ -67,7 +67,7 @@ def test_workers_outlive_a_signal_to_all_processes(pair, version):
 
 
 def test_a_worker_that_cannot_be_started_once_is_started_later(pair, version, monkeypatch):
-    real, failures = workers_module._context.Process, []
+    real, failures = worker_process._context.Process, []
 
     def process(*args, **options):
         made = real(*args, **options)
@@ -79,8 +79,8 @@ def test_a_worker_that_cannot_be_started_once_is_started_later(pair, version, mo
     def refuse():
         raise OSError("Resource temporarily unavailable")
 
-    monkeypatch.setattr(workers_module._context, "Process", process)
-    monkeypatch.setattr(workers_module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(worker_process._context, "Process", process)
+    monkeypatch.setattr(worker_process, "_PAUSE_SECONDS", 0.01)
     os.kill(pair.pids[0], signal.SIGKILL)
     for _ in range(2):
         answer_is_right(pair, version)
@@ -94,8 +94,8 @@ def test_a_version_that_kills_workers_is_said_to(pair, version, monkeypatch):
         os.kill(worker.pid, signal.SIGKILL)
         return worker.ask(None, "load", key, path, sizes)
 
-    real = workers_module._Worker.load
-    monkeypatch.setattr(workers_module._Worker, "load", load)
+    real = worker_process.Worker.load
+    monkeypatch.setattr(worker_process.Worker, "load", load)
     with pytest.raises(WorkerDied, match="workers died while they loaded dense/2"):
         pair.load(Key("dense", 2), os.fspath(version[0]), [1])
     answer_is_right(pair, version)
@@ -103,7 +103,7 @@ def test_a_version_that_kills_workers_is_said_to(pair, version, monkeypatch):
 
 def test_an_end_while_a_version_loads_leaves_no_process(version, monkeypatch):
     workers, loading, errors = Workers(1), threading.Event(), []
-    before, real = workers.pids, workers_module._Worker.ask
+    before, real = workers.pids, worker_process.Worker.ask
 
     def ask(worker, seconds, *command):
         os.kill(worker.pid, signal.SIGSTOP)  # so that it is loading when the end comes
@@ -116,7 +116,7 @@ def test_an_end_while_a_version_loads_leaves_no_process(version, monkeypatch):
         except WorkerDied as error:
             errors.append(str(error))
 
-    monkeypatch.setattr(workers_module._Worker, "ask", ask)
+    monkeypatch.setattr(worker_process.Worker, "ask", ask)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert loading.wait(SECONDS)
