@@ -155,11 +155,17 @@ class Session:
         command = contender.command(
             entry.python, entry.setting, self._served.directory, self._options
         )
-        with Server(command, self._cores, self._start_seconds) as server:
+        with self._started(command) as server:
             return [
                 (client.run(self._order(contender, server, load, limits), ROOT), server.memory())
                 for load in loads
             ]
+
+    def _started(self, command):
+        try:
+            return Server(command, self._cores, self._start_seconds)
+        except RuntimeError:  # of a whole session, one start may fail
+            return Server(command, self._cores, self._start_seconds)
 
     def _order(self, contender, server, load, limits):
         return client.Order(
