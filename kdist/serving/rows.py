@@ -7,9 +7,9 @@ import numpy as np
 
 def rows_of(arrays: Mapping[str, np.ndarray]) -> int:
     """How many; raises ValueError if there are none, or not as many of each."""
-    rows = {name: len(array) if np.ndim(array) else None for name, array in arrays.items()}
+    rows = {name: len(array) if np.ndim(array) else 0 for name, array in arrays.items()}
     numbers = set(rows.values())
-    if len(numbers) != 1 or not all(numbers):
+    if len(numbers) != 1 or 0 in numbers:
         said = ", ".join(f"{name} {count}" for name, count in rows.items())
         raise ValueError(f"rows of a request: {said or 'none'}; give as many of each, one at least")
     return numbers.pop()
