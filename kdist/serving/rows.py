@@ -7,12 +7,12 @@ import numpy as np
 
 def rows_of(arrays: Mapping[str, np.ndarray]) -> int:
     """How many; raises ValueError if there are none, or not as many of each."""
-    rows = {name: len(array) if np.ndim(array) else 0 for name, array in arrays.items()}
-    numbers = set(rows.values())
-    if len(numbers) != 1 or 0 in numbers:
-        said = ", ".join(f"{name} {count}" for name, count in rows.items())
+    counts = {name: len(array) if np.ndim(array) else None for name, array in arrays.items()}
+    first = next(iter(counts.values()), None)
+    if not first or any(count != first for count in counts.values()):
+        said = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ValueError(f"rows of a request: {said or 'none'}; give as many of each, one at least")
-    return numbers.pop()
+    return first
 
 
 def filled_up(parts: Sequence[np.ndarray], more: int) -> np.ndarray:

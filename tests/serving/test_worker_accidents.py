@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from kdist.serving import worker_process
+from kdist.serving import workers as workers_module
 from kdist.serving.computing import InProcess, Key
 from kdist.serving.exporting import export
 from kdist.serving.workers import WorkerDied, Workers
@@ -80,7 +81,7 @@ def test_a_worker_that_cannot_be_started_once_is_started_later(pair, version, mo
         raise OSError("Resource temporarily unavailable")
 
     monkeypatch.setattr(worker_process._context, "Process", process)
-    monkeypatch.setattr(worker_process, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(workers_module, "_PAUSE_SECONDS", 0.01)
     os.kill(pair.pids[0], signal.SIGKILL)
     for _ in range(2):
         answer_is_right(pair, version)
