@@ -72,10 +72,6 @@ class InProcess:
         """
         return self._loaded[key](signature, arrays)
 
-    def alive(self) -> int:
-        """How many compute now, of `slots`."""
-        return self.slots
-
     def close(self) -> None:
         """Frees all."""
         self._loaded.clear()

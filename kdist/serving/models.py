@@ -98,18 +98,19 @@ class Models:
         """Loads new versions, then drains and frees those that they replace."""
         for model in self._models.values():
             try:
-                found = model.found(self._newest)
+                found = model.found()
             except (OSError, ValueError) as error:
                 _log.warning("%s cannot be read (%s); what is loaded is served", model.name, error)
                 continue
-            for number in found:
+            newest = found[-self._newest :]
+            for number in newest:
                 if number not in model.ready and model.tries.get(number, 0) < _MOST_TRIES:
                     await self._load(model, number)
-            keep = [number for number in found if number in model.ready]
+            keep = [number for number in newest if number in model.ready]
             if keep:  # else the old one serves on
                 for number in sorted(set(model.ready) - set(keep)):
                     await self._unload(model, number)
-            model.forget_all_but({*versions(model.directory), *model.ready})
+            model.forget_all_but({*found, *model.ready})
 
     async def watch(self, seconds: float = 1.0) -> None:
         """Refreshes for good."""

@@ -1,6 +1,7 @@
 """What a request is told that is not served, over REST and over gRPC alike."""
 
 import asyncio
+import math
 
 from kdist.serving.batcher import Overloaded
 
@@ -35,7 +36,13 @@ class Refusal(Exception):
             message = f"{message[: _MOST_CHARACTERS // 2]} … {message[-_MOST_CHARACTERS // 2 :]}"
         super().__init__(message)
         self.kind = kind
-        self.retry_after_seconds = retry_after_seconds
+        self._retry_after_seconds = retry_after_seconds
+
+    @property
+    def retry_after(self) -> int | None:
+        """Whole seconds, one at least, as a Retry-After says them; None if it says nothing."""
+        after = self._retry_after_seconds
+        return None if after is None else max(1, math.ceil(after))
 
     @property
     def http_status(self) -> int:

@@ -9,7 +9,6 @@ https://www.tensorflow.org/tfx/serving/api_rest
 
 import asyncio
 import contextlib
-import math
 import re
 import time
 
@@ -19,7 +18,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
-from tensorflow_serving.apis import get_model_metadata_pb2
 
 from kdist.serving import json_bodies
 from kdist.serving.models import Models
@@ -127,23 +125,15 @@ class _Shown:
 
     async def status(self, request):
         model = self._models.model(request.path_params["name"])
-        number = _number(request.path_params)
-        states = {n: s for n, s in model.states.items() if number in (None, n)}
-        if not states:
-            raise Refusal(
-                "not_found", f"{model.name} has no version {'yet' if number is None else number}"
-            )
+        states = model.states_of(_number(request.path_params))
         return _json({"model_version_status": [_state(n, *states[n]) for n in sorted(states)]})
 
     async def metadata(self, request):
         model = self._models.model(request.path_params["name"])
         version = model.version(_number(request.path_params))
-        signatures = get_model_metadata_pb2.SignatureDefMap()
-        for name, proto in version.signature_protos.items():
-            signatures.signature_def[name].CopyFrom(proto)
         spec = {"name": model.name, "signature_name": "", "version": str(version.key.version)}
         shown = json_format.MessageToDict(
-            signatures,
+            version.signature_map(),
             preserving_proto_field_name=True,
             always_print_fields_with_no_presence=True,
         )
@@ -208,8 +198,8 @@ def _too_large(limits):
 
 
 def _retry_after(refusal):
-    after = refusal.retry_after_seconds
-    return [] if after is None else [(b"retry-after", b"%d" % max(1, math.ceil(after)))]
+    after = refusal.retry_after
+    return [] if after is None else [(b"retry-after", b"%d" % after)]
 
 
 def _message(text):

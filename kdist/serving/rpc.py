@@ -112,20 +112,12 @@ class _Calls:
         version = self._version(request.model_spec)
         answer = get_model_metadata_pb2.GetModelMetadataResponse()
         _fill_in(answer.model_spec, version, "")
-        signatures = get_model_metadata_pb2.SignatureDefMap()
-        for name, proto in version.signature_protos.items():
-            signatures.signature_def[name].CopyFrom(proto)
-        answer.metadata[_SIGNATURE_DEF].Pack(signatures)
+        answer.metadata[_SIGNATURE_DEF].Pack(version.signature_map())
         return answer
 
     async def status(self, request):
         model = self._models.model(request.model_spec.name)
-        number = _number(request.model_spec)
-        states = {n: s for n, s in model.states.items() if number in (None, n)}
-        if not states:
-            raise Refusal(
-                "not_found", f"{model.name} has no version {'yet' if number is None else number}"
-            )
+        states = model.states_of(_number(request.model_spec))
         answer = get_model_status_pb2.GetModelStatusResponse()
         for each in sorted(states, reverse=True):
             state, error = states[each]
@@ -193,7 +185,6 @@ def _fill_in(spec, version, signature):
 
 
 async def _abort(context, refusal):
-    if refusal.retry_after_seconds is not None:
-        after = max(1, math.ceil(refusal.retry_after_seconds))
-        context.set_trailing_metadata((("retry-after", str(after)),))
+    if refusal.retry_after is not None:
+        context.set_trailing_metadata((("retry-after", str(refusal.retry_after)),))
     await context.abort(getattr(grpc.StatusCode, refusal.grpc_status), str(refusal))

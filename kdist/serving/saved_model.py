@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.parallel.split_plan import functional_graph
-from kdist.serving.signature import read_signatures
+from kdist.serving.signature import SERVING_DEFAULT, read_signatures
 
 _KEEP_DEVICES = tf.saved_model.SaveOptions(
     experimental_variable_policy=tf.saved_model.experimental.VariablePolicy.SAVE_VARIABLE_DEVICES
@@ -95,7 +95,7 @@ def write_saved_model(
     parts.parts = endpoint.parts
     archive.track(parts)
     specs = list(endpoint.inputs.values())
-    traced = archive.add_endpoint("serving_default", endpoint.predict, input_signature=specs)
+    traced = archive.add_endpoint(SERVING_DEFAULT, endpoint.predict, input_signature=specs)
     if examples:
         _check_computes(
             traced.get_concrete_function(),

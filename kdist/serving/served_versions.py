@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
+from tensorflow_serving.apis.get_model_metadata_pb2 import SignatureDefMap
 
 from kdist.serving.adapting import Tuner
 from kdist.serving.batcher import Batcher
@@ -33,7 +34,7 @@ class Version:
     def __init__(self, key: Key, signatures, protos, batcher_for, tuner: Tuner | None):
         self.key, self.tuner = key, tuner
         self.signatures: Mapping[str, Signature] = signatures
-        self.signature_protos = protos
+        self._protos = protos
         self._batcher_for = batcher_for
         self._batchers: dict[str, Batcher] = {}
         self._tuning: asyncio.Task | None = None
@@ -45,6 +46,10 @@ class Version:
                 "invalid", f"{self.key} has the signatures {sorted(self.signatures)}, not {name!r}"
             )
         return self.signatures[name]
+
+    def signature_map(self) -> SignatureDefMap:
+        """All signatures, as metadata tells them."""
+        return SignatureDefMap(signature_def=self._protos)
 
     def batcher(self, name: str = SERVING_DEFAULT) -> Batcher:
         """Of a signature; each has a queue of its own."""
@@ -97,17 +102,25 @@ class Model:
             raise Refusal("not_found", f"{what} is not served; there are {sorted(self.ready)}")
         return self.ready[number]
 
+    def states_of(self, number: int | None) -> dict[int, tuple[str, str]]:
+        """(state, why it failed) of one version, or of all; raises Refusal if there are none."""
+        states = {n: state for n, state in self.states.items() if number in (None, n)}
+        if not states:
+            said = "yet" if number is None else number
+            raise Refusal("not_found", f"{self.name} has no version {said}")
+        return states
+
     def forget_all_but(self, numbers: Collection[int]) -> None:
         """What became of other versions is kept no longer."""
         for kept in (self.states, self.tries):
             for number in set(kept) - set(numbers):
                 del kept[number]
 
-    def found(self, newest: int) -> list[int]:
-        """The newest versions in its directory, ascending; what points out of it is none."""
+    def found(self) -> list[int]:
+        """The versions in its directory, ascending; what points out of it is none."""
         home = self.directory.resolve()
         return [
             number
             for number in versions(self.directory)
             if (self.directory / str(number) / "saved_model.pb").resolve().is_relative_to(home)
-        ][-newest:]
+        ]

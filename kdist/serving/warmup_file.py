@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist.serving.signature import SERVING_DEFAULT
+
 # Examples for one input by its array, for several by their names.
 Examples = np.ndarray | Mapping[str, np.ndarray]
 
@@ -93,7 +95,7 @@ def write_warm_up(
             log = logs.PredictionLog()
             request = log.predict_log.request
             request.model_spec.name = name
-            request.model_spec.signature_name = "serving_default"
+            request.model_spec.signature_name = SERVING_DEFAULT
             for key, rows in examples.items():
                 batch = np.take(rows, range(size), axis=0, mode="wrap")
                 request.inputs[key].CopyFrom(_tensor(batch))
@@ -127,7 +129,7 @@ def warmup_requests(version_directory: str | os.PathLike) -> list[tuple[str, dic
     requests = [each.predict_log.request for each in logs if each.HasField("predict_log")]
     return [
         (
-            request.model_spec.signature_name or "serving_default",
+            request.model_spec.signature_name or SERVING_DEFAULT,
             {name: tf.make_ndarray(tensor) for name, tensor in request.inputs.items()},
         )
         for request in requests

@@ -104,10 +104,6 @@ class Workers:
             return outputs
         raise WorkerDied(f"{_MOST_DEATHS} workers died by this batch of {key}")
 
-    def alive(self) -> int:
-        """How many live, of `slots`."""
-        return len(self.pids)
-
     def close(self) -> None:
         """Ends the processes."""
         atexit.unregister(self.close)

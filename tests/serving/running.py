@@ -7,6 +7,7 @@ import json
 import re
 import socket
 import threading
+import time
 from concurrent import futures
 
 import grpc
@@ -25,6 +26,33 @@ from kdist.serving.rpc import create_grpc_server
 from kdist.serving.settings import BatchSettings, Limits
 
 SECONDS = 60  # that anything may take before a test fails
+
+
+@contextlib.contextmanager
+def unharmed(ask):
+    """Asks meanwhile, again and again; all has to be answered, and alike."""
+    wanted, wrong, count = ask(), [], 0
+    done = threading.Event()
+
+    def repeat():
+        nonlocal count
+        while not wrong and (not done.is_set() or count < 20):
+            try:
+                found = ask()
+                count += 1
+                if found != wanted:
+                    wrong.append(found)
+            except Exception as error:
+                wrong.append(error)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    yield
+    done.set()
+    thread.join(SECONDS)
+    assert not wrong
+    assert count >= 20
 
 
 class Mixed(tf.Module):

@@ -49,7 +49,7 @@ def workers(slow):
     it.load(KEY, str(slow), [1, 2])
     yield it
     it.close()
-    assert it.alive() == 0
+    assert it.pids == []
 
 
 def rows(*values):
@@ -70,7 +70,7 @@ def all_there(workers):
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         compute(workers, 1)  # who has died while it was idle is found by a batch
-        if workers.alive() == workers.slots and workers._idle.qsize() == workers.slots:
+        if len(workers.pids) == workers.slots and workers._idle.qsize() == workers.slots:
             return
         time.sleep(0.02)
     pytest.fail("a worker does not come back")
