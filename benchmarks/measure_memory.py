@@ -10,6 +10,10 @@ A case is a model (of kdist.models or keras.applications), the side of its image
 its sequences, a batch, a precision and an optimizer. Each trains some steps by `model.fit` in a
 process of its own, in which `tests/planner/allocations.c` counts. It has to be compiled: Debian's
 packages gcc and libc6-dev.
+
+The planner knows the buffers of oneDNN's kernels for AVX2; those for AVX-512 have others. In
+float32 the measured process keeps to AVX2 on every CPU, unless ONEDNN_MAX_CPU_ISA in the
+environment says something else: DEFAULT for all that the CPU has.
 """
 
 import ctypes
@@ -83,6 +87,8 @@ def measure(case: Case, library: pathlib.Path) -> dict:
         "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
         "TF_ENABLE_ONEDNN_OPTS": "1",  # as a program that imports kdist first has it
     }
+    if case.precision == "float32":  # oneDNN has bfloat16 for AVX-512 alone, and takes it or fails
+        counting["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX2")
     command = [sys.executable, "-m", "benchmarks.measure_memory", "--here", *str(case).split()]
     run = subprocess.run(
         command,

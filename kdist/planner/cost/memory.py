@@ -203,8 +203,9 @@ def _workspace(workload, local_batch, width, kernel_width, of_optimizer, device,
 
     A gradient of a convolution's filters is computed in blocks and copied (oneDNN, and likewise
     cuDNN): two kernels at a time hold two copies and one gradient more than is counted in the step,
-    and on a CPU the buffers of either. Or the optimizer's temporaries of the largest layer, if they
-    are more. Two large matrices are applied at a time.
+    and on a CPU the buffers of either (those for AVX2; for AVX-512 oneDNN has others). Or the
+    optimizer's temporaries of the largest layer, if they are more. Two large matrices are applied
+    at a time.
     """
     sizes = {layer: layer.trainable_parameters * width for layer in workload.layers}
     filters = max((sizes[x] for x in workload.layers if x.kind == "convolution"), default=0.0)
