@@ -86,13 +86,11 @@ class _Predict:
         # Refused before its body is read, which is most of the work of a request.
         model.version(number).batcher().check_room()
         body = await self._body(scope, receive)
-        request = json_bodies.parse(body)
         # Only now, as the version may have been replaced since; from here on it is drained.
-        version, name = model.version(number), json_bodies.signature_name(request)
-        signature = version.signature(name)
-        arrays = json_bodies.arrays_of(request, signature, body)
-        outputs = await _while_connected(receive, version.predict(arrays, name))
-        return json_bodies.answer(outputs, signature, request)
+        version = model.version(number)
+        request = json_bodies.read(body, version.signature)
+        prediction = version.predict(request.arrays, request.signature_name)
+        return json_bodies.answer(await _while_connected(receive, prediction), request)
 
     async def _body(self, scope, receive):
         limits = self._models.limits

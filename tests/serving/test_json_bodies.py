@@ -14,9 +14,7 @@ def spec(shape, dtype):
 
 
 def arrays(document, **inputs):
-    body = json.dumps(document).encode()
-    signature = Signature(inputs, {})
-    return json_bodies.arrays_of(json_bodies.parse(body), signature, body)
+    return json_bodies.read(json.dumps(document).encode(), lambda _: Signature(inputs, {})).arrays
 
 
 @pytest.mark.parametrize(
@@ -71,37 +69,36 @@ def test_numbers_beside_texts_are_looked_at():
 def test_no_format_hides_a_text_among_numbers(document, monkeypatch):
     inputs = {"x": spec((None, 2), "float32")}
     asarray = np.asarray
-    assert arrays({"instances": [[1, 2]]}, **inputs)["x"].shape == (1, 2)
     monkeypatch.setattr(np, "asarray", lambda *_: pytest.fail("of any length"))
     with pytest.raises(ValueError, match="not strings"):
         arrays(document, **inputs)
     monkeypatch.setattr(np, "asarray", asarray)
 
 
-def answered(outputs, request):
+def answered(outputs, key):
     signature = Signature({}, {n: spec(None, a.dtype) for n, a in outputs.items()})
-    return json.loads(json_bodies.answer(outputs, signature, request))
+    return json.loads(json_bodies.answer(outputs, json_bodies.Request(key, "", signature, {})))
 
 
 def test_answers_have_the_format_of_their_requests():
     one = {"y": np.array([[1.5], [2]], "float32")}
     both = {**one, "z": np.array([True, False])}
-    assert answered(one, {"instances": []}) == {"predictions": [[1.5], [2.0]]}
-    assert answered(one, {"inputs": []}) == {"outputs": [[1.5], [2.0]]}
+    assert answered(one, "instances") == {"predictions": [[1.5], [2.0]]}
+    assert answered(one, "inputs") == {"outputs": [[1.5], [2.0]]}
     rows = [{"y": [1.5], "z": True}, {"y": [2.0], "z": False}]
-    assert answered(both, {"instances": []}) == {"predictions": rows}
+    assert answered(both, "instances") == {"predictions": rows}
     columns = {"y": [[1.5], [2.0]], "z": [True, False]}
-    assert answered(both, {"inputs": []}) == {"outputs": columns}
+    assert answered(both, "inputs") == {"outputs": columns}
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint64"])
 def test_answers_of_every_type(dtype):
     array = np.array([[1, 2], [3, 4]], dtype).T  # not contiguous
-    assert answered({"y": array}, {"inputs": []}) == {"outputs": [[1, 3], [2, 4]]}
+    assert answered({"y": array}, "inputs") == {"outputs": [[1, 3], [2, 4]]}
 
 
 def test_texts_and_bytes():
     texts = {"text": np.array([b"a", b"\xff"], object), "raw_bytes": np.array([b"a", b""], object)}
-    assert answered(texts, {"inputs": []}) == {
+    assert answered(texts, "inputs") == {
         "outputs": {"text": ["a", {"b64": "/w=="}], "raw_bytes": [{"b64": "YQ=="}, {"b64": ""}]}
     }
