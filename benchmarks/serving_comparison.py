@@ -1,14 +1,14 @@
 """One device: settings simulated and measured, the choice, and the tuner at ten times the load."""
 
-import asyncio
 import dataclasses
 import gc
 import itertools
 
 import numpy as np
 
-from benchmarks.serving_devices import SIZES, Timed, told
+from benchmarks.serving_devices import SIZES, Timed
 from benchmarks.serving_points import Point, milliseconds, summary, table
+from benchmarks.serving_retuning import Retuning
 from kdist.serving import (
     BatchSettings,
     Objective,
@@ -17,12 +17,13 @@ from kdist.serving import (
     poisson,
     simulate,
 )
-from kdist.serving.adapting import Tuner
 from kdist.serving.batcher import Batcher
 from kdist.serving.measured_curve import measure_served
 from kdist.serving.probing import probe
 
 _LOADS = {"Poisson": poisson, "bursty": bursty}
+# Of the device's capacity: the load that comes after a tenth of it.
+_RETUNED = 0.5
 
 
 class Comparison:
@@ -57,7 +58,8 @@ class Comparison:
         await batcher.close()
         texts = [self._head(), table(points), summary(points), self._chosen(points)]
         if retune:
-            texts.append(await self._retuned())
+            retuning = Retuning(self._compute, self._example, self._curve, _RETUNED, self._seconds)
+            texts.append(f"- {await retuning.run()}")
         return "\n\n".join(texts)
 
     async def _measured_curve(self, batcher):
@@ -137,50 +139,3 @@ class Comparison:
                 f"{milliseconds(best)} ms; mean {more:+.1%}"
             )
         return "\n".join(f"- {line}" for line in lines)
-
-    async def _retuned(self):
-        """Ten times the load: the seconds until no later setting differs from the last."""
-        most = self._curve.capacity(SIZES[-1])
-        objective = Objective("device_time", 2.5 * self._curve.batch_seconds[-1])
-        tuner = Tuner(self._curve, objective)
-        compute = told(self._compute, tuner, asyncio.get_running_loop())
-        batcher = Batcher(compute, tuner.settings, max_waiting=10**6)
-        history = []
-
-        def apply(settings):
-            batcher.settings = settings
-            history.append((asyncio.get_running_loop().time(), settings))
-
-        async def call():
-            tuner.load.arrived()
-            return await batcher(self._example)
-
-        task = asyncio.create_task(tuner.run(apply))
-        lines = []
-        for share in (0.06, 0.6):
-            began = asyncio.get_running_loop().time()
-            measured = await probe(call, poisson(share * most, int(share * most * 12), seed=2))
-            lines.append(self._after(share, began, history, measured, objective))
-        task.cancel()
-        await batcher.close()
-        return "\n".join(f"- {line}" for line in lines)
-
-    def _after(self, share, began, history, measured, objective):
-        """Settings since then, each with the score that the simulator gives it."""
-        load = poisson(share * self._curve.capacity(SIZES[-1]), 5000)
-        choice = choose(self._curve, load, objective)
-        if choice.best is None:
-            return f"tuned, load {share:.0%}: {choice.reason}"
-        # A setting just outside the bound is within a tenth of it, too.
-        wider = Objective(objective.aim, 1.1 * objective.p99_seconds)
-        scores = {each.settings: each.score for each in choose(self._curve, load, wider).tried}
-        spans = [(max(0.0, when - began), settings) for when, settings in history]
-        good = [scores.get(settings, np.inf) <= 1.1 * choice.best.score for _, settings in spans]
-        last_bad = max((i for i, is_good in enumerate(good) if not is_good), default=-1)
-        there = "not reached" if last_bad + 1 == len(good) else f"{spans[last_bad + 1][0]:.1f} s"
-        said = f"settings {spans[-1][1]}, best {choice.best.settings}"
-        return (
-            f"tuned for the device's time, load {share:.0%}: within a tenth of the best after "
-            f"{there}; {said}; measured p99 {measured.p99_seconds * 1e3:.1f} ms of "
-            f"{objective.p99_seconds * 1e3:.1f}"
-        )

@@ -56,6 +56,9 @@ flags.DEFINE_integer("versions", 1, "Newest versions of a model that are served.
 flags.DEFINE_float("request_seconds", 60.0, "That a request may take, waiting included.", 0.001)
 flags.DEFINE_integer("waiting_rows", 1024, "Rows that may wait; then requests get 429.", 1)
 flags.DEFINE_float("body_mb", 64.0, "Megabytes of a request at most.", 0.001)
+flags.DEFINE_float(
+    "all_bodies_mb", 1024.0, "Megabytes of all requests under way; more are told to come again."
+)
 flags.DEFINE_float("end_seconds", 30.0, "For requests to end in, on SIGTERM.", 0.0)
 flags.DEFINE_string(
     "tune",
@@ -104,6 +107,7 @@ def options(models):
         objective=objective() if automatic else None,
         limits=kdist.serving.Limits(
             body_bytes=int(FLAGS.body_mb * 1e6),
+            all_bodies_bytes=int(FLAGS.all_bodies_mb * 1e6),
             waiting_rows=FLAGS.waiting_rows,
             request_seconds=FLAGS.request_seconds,
         ),

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from kdist.serving.adapting import Tuner
 from kdist.serving.batcher import Batcher
+from kdist.serving.bodies import Bodies
 from kdist.serving.choosing_apart import choose_apart
 from kdist.serving.computing import InProcess, Key
 from kdist.serving.metrics import Metrics
@@ -59,6 +60,7 @@ class Models:
         self.computing = computing or InProcess()
         self.settings, self.limits = settings or BatchSettings(), limits or Limits()
         self.metrics = metrics or Metrics()
+        self.bodies = Bodies(self.limits.all_bodies_bytes)
         self.ending = False
         self._newest, self._objective = newest, objective
         self._sizes = list(sizes or batch_sizes(self.settings.max_batch))

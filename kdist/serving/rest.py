@@ -85,14 +85,15 @@ class _Predict:
         number = _number(scope["path_params"])
         # Refused before its body is read, which is most of the work of a request.
         model.version(number).batcher().check_room()
-        body = await self._body(scope, receive)
-        # Only now, as the version may have been replaced since; from here on it is drained.
-        version = model.version(number)
-        request = json_bodies.read(body, version.signature)
-        prediction = version.predict(request.arrays, request.signature_name)
-        return json_bodies.answer(await _while_connected(receive, prediction), request)
+        with self._models.bodies.of_request() as hold:
+            body = await self._body(scope, receive, hold)
+            # Only now, as the version may have been replaced since; from here on it is drained.
+            version = model.version(number)
+            request = json_bodies.read(body, version.signature)
+            prediction = version.predict(request.arrays, request.signature_name)
+            return json_bodies.answer(await _while_connected(receive, prediction), request)
 
-    async def _body(self, scope, receive):
+    async def _body(self, scope, receive, hold):
         limits = self._models.limits
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > limits.body_bytes:
@@ -105,6 +106,7 @@ class _Predict:
                 while more:
                     message = await receive()
                     parts.append(_part(message, limits, size))
+                    hold(len(parts[-1]))
                     size, more = size + len(parts[-1]), message.get("more_body")
         except TimeoutError as error:
             said = f"the body did not come within {limits.body_seconds:g} s"

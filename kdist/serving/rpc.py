@@ -69,8 +69,10 @@ class _Calls:
             try:
                 request = _parsed(request_type, body)
                 name = self._models.model(request.model_spec.name).name
-                async with asyncio.timeout(self._models.limits.request_seconds):
-                    return await answer(request)
+                with self._models.bodies.of_request() as hold:
+                    hold(len(body))
+                    async with asyncio.timeout(self._models.limits.request_seconds):
+                        return await answer(request)
             except asyncio.CancelledError:  # by the client, or its deadline
                 status = "CANCELLED"
                 raise

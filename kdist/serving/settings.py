@@ -67,18 +67,30 @@ class Limits:
 
     Attributes:
         body_bytes: of a request.
+        all_bodies_bytes: of the requests that are under way, together.
         waiting_rows: of a model, before requests are refused.
         request_seconds: from a request's head to its answer.
         body_seconds: for a client to send its body.
         connections: at a time.
         head_bytes: of a request, besides its body.
         silent_seconds: for a client to send a request's head, and to take some of its answer.
+
+    Raises:
+        ValueError: one body is allowed more than all together.
     """
 
     body_bytes: int = 64 << 20
+    all_bodies_bytes: int = 1 << 30
     waiting_rows: int = 1024
     request_seconds: float = 60.0
     body_seconds: float = 20.0
     connections: int = 2048
     head_bytes: int = 64 << 10
     silent_seconds: float = 20.0
+
+    def __post_init__(self):
+        if self.all_bodies_bytes < self.body_bytes:
+            raise ValueError(
+                f"all_bodies_bytes={self.all_bodies_bytes}: a body may have {self.body_bytes} "
+                "bytes; give no less for all together"
+            )
