@@ -29,7 +29,8 @@ class Bodies:
         def hold(size: int):
             nonlocal mine
             if self.held_bytes + size > self._most:
-                said = f"the requests under way hold {self.held_bytes:,} bytes: try again later"
+                others = self.held_bytes - mine
+                said = f"other requests under way hold {others:,} bytes: try again later"
                 raise Refusal("overloaded", said, _AGAIN_SECONDS)
             mine += size
             self.held_bytes += size

@@ -24,7 +24,7 @@ def test_what_is_held_is_given_back():
         first(60)
         with bodies.of_request() as second:
             second(20)
-            with pytest.raises(Refusal, match="hold 80 bytes") as refusal:
+            with pytest.raises(Refusal, match="other requests under way hold 60 bytes") as refusal:
                 second(21)
         assert refusal.value.retry_after == 1
         assert bodies.held_bytes == 60
