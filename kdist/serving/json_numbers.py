@@ -23,8 +23,10 @@ _OF_WHOLE = b"-0123456789"
 _OF_NUMBERS = _OF_WHOLE + b"+.eE"
 # float64 has all whole numbers below.
 _EXACT = 2**53
-# One parser, as its buffers cost more than small bodies; a document holds it until it is dropped.
+# One parser for most bodies, as making its buffers takes longer than to read a small one; they grow
+# to several times the largest body, and stay. A document holds its parser until it is dropped.
 _parser = simdjson.Parser()
+_MOST_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,8 @@ def read(body: bytes) -> Numbers | None:
     if not body.startswith(b"{"):
         return None
     try:
-        document = _parser.parse(body)
+        parser = _parser if len(body) <= _MOST_BYTES else simdjson.Parser()
+        document = parser.parse(body)
         if not isinstance(document, simdjson.Object):
             return None
         keys = sorted(document.keys())  # with those that come twice

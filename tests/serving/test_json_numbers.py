@@ -188,3 +188,13 @@ def test_a_body_that_was_refused_keeps_the_parser_from_nothing():
     assert in_a_row(wrong) is None
     after = in_a_row(b'{"instances":[[3,4]]}')
     assert (before.tolist(), after.tolist()) == ([[1, 2]], [[3, 4]])
+
+
+def test_large_bodies_leave_no_buffers(monkeypatch):
+    monkeypatch.setattr(json_numbers, "_parser", None)
+    rows = np.arange(400_000).reshape(-1, 2)
+    large = json.dumps({"instances": rows.tolist()})
+    assert len(large) > 2e6
+    assert (in_a_row(large) == rows).all()
+    with pytest.raises(AttributeError):
+        in_a_row('{"instances":[[1,2]]}')
