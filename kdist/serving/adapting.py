@@ -140,7 +140,9 @@ class Tuner:
 
     def _is_better(self, choice):
         now = [each.score for each in choice.tried if each.settings == self.settings]
-        return not now or choice.best.score < now[0] - _BETTER * abs(now[0])
+        if not now or np.isinf(now[0]):  # a bound is broken, or too much comes
+            return True
+        return choice.best.score < now[0] - _BETTER * abs(now[0])
 
     def _least_bad(self, choice):
         served = [each for each in choice.tried if not each.outcome.over_capacity]
