@@ -1,6 +1,5 @@
 """One device: settings simulated and measured, the choice, and the tuner at ten times the load."""
 
-import dataclasses
 import gc
 import itertools
 
@@ -11,6 +10,7 @@ from benchmarks.serving_points import Point, milliseconds, summary, table
 from benchmarks.serving_retuning import Retuning
 from kdist.serving import (
     BatchSettings,
+    LatencyCurve,
     Objective,
     bursty,
     choose,
@@ -22,6 +22,7 @@ from kdist.serving.measured_curve import measure_served
 from kdist.serving.probing import probe
 
 _LOADS = {"Poisson": poisson, "bursty": bursty}
+_CURVE_SECONDS = 3.0
 # Of the device's capacity: the load that comes after a tenth of it.
 _RETUNED = 0.5
 
@@ -63,20 +64,11 @@ class Comparison:
         return "\n\n".join(texts)
 
     async def _measured_curve(self, batcher):
-        """A batch is full, or would wait: each size has settings of its own."""
-
-        async def call(arrays):
-            return await batcher(arrays)
-
-        seconds, computing = [], []
-        for size in SIZES:
-            self._compute.times.clear()
-            batcher.settings = BatchSettings(0.1, size)
-            one = await measure_served(call, self._example, [size], seconds=0.25)
-            seconds.append(one.batch_seconds[0])
-            computing.append(np.median(self._compute.times[size]))
-        self._overhead = np.maximum(np.subtract(seconds, computing), 0)
-        return dataclasses.replace(one, sizes=SIZES, batch_seconds=np.maximum.accumulate(seconds))
+        self._compute.times.clear()
+        curve = await measure_served(batcher, self._example, SIZES, _CURVE_SECONDS)
+        computing = [np.median(self._compute.times[size]) for size in SIZES]
+        self._overhead = np.maximum(np.subtract(curve.batch_seconds, computing), 0)
+        return curve
 
     async def _sweep(self, batcher, load, share):
         rate = share * self._curve.capacity(SIZES[-1])
@@ -102,14 +94,17 @@ class Comparison:
         return Point(load, share, batcher.settings, before, during, measured)
 
     def _curve_of_run(self):
-        """What batches took on average; sizes that did not come are as much slower as the rest."""
-        known = np.array(self._curve.batch_seconds)
-        times = self._compute.times
-        taken = {place: np.mean(times[size]) for place, size in enumerate(SIZES) if times[size]}
-        taken = {place: mean + self._overhead[place] for place, mean in taken.items()}
-        slower = sum(taken.values()) / sum(known[place] for place in taken)
-        seconds = [taken.get(place, each * slower) for place, each in enumerate(known)]
-        return dataclasses.replace(self._curve, batch_seconds=np.maximum.accumulate(seconds))
+        """What batches took; sizes that did not come are as much slower as the rest."""
+        known, times = np.array(self._curve.batch_seconds), self._compute.times
+        taken = {
+            size: np.array(times[size]) + self._overhead[place]
+            for place, size in enumerate(SIZES)
+            if times[size]
+        }
+        came = [place for place, size in enumerate(SIZES) if size in taken]
+        slower = sum(each.mean() for each in taken.values()) / known[came].sum()
+        every = {size: taken.get(size, [known[p] * slower]) for p, size in enumerate(SIZES)}
+        return LatencyCurve.of_times(every)
 
     def _head(self):
         said = ", ".join(

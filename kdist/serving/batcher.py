@@ -220,7 +220,7 @@ class Batcher:
 
     async def _answer(self, batch):
         """Computes a batch; if that fails, each request by itself, so that it harms no other."""
-        loop = asyncio.get_running_loop()
+        loop, began = asyncio.get_running_loop(), time.monotonic()
         try:
             result = await loop.run_in_executor(self._devices.threads, self._computed, batch)
         except Exception as error:
@@ -230,11 +230,11 @@ class Batcher:
             else:
                 self._failed(batch[0], error)
             return
-        self._done(batch, *result)
+        self._done(batch, *result, time.monotonic() - began)
 
-    def _done(self, batch, outputs, size, seconds):
+    def _done(self, batch, outputs, size, seconds, held_seconds):
         rows = sum(each.rows for each in batch)
-        self._row_seconds = seconds / rows
+        self._row_seconds = held_seconds / rows
         first = 0
         for request in batch:
             if not request.answer.done():
@@ -242,7 +242,8 @@ class Batcher:
                 request.answer.set_result({n: a[first:last] for n, a in outputs.items()})
             first += request.rows
         if self._load:
-            self._load.batch_done(rows, seconds, len(batch))
+            # With the ways to the thread and back, which a small model takes as long for.
+            self._load.batch_done(rows, held_seconds, len(batch))
         if self._on_batch:
             self._on_batch(rows, size, seconds)
 

@@ -9,9 +9,13 @@ kernels; so the curve is a staircase.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+# A batch that took more than so many times as long was compiled, or the process stood still.
+MOST_TIMES_SLOWER = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +24,18 @@ class LatencyCurve:
 
     Attributes:
         sizes: of batches, in rows, ascending; smaller ones are padded to the next.
-        batch_seconds: of a batch of each size.
+        batch_seconds: of a batch of each size, on average.
+        spread: what single batches took, as shares of these; 1 on average, each as likely. Defaults
+            to batches that all take the same.
 
     Raises:
         ValueError: sizes that do not ascend from 1 on, another number of times than of sizes, or
-            times that are not above zero.
+            times or shares that are not above zero.
     """
 
     sizes: Sequence[int]
     batch_seconds: Sequence[float]
+    spread: Sequence[float] = (1.0,)
 
     def __post_init__(self):
         sizes, seconds = list(self.sizes), list(self.batch_seconds)
@@ -38,6 +45,25 @@ class LatencyCurve:
             raise ValueError(f"{len(sizes)} sizes and {len(seconds)} times: give one for each size")
         if not all(np.isfinite(seconds)) or min(seconds) <= 0:
             raise ValueError(f"times of batches {seconds}: each has to be above zero")
+        if not len(self.spread) or min(self.spread) <= 0:
+            raise ValueError(f"spread={list(self.spread)}: shares above zero, one at least")
+
+    @classmethod
+    def of_times(cls, times: Mapping[int, Sequence[float]]) -> "LatencyCurve":
+        """From what batches of each size took, in seconds.
+
+        A larger batch counts as no faster than a smaller one. The spread is that of all sizes
+        together, so that a few times of each are enough.
+        """
+        if not times:
+            return cls([], [])
+        medians = np.maximum.accumulate([statistics.median(each) for each in times.values()])
+        shares = np.concatenate(
+            [np.divide(each, median) for each, median in zip(times.values(), medians, strict=True)]
+        )
+        shares = np.minimum(shares, MOST_TIMES_SLOWER)
+        seconds = medians * shares.mean()
+        return cls(list(times), seconds.tolist(), (shares / shares.mean()).tolist())
 
     @property
     def largest(self) -> int:

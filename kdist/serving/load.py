@@ -10,21 +10,24 @@ import collections
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from kdist.serving.latency_curve import LatencyCurve
+from kdist.serving.latency_curve import MOST_TIMES_SLOWER, LatencyCurve
 
 _KEPT_ARRIVALS = 4096
 _KEPT_BATCHES, _BATCHES_SECONDS = 256, 3.0
-# Requests inside vary, in an open load, as Poisson's numbers do: by as much as their mean. Of
-# clients that each wait for their answer, the number is fixed.
-_CLOSED_SPREAD = 0.25
+# When a batch ends, in an open load, the number inside varies by the requests that came while it
+# was computed, if by nothing else: by as much as their mean, as Poisson's numbers do. Of clients
+# that each wait for their answer, the number is fixed.
+_CLOSED_SPREAD = 0.3
+_LATE_SHARE = 0.1  # of batches, that some clients are late for: those with the fewest inside
 _FEW_BATCHES = 16
+_ENOUGH_SHARES = 64  # of which batches' times vary
 # How much the last batch counts for its size, and as how many batches of a size those of all
 # others do.
 _NEW_SHARE, _OTHERS = 0.05, 20
-_MOST_TIMES_SLOWER = 4.0  # what is more was compiled, or the process stood still
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,15 @@ class Totals:
         return Totals(*(now - then for now, then in pairs))
 
 
+class _End(NamedTuple):
+    """Of a batch."""
+
+    when: float
+    inside: int  # with its own
+    requests: int
+    seconds: float
+
+
 class Load:
     """Notes what happens, in the thread of the event loop.
 
@@ -69,9 +81,7 @@ class Load:
         self.inside, self.refused_at = 0, float("-inf")
         self._curve, self._clock = curve, clock
         self._times: collections.deque[float] = collections.deque(maxlen=_KEPT_ARRIVALS)
-        self._insides: collections.deque[tuple[float, int]] = collections.deque(
-            maxlen=_KEPT_BATCHES
-        )
+        self._ends: collections.deque[_End] = collections.deque(maxlen=_KEPT_BATCHES)
         self._began = self._last = clock()
         self._waited = self._busy = 0.0
         self._answered = self._rows = self._batches = 0
@@ -79,6 +89,7 @@ class Load:
         self._slower = np.ones(len(self._sizes))  # than the curve says
         self._seen = np.zeros(len(self._sizes))
         self._all_slower = 1.0
+        self._shares: collections.deque[float] = collections.deque(maxlen=_KEPT_BATCHES)
 
     def arrived(self, rows: int = 1):
         """A request of so many rows is taken."""
@@ -109,7 +120,7 @@ class Load:
         """
         now = self._passed()
         requests = rows if requests is None else requests
-        self._insides.append((now, self.inside))
+        self._ends.append(_End(now, self.inside, requests, seconds))
         self.inside = max(0, self.inside - requests)
         self._answered += requests
         self._rows += rows
@@ -138,31 +149,37 @@ class Load:
     def kind(self) -> str:
         """`"alone"`: never more than one inside; `"closed"`: a fixed number of clients, each of
         which waits for its answer; `"open"`: all else; `"new"`: not known yet."""
-        if len(self._insides) < _FEW_BATCHES:
+        if len(self._ends) < _FEW_BATCHES:
             return "new"
-        others = self._last_insides() - 1
-        if others.max() <= 0:
+        ends = self._last_ends()
+        inside = np.sort([end.inside for end in ends])
+        if inside[-1] <= 1:
             return "alone"
-        return "closed" if others.var() < _CLOSED_SPREAD * others.mean() else "open"
+        a_second = sum(end.requests for end in ends) / max(ends[-1].when - ends[0].when, 1e-9)
+        meanwhile = a_second * np.mean([end.seconds for end in ends])
+        usual = inside[int(_LATE_SHARE * len(inside)) :]
+        return "closed" if usual.var() < _CLOSED_SPREAD * meanwhile else "open"
 
     @property
     def clients(self) -> int:
         """Requests inside when a batch ended, the most of the last batches."""
-        return int(self._last_insides().max(initial=0))
+        return max((end.inside for end in self._last_ends()), default=0)
 
-    def _last_insides(self):
-        """Of the last seconds, or of the last few batches if that is longer."""
+    def _last_ends(self):
+        """Of the last seconds, or the last few if that is longer."""
         since = self._clock() - _BATCHES_SECONDS
-        found = [inside for when, inside in self._insides if when >= since]
-        if len(found) < _FEW_BATCHES:
-            found = [inside for _, inside in self._insides][-_FEW_BATCHES:]
-        return np.array(found, int)
+        found = [end for end in self._ends if end.when >= since]
+        return found if len(found) >= _FEW_BATCHES else list(self._ends)[-_FEW_BATCHES:]
 
     def curve(self) -> LatencyCurve:
         """As batches are just now; sizes that did not come are as much slower as the others."""
         weight = np.minimum(self._seen, 5 * _OTHERS)
         slower = (weight * self._slower + _OTHERS * self._all_slower) / (weight + _OTHERS)
-        return LatencyCurve(self._curve.sizes, np.maximum.accumulate(self._known * slower).tolist())
+        seconds = np.maximum.accumulate(self._known * slower).tolist()
+        spread = self._curve.spread
+        if len(self._shares) >= _ENOUGH_SHARES:
+            spread = (np.array(self._shares) / np.mean(self._shares)).tolist()
+        return LatencyCurve(self._curve.sizes, seconds, spread)
 
     def _passed(self):
         now = self._clock()
@@ -171,7 +188,9 @@ class Load:
         return now
 
     def _correct(self, place, seconds):
-        slower = min(seconds / self._known[place], _MOST_TIMES_SLOWER * self._all_slower)
+        slower = min(seconds / self._known[place], MOST_TIMES_SLOWER * self._all_slower)
+        if self._seen[place] >= _FEW_BATCHES:  # before, the mean is not known
+            self._shares.append(slower / self._slower[place])
         self._seen[place] += 1
         share = max(_NEW_SHARE, 1 / self._seen[place])
         self._slower[place] += share * (slower - self._slower[place])

@@ -8,18 +8,18 @@ of a millisecond is most of the time. Imports no TensorFlow.
 """
 
 import asyncio
-import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kdist.serving.batcher import Arrays, Batcher
 from kdist.serving.latency_curve import LatencyCurve
-
-Arrays = Mapping[str, np.ndarray]
+from kdist.serving.settings import BatchSettings
 
 # More repetitions of a size tell no more; fewer are taken where a batch takes long.
 _MOST_TIMES = 200
+_LONG_SECONDS = 1.0  # for the rows of a batch to come together
 
 
 def measure_curve(
@@ -30,17 +30,13 @@ def measure_curve(
 ) -> LatencyCurve:
     """Times batches of each size; each size is called twice before, as it may be compiled.
 
-    The sizes take turns, so that a slow phase of the machine hits all of them. A larger batch
-    counts as no faster than a smaller one.
+    The sizes take turns, so that a slow phase of the machine hits all of them.
 
     Args:
         compute: a function of named arrays (rows, …).
         example: named arrays of at least one row; batches are made of copies of the first.
         sizes: rows of batches, ascending.
         seconds: for all sizes together, after the first calls; each is timed three times at least.
-
-    Returns:
-        The median of each size.
 
     Raises:
         ValueError: sizes that do not ascend from 1 on.
@@ -55,20 +51,16 @@ def measure_curve(
             began = time.perf_counter()
             compute(batch)
             times[size].append(time.perf_counter() - began)
-    return _curve(times)
+    return LatencyCurve.of_times(times)
 
 
 async def measure_served(
-    call: Callable[[Arrays], Awaitable[Arrays]],
-    example: Arrays,
-    sizes: Sequence[int],
-    seconds: float = 4.0,
+    batcher: Batcher, example: Arrays, sizes: Sequence[int], seconds: float = 4.0
 ) -> LatencyCurve:
     """Times batches of so many concurrent requests of one row each, until the last is answered.
 
     Args:
-        call: a `Batcher` without other load whose largest batch is the last of `sizes`, and whose
-            timeout is long enough for them to come together.
+        batcher: without other load. Its settings are others afterwards.
         example: as for `measure_curve`, as are the others.
         sizes: of batches.
         seconds: for all sizes together.
@@ -79,8 +71,9 @@ async def measure_served(
     row = _copies(example, 1)
 
     async def together(size):
+        batcher.settings = BatchSettings(_LONG_SECONDS, size)  # it starts when it is full
         began = time.perf_counter()
-        await asyncio.gather(*(call(row) for _ in range(size)))
+        await asyncio.gather(*(batcher(row) for _ in range(size)))
         return time.perf_counter() - began
 
     for size in [*sizes, *sizes]:
@@ -90,7 +83,7 @@ async def measure_served(
     while _goes_on(times, end):
         for size in sizes:
             times[size].append(await together(size))
-    return _curve(times)
+    return LatencyCurve.of_times(times)
 
 
 def _goes_on(times, end):
@@ -100,8 +93,3 @@ def _goes_on(times, end):
 
 def _copies(example, size):
     return {name: np.repeat(array[:1], size, axis=0) for name, array in example.items()}
-
-
-def _curve(times):
-    medians = [statistics.median(each) for each in times.values()]
-    return LatencyCurve(list(times), np.maximum.accumulate(medians).tolist() if medians else [])

@@ -54,7 +54,7 @@ def simulate(
     """Serves requests of one row each.
 
     Args:
-        curve: what a batch takes the device.
+        curve: what a batch takes the device; each takes a share of the spread, drawn at random.
         arrivals: seconds, ascending, of shape (N,).
         settings: of batches; `max_batch` within the curve.
         overhead_seconds: of each request, besides: reading, writing. Defaults to none.
@@ -70,12 +70,12 @@ def simulate(
             f"max_batch={settings.max_batch}: the curve was measured up to {curve.largest}; "
             "measure larger batches, or take smaller ones"
         )
-    firsts, ends = _batches(curve.table(), np.asarray(arrivals, float), settings, devices)
+    taking = _times(curve, len(arrivals))
+    firsts, ends, computing = _batches(taking, np.asarray(arrivals, float), settings, devices)
     rows = np.diff(firsts)
     latency = np.repeat(ends, rows) - arrivals + overhead_seconds
     counted = latency[int(len(latency) * _WARM_UP_SHARE) :]
     p50, p99 = np.percentile(counted, [50, 99])
-    computing = curve.table()[rows].sum()
     span = (max(ends) - arrivals[0]) * devices
     rate = (len(arrivals) - 1) / max(arrivals[-1] - arrivals[0], 1e-12)
     return Outcome(
@@ -88,11 +88,22 @@ def simulate(
     )
 
 
-def _batches(seconds, arrivals, settings, devices):
-    """(number of the first request of each batch and of all, when each batch ends)."""
+def _times(curve, count):
+    """Gives what a batch takes, by its rows: at most so many, the same for all settings."""
+    means = curve.table()
+    if len(curve.spread) == 1:
+        return means.__getitem__
+    shares = iter(np.random.default_rng(0).choice(curve.spread, count))
+    return lambda rows: means[rows] * next(shares)
+
+
+def _batches(taking, arrivals, settings, devices):
+    """(number of the first request of each batch and of all, when each batch ends, seconds of
+    all batches)."""
     count, most = len(arrivals), settings.max_batch
     firsts, ends = [0], []
     free, first = [arrivals[0]] * devices, 0  # a heap: when each is free
+    computing = 0.0
     while first < count:
         # When a free device would start: with the last request of a full batch, or at the timeout.
         due = arrivals[first] + settings.timeout_seconds
@@ -101,8 +112,10 @@ def _batches(seconds, arrivals, settings, devices):
         start = max(free[0], due)
         waiting = int(np.searchsorted(arrivals[first : first + most], start, side="right"))
         first += max(waiting, 1)
-        end = start + seconds[first - firsts[-1]]
+        seconds = taking(first - firsts[-1])
+        computing += seconds
+        end = start + seconds
         heapq.heapreplace(free, end)
         firsts.append(first)
         ends.append(end)
-    return np.asarray(firsts), np.asarray(ends)
+    return np.asarray(firsts), np.asarray(ends), computing

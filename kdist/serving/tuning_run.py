@@ -27,7 +27,6 @@ _MOST_PROBED = 3000  # requests of a probe
 _FEWEST_PROBED = 20
 _CURVE_SHARE = 0.2  # of the time
 _FEW, _TURNS = 3, 2  # settings that are measured, and how often
-_LONG_SECONDS = 1.0  # for the rows of a batch to come together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +95,7 @@ async def _tune(compute, example, objective, sizes, shares, seconds, tell):
     row = {name: array[:1] for name, array in example.items()}
     batcher = Batcher(compute, BatchSettings(), sizes, max_waiting=10 * _MOST_PROBED)
     try:
-        curve = await _curve(batcher, row, sizes, seconds * _CURVE_SHARE)
+        curve = await measure_served(batcher, row, sizes, seconds * _CURVE_SHARE)
         tell(f"at most {curve.capacity(curve.largest):,.0f} rows a second; {_in_words(curve)}")
         left = seconds * (1 - _CURVE_SHARE) / (len(shares) * _FEW * _TURNS)
         rates = []
@@ -106,16 +105,6 @@ async def _tune(compute, example, objective, sizes, shares, seconds, tell):
     finally:
         await batcher.close()
     return Tuned(curve, objective, rates)
-
-
-async def _curve(batcher, row, sizes, seconds):
-    """Each size by itself, as the largest batch: so that it starts when it is full."""
-    found = []
-    for size in sizes:
-        batcher.settings = BatchSettings(_LONG_SECONDS, size)
-        one = await measure_served(batcher, row, [size], seconds / len(sizes))
-        found.append(one.batch_seconds[0])
-    return LatencyCurve(list(sizes), np.maximum.accumulate(found).tolist())
 
 
 async def _tune_rate(batcher, row, curve, objective, share, seconds):

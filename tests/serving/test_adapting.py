@@ -161,6 +161,19 @@ def test_a_slower_device_is_noticed():
     assert np.all((slower > 2.5) & (slower < 4.1))
 
 
+def test_batches_that_vary_are_noticed():
+    """Every fourth takes four times as long as the others, which the curve knows nothing of."""
+    now = [0.0]
+    load = Load(CURVE, lambda: now[0])
+    for batch in range(400):
+        load.arrived()
+        load.batch_done(1, CURVE.seconds(1) * (4 if batch % 4 == 0 else 1))
+    shares = np.array(load.curve().spread)
+    assert shares.mean() == pytest.approx(1)
+    assert np.mean(shares > 2) == pytest.approx(0.25, abs=0.02)
+    assert np.percentile(shares, 90) / np.median(shares) == pytest.approx(4, rel=0.15)
+
+
 def test_run_applies_at_once_and_ends_when_it_is_cancelled():
     async def scenario():
         applied = []
@@ -201,6 +214,53 @@ async def _yielding(server, seconds):
 
 
 # Counts.
+
+
+def kinds(settings, comes):
+    """What the load is taken for after each second but the first."""
+    server = VirtualServer(CURVE.seconds)
+    server.load, server.settings = Load(CURVE, server.clock), settings
+    comes(server)
+
+    async def looks():
+        for _ in range(12):
+            await server.sleep(1.0)
+            yield server.load.kind
+
+    async def found():
+        return [kind async for kind in looks()][1:]
+
+    return set(asyncio.run(found()))
+
+
+@pytest.mark.parametrize("rate", [60, 200, 500, 800, 2000])
+@pytest.mark.parametrize(
+    ("milliseconds", "rows"), [(0, 64), (64, 16), (64, 64), (16, 8), (4, 32), (64, 32)]
+)
+def test_requests_that_come_when_they_like_are_known(milliseconds, rows, rate):
+    """Whatever the settings: where batches are full, only the rest of the queue varies."""
+    settings = BatchSettings(milliseconds * 1e-3, rows)
+    comes = [*poisson(rate, rate * 12, seed=1)]
+    assert kinds(settings, lambda server: server.requests(comes)) == {"open"}
+
+
+@pytest.mark.parametrize("clients", [2, 3, 8, 32, 100])
+@pytest.mark.parametrize(("milliseconds", "rows"), [(0, 64), (0, 8), (4, 64), (16, 32)])
+def test_clients_that_wait_for_their_answers_are_known(milliseconds, rows, clients):
+    settings = BatchSettings(milliseconds * 1e-3, rows)
+    assert kinds(settings, lambda server: server.clients(clients)) == {"closed"}
+
+
+def test_clients_of_which_some_are_late_for_a_few_batches():
+    now = [0.0]
+    load = Load(CURVE, lambda: now[0])
+    for batch in range(100):
+        come = 1 if batch % 20 == 19 else 32
+        for _ in range(come):
+            load.arrived()
+        now[0] += 0.01
+        load.batch_done(come, 0.01)
+    assert load.kind == "closed"
 
 
 def test_littles_law():

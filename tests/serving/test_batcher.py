@@ -326,3 +326,30 @@ def test_a_request_larger_than_all_the_room_is_refused_for_good():
         assert len((await batcher(rows(*range(6))))["y"]) == 6
 
     run(scenario)
+
+
+def test_the_load_is_told_how_long_the_device_was_held():
+    """With the ways to the thread and back, which the simulator has to know of."""
+    told, computed = [], []
+
+    class Told:
+        def arrived(self, rows):
+            pass
+
+        def batch_done(self, rows, seconds, requests):
+            told.append(seconds)
+
+    async def scenario():
+        batcher = Batcher(
+            lambda arrays: arrays,
+            BatchSettings(0.0, 4),
+            on_batch=lambda rows, size, seconds: computed.append(seconds),
+            load=Told(),
+        )
+        for _ in range(5):
+            await batcher({"x": np.zeros((1, 2))})
+        await batcher.close()
+
+    asyncio.run(scenario())
+    assert len(told) == len(computed) == 5
+    assert all(held > seconds for held, seconds in zip(told, computed, strict=True))

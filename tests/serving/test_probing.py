@@ -118,19 +118,23 @@ def test_a_curve_is_measured_after_the_first_calls():
 
 
 def test_a_served_curve_has_so_many_requests_together():
-    inside, seen = 0, []
+    class Batched:
+        """Notes how many are inside, and how many start a batch."""
 
-    async def call(arrays):
-        nonlocal inside
-        assert arrays["x"].shape == (1, 1)
-        inside += 1
-        await asyncio.sleep(0)
-        seen.append(inside)
-        await asyncio.sleep(0)
-        inside -= 1
+        settings, inside, seen = None, 0, []
 
-    curve = asyncio.run(measure_served(call, {"x": np.zeros((2, 1))}, [1, 4], seconds=0.0))
-    assert seen == [1, 4, 4, 4, 4] * 5
+        async def __call__(self, arrays):
+            assert arrays["x"].shape == (1, 1)
+            self.inside += 1
+            await asyncio.sleep(0)
+            self.seen.append((self.inside, self.settings.max_batch))
+            await asyncio.sleep(0)
+            self.inside -= 1
+
+    batched = Batched()
+    curve = asyncio.run(measure_served(batched, {"x": np.zeros((2, 1))}, [1, 4], seconds=0.0))
+    assert batched.seen == [(1, 1), *[(4, 4)] * 4] * 5
+    assert batched.settings.timeout_seconds > 0.5
     assert list(curve.sizes) == [1, 4]
 
 

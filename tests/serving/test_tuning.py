@@ -44,6 +44,21 @@ def test_a_batch_is_padded_to_the_next_size():
 def test_curves_that_are_none(sizes, seconds, says):
     with pytest.raises(ValueError, match=says):
         LatencyCurve(sizes, seconds)
+    with pytest.raises(ValueError, match="spread"):
+        LatencyCurve([1], [1.0], [])
+    with pytest.raises(ValueError, match="spread"):
+        LatencyCurve([1], [1.0], [0.0, 2.0])
+
+
+def test_a_curve_of_single_times():
+    """Medians 2, 2 (not less than of one row) and 8; shares 0.5, 1, 3 | 0.5, 1, 1 | 1, 1, 4."""
+    curve = LatencyCurve.of_times({1: [1, 2, 6], 2: [1, 2, 2], 4: [8, 8, 80]})
+    mean = (0.5 + 1 + 3 + 0.5 + 1 + 1 + 1 + 1 + 4) / 9
+    assert curve.sizes == [1, 2, 4]
+    assert curve.batch_seconds == pytest.approx([2 * mean, 2 * mean, 8 * mean])
+    assert sorted(curve.spread) == pytest.approx(
+        [s / mean for s in (0.5, 0.5, 1, 1, 1, 1, 1, 3, 4)]
+    )
 
 
 # Counted by hand.
@@ -81,6 +96,16 @@ def test_without_batches_it_is_the_queue_m_d_1(load):
     assert outcome.mean_seconds == pytest.approx(0.01 * (1 + load / (2 * (1 - load))), rel=0.05)
     assert outcome.device_share == pytest.approx(load, rel=0.01)
     assert outcome.batch_rows == 1
+
+
+@pytest.mark.parametrize("load", [0.3, 0.8])
+def test_batches_that_vary_make_the_queue_m_g_1(load):
+    """Pollaczek and Khinchine: the wait grows by the square of the coefficient of variation."""
+    curve = LatencyCurve([1], [0.01], [0.25, 1.75])
+    outcome = simulate(curve, poisson(load / 0.01, 200_000), BatchSettings(0.0, 1))
+    wait = (1 + 0.75**2) * load / (2 * (1 - load))
+    assert outcome.mean_seconds == pytest.approx(0.01 * (1 + wait), rel=0.05)
+    assert outcome.device_share == pytest.approx(load, rel=0.01)
 
 
 @pytest.mark.parametrize("rate", [50, 500, 2000])
