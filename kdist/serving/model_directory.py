@@ -1,5 +1,6 @@
 """What lies in a model's directory: its versions, and what each needs. Imports no TensorFlow."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -24,6 +25,19 @@ def versions(directory: str | os.PathLike) -> list[int]:
         and path.name == str(int(path.name))  # not 01, which is another path
         and (path / "saved_model.pb").exists()
     )
+
+
+def contents(version_directory: str | os.PathLike) -> frozenset[tuple[str, int, int]]:
+    """What a version's files are known by: (path, bytes, when changed), to see whether they change.
+
+    A file that goes meanwhile is left out.
+    """
+    found = set()
+    for path in pathlib.Path(version_directory).rglob("*"):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found.add((str(path), status.st_size, status.st_mtime_ns))
+    return frozenset(found)
 
 
 def read_metadata(version_directory: str | os.PathLike) -> dict[str, Any]:

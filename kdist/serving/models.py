@@ -24,8 +24,6 @@ from kdist.serving.shared_devices import Devices
 from kdist.serving.signature import read_signatures
 
 _log = logging.getLogger(__name__)
-# A version that does not load is tried again, as a disk or a copy may have been late.
-_MOST_TRIES = 3
 
 
 class Models:
@@ -106,7 +104,7 @@ class Models:
                 continue
             newest = found[-self._newest :]
             for number in newest:
-                if number not in model.ready and model.tries.get(number, 0) < _MOST_TRIES:
+                if model.may_load(number):
                     await self._load(model, number)
             keep = [number for number in newest if number in model.ready]
             if keep:  # else the old one serves on
@@ -136,12 +134,11 @@ class Models:
     async def _load(self, model, number):
         key, path = Key(model.name, number), model.directory / str(number)
         model.states[number] = ("LOADING", "")
-        began = time.monotonic()
+        files, began = model.files(number), time.monotonic()
         try:
             version = await asyncio.to_thread(self._loaded, key, path)
         except Exception as error:
-            model.tries[number] = model.tries.get(number, 0) + 1
-            model.states[number] = ("END", str(error))
+            model.failed(number, str(error), files)
             _log.warning("%s does not load: %s", key, error)
             return
         model.ready[number], model.states[number] = version, ("AVAILABLE", "")

@@ -10,10 +10,11 @@ from tensorflow_serving.apis.get_model_metadata_pb2 import SignatureDefMap
 from kdist.serving.adapting import Tuner
 from kdist.serving.batcher import Batcher
 from kdist.serving.computing import Key
-from kdist.serving.model_directory import versions
+from kdist.serving.model_directory import contents, versions
 from kdist.serving.refusals import Refusal
 from kdist.serving.signature import SERVING_DEFAULT, Signature
 
+_MOST_TRIES = 3  # of the same files
 # Name -> (what it is, of a version): for Prometheus.
 GAUGES: Mapping[str, tuple[str, Callable]] = {
     "waiting_rows": ("Rows that are in no batch yet.", lambda version: version.waiting_rows),
@@ -91,7 +92,8 @@ class Model:
         self.name, self.directory = name, directory
         self.ready: dict[int, Version] = {}
         self.states: dict[int, tuple[str, str]] = {}  # version -> (state, why it failed)
-        self.tries: dict[int, int] = {}
+        # Of versions that did not load: version -> (tries, what its files were).
+        self._failures: dict[int, tuple[int, frozenset]] = {}
 
     def version(self, number: int | None = None) -> Version:
         """The highest that is ready, or one by its number; raises Refusal if it is not."""
@@ -110,9 +112,29 @@ class Model:
             raise Refusal("not_found", f"{self.name} has no version {said}")
         return states
 
+    def may_load(self, number: int) -> bool:
+        """Whether a version is to be loaded, or to be tried again.
+
+        A disk may have been late; and while files still come, as in a slow copy, it is not whole.
+        """
+        if number in self.ready:
+            return False
+        tries, files = self._failures.get(number, (0, frozenset()))
+        return tries < _MOST_TRIES or files != self.files(number)
+
+    def files(self, number: int) -> frozenset:
+        """What a version's files are now."""
+        return contents(self.directory / str(number))
+
+    def failed(self, number: int, error: str, files: frozenset) -> None:
+        """A version did not load, when its files were these."""
+        tries, before = self._failures.get(number, (0, files))
+        self._failures[number] = (tries + 1 if files == before else 1, files)
+        self.states[number] = ("END", error)
+
     def forget_all_but(self, numbers: Collection[int]) -> None:
         """What became of other versions is kept no longer."""
-        for kept in (self.states, self.tries):
+        for kept in (self.states, self._failures):
             for number in set(kept) - set(numbers):
                 del kept[number]
 

@@ -96,15 +96,15 @@ def test_ten_times_the_load_has_its_settings_within_ten_seconds():
 def test_settings_that_cannot_serve_ten_times_the_load_are_left():
     """For few requests batches of up to four are best, and four take too long for many."""
     curve = LatencyCurve([1, 2, 4, 8, 16, 32], [0.0078, 0.0124, 0.0147, 0.0165, 0.025, 0.0368])
-    scene = Scene(Objective("device_time", 0.079), curve)
+    scene = Scene(Objective("device_time", 0.088), curve)
     scene.server.requests([*poisson(43, 520), *(12 + poisson(434, 12_000))])
     before = scene.run(12)
     assert curve.capacity(before.max_batch) < 434
     scene.run(10)
     now = simulate(curve, poisson(434, 10_000), scene.run(1))
-    assert now.p99_seconds < 0.083
+    assert now.p99_seconds < 0.088
     recent = [seconds for when, seconds in scene.server.latencies if when > 22]
-    assert np.percentile(recent, 99) < 0.083
+    assert np.percentile(recent, 99) < 0.088
 
 
 def test_clients_that_wait_for_each_other_are_served_together():

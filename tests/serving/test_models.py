@@ -173,6 +173,28 @@ def test_a_version_that_has_been_mended_is_loaded(served, refresh, ready, tmp_pa
     assert y_of(served) == 2
 
 
+def test_a_version_that_is_copied_slowly_is_loaded_when_it_is_whole(
+    served, refresh, ready, tmp_path, monkeypatch
+):
+    loads = []
+    load = served.models.computing.load
+    monkeypatch.setattr(
+        served.models.computing, "load", lambda *given: loads.append(given[0]) or load(*given)
+    )
+    files = sorted(path for path in (ready / "2").rglob("*") if path.is_file())
+    # What it is known by comes first, what it cannot do without last.
+    files.sort(key=lambda path: (path.name != "saved_model.pb", path.parent.name == "variables"))
+    for path in files:
+        assert y_of(served) == 1
+        to = tmp_path / "m" / "2" / path.relative_to(ready / "2")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, to)
+        for _ in range(5):
+            refresh()
+    assert y_of(served) == 2
+    assert 3 < len(loads) <= 3 * len(files)  # thrice for the same files, at most
+
+
 def test_what_points_out_of_the_directory_is_no_version(served, refresh, ready, tmp_path):
     (tmp_path / "m" / "2").symlink_to(ready / "2")
     (tmp_path / "m" / "3").mkdir()

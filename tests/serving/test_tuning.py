@@ -157,8 +157,19 @@ def test_for_the_devices_time_as_long_as_the_bound_allows():
     bound = choose(ACCELERATOR, load, Objective("device_time", 0.03), max_batches=sizes).best
     assert free.settings.timeout_seconds == 0.064
     assert 0 < bound.settings.timeout_seconds < 0.03
-    assert bound.outcome.p99_seconds <= 0.03
+    assert bound.outcome.p99_seconds <= 0.9 * 0.03
     assert free.outcome.device_share < bound.outcome.device_share
+
+
+def test_a_bound_that_none_keeps_with_room_to_spare_is_just_kept():
+    load = poisson(500, 20_000)
+    tried = choose(ACCELERATOR, load, Objective("device_time"), max_batches=[64]).tried
+    fastest = min(each.outcome.p99_seconds for each in tried)
+    just = choose(ACCELERATOR, load, Objective("device_time", 1.05 * fastest), max_batches=[64])
+    assert 0.95 * fastest < just.best.outcome.p99_seconds <= 1.05 * fastest
+    never = choose(ACCELERATOR, load, Objective("device_time", 0.95 * fastest), max_batches=[64])
+    assert never.best is None
+    assert "no setting keeps" in never.reason
 
 
 def test_for_throughput_the_largest_batches():
