@@ -60,7 +60,7 @@ class Comparison:
         texts = [self._head(), table(points), summary(points), self._chosen(points)]
         if retune:
             retuning = Retuning(self._compute, self._example, self._curve, _RETUNED, self._seconds)
-            texts.append(f"- {await retuning.run()}")
+            texts.append(await retuning.run())
         return "\n\n".join(texts)
 
     async def _measured_curve(self, batcher):

@@ -4,10 +4,15 @@ import pytest
 
 from benchmarks.serving_devices import Timed
 from benchmarks.serving_retuning import Found, Retuning, verdict
-from kdist.serving import BatchSettings, LatencyCurve
+from kdist.serving import BatchSettings, LatencyCurve, Objective
 
 LONG, SHORT, NONE = (BatchSettings(timeout, 32) for timeout in (0.064, 0.016, 0.0))
-FOUND = {LONG: Found(0.40, 0.110), SHORT: Found(0.44, 0.099), NONE: Found(0.60, 0.050)}
+FOUND = {
+    LONG: Found(0.40, 0.070, 0.110),
+    SHORT: Found(0.44, 0.040, 0.099),
+    NONE: Found(0.60, 0.030, 0.050),
+}
+BOUND = Objective("device_time", 0.1)
 
 
 @pytest.mark.parametrize(
@@ -20,15 +25,21 @@ FOUND = {LONG: Found(0.40, 0.110), SHORT: Found(0.44, 0.099), NONE: Found(0.60, 
     ],
 )
 def test_when_the_settings_are_good(spans, said):
-    text = verdict(spans, FOUND, bound=0.1)
+    text = verdict(spans, FOUND, BOUND)
     assert f"measured settings {said}." in text
     assert f"former settings ({spans[0][1]})" in text
     assert f"the best measured ({SHORT})" in text
 
 
 def test_what_was_not_measured_is_over_capacity():
-    assert "over capacity" in verdict([(-9, BatchSettings(0.0, 1)), (3, SHORT)], FOUND, 0.1)
-    assert "No setting" in verdict([(-9, SHORT)], FOUND, 0.01)
+    assert "over capacity" in verdict([(-9, BatchSettings(0.0, 1)), (3, SHORT)], FOUND, BOUND)
+    assert "no setting" in verdict([(-9, SHORT)], FOUND, Objective("device_time", 0.01))
+
+
+def test_the_mean_latency_has_no_bound():
+    text = verdict([(-9, LONG), (1, SHORT), (3, NONE)], FOUND, Objective())
+    assert "settings from 3.0 s on." in text
+    assert f"the best measured ({NONE}): 60% of the device, mean 30.0 ms, p99 50.0 ms" in text
 
 
 def test_the_bound_sets_the_loads_apart():
