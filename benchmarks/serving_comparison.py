@@ -22,7 +22,7 @@ from kdist.serving.measured_curve import measure_served
 from kdist.serving.probing import probe
 
 _LOADS = {"Poisson": poisson, "bursty": bursty}
-_CURVE_SECONDS = 3.0
+_CURVE_SECONDS = 1.5
 # Of the device's capacity: the load that comes after a tenth of it.
 _RETUNED = 0.5
 
@@ -54,7 +54,7 @@ class Comparison:
         gc.freeze()  # as a server does
         points = []
         for load, share in itertools.product(_LOADS, self._shares):
-            self._curve = await self._measured_curve(batcher)  # a virtual machine gets slower
+            self._curve = await self._measured_curve(batcher)
             points += await self._sweep(batcher, load, share)
         await batcher.close()
         texts = [self._head(), table(points), summary(points), self._chosen(points)]
@@ -78,6 +78,7 @@ class Comparison:
         found: dict[BatchSettings, list[Point]] = {settings: [] for settings in all_settings}
         for _ in range(self._turns):
             for settings, points in found.items():
+                self._curve = await self._measured_curve(batcher)  # a virtual machine gets slower
                 batcher.settings = settings
                 points.append(await self._point(batcher, arrivals, load, share))
         return [
