@@ -52,7 +52,9 @@ flags.DEFINE_enum(
     "least time of the device, within --p99_ms if it is given.",
 )
 flags.DEFINE_float("p99_ms", None, "Milliseconds that 99 of 100 requests may take.", 0.001)
-flags.DEFINE_integer("versions", 1, "Newest versions of a model that are served.", 1)
+flags.DEFINE_integer(
+    "versions", 1, "Newest versions of a model that are served; an older one if none loads.", 1
+)
 flags.DEFINE_float("request_seconds", 60.0, "That a request may take, waiting included.", 0.001)
 flags.DEFINE_integer("waiting_rows", 1024, "Rows that may wait; then requests get 429.", 1)
 flags.DEFINE_float("body_mb", 64.0, "Megabytes of a request at most.", 0.001)

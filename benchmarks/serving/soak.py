@@ -45,7 +45,7 @@ class Plan:
     """How long, and how bad.
 
     Attributes:
-        count: right answers to reach.
+        count: right answers to reach; more where each kind of event takes longer to have come.
         clients: that behave.
         pause_seconds: between events.
         flood_size: connections of a flood.
@@ -94,7 +94,12 @@ async def soak(server: Server, directory: pathlib.Path, requests: Requests, plan
     began = time.perf_counter()
     beside = [asyncio.ensure_future(each) for each in (events.run(), _watch(server, tally, memory))]
     indices = itertools.cycle(range(len(requests)))
-    steady = [_steady(connect, requests, tally, plan.count, indices) for _ in range(plan.clients)]
+
+    def ended():
+        enough = tally.answers[RIGHT] >= plan.count and events.each_came
+        return enough or any(task.done() for task in beside)
+
+    steady = [_steady(connect, requests, tally, ended, indices) for _ in range(plan.clients)]
     await asyncio.gather(*steady)
     for task in beside:
         if task.done():
@@ -105,9 +110,9 @@ async def soak(server: Server, directory: pathlib.Path, requests: Requests, plan
     return Story(outcome, events.answers, events.number, memory)
 
 
-async def _steady(connect, requests, tally, count, indices):
+async def _steady(connect, requests, tally, ended, indices):
     client = Client(connect, requests, tally, timeout_seconds=60.0)
-    while tally.answers[RIGHT] < count:
+    while not ended():
         if await client.ask(next(indices)) != RIGHT:
             await asyncio.sleep(_AGAIN_SECONDS)
     client.close()
@@ -131,6 +136,11 @@ class _Events:
         self._versions = itertools.count(2)
         self.number: collections.Counter[str] = collections.Counter()
         self.answers: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+
+    @property
+    def each_came(self) -> bool:
+        """Whether each kind has come, and has ended."""
+        return all(self.number[kind] for kind in self._plan.events)
 
     async def run(self):
         order = random.Random(self._plan.seed)

@@ -40,6 +40,23 @@ def contents(version_directory: str | os.PathLike) -> frozenset[tuple[str, int, 
     return frozenset(found)
 
 
+def check_within(version_directory: str | os.PathLike, home: str | os.PathLike) -> None:
+    """Refuses a version any of whose files is elsewhere, by whatever links.
+
+    Raises:
+        ValueError: a link leads out of `home`.
+    """
+    home, to_see, seen = pathlib.Path(home).resolve(), [pathlib.Path(version_directory)], set()
+    while to_see:
+        path = to_see.pop()
+        real = path.resolve()
+        if not real.is_relative_to(home):
+            raise ValueError(f"{path} leads out of {home}: copy what it points to")
+        if real not in seen and real.is_dir():
+            seen.add(real)
+            to_see += path.iterdir()
+
+
 def read_metadata(version_directory: str | os.PathLike) -> dict[str, Any]:
     """What `export` has written of a version.
 

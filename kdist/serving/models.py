@@ -15,7 +15,7 @@ from kdist.serving.bodies import Bodies
 from kdist.serving.choosing_apart import choose_apart
 from kdist.serving.computing import InProcess, Key
 from kdist.serving.metrics import Metrics
-from kdist.serving.model_directory import versions
+from kdist.serving.model_directory import check_within, versions
 from kdist.serving.refusals import Refusal
 from kdist.serving.served_versions import GAUGES, Model, Version
 from kdist.serving.serving_files import batch_sizes
@@ -35,7 +35,8 @@ class Models:
         settings: of batches; where there is an objective, only the largest batch counts.
         objective: what settings are chosen for while the load changes; None for fixed ones.
         limits: of requests.
-        newest: versions of a model that are served. Defaults to 1, the highest.
+        newest: versions of a model that are served. Defaults to 1, the highest. Where none of them
+            loads, an older one is served.
         metrics: by default new ones.
         sizes: rows that batches are filled up to; by default powers of two up to
             `settings.max_batch`.
@@ -104,8 +105,10 @@ class Models:
                 continue
             newest = found[-self._newest :]
             for number in newest:
-                if model.may_load(number):
-                    await self._load(model, number)
+                await self._try(model, number)
+            for number in reversed(found[: -self._newest]):
+                if not model.ready:  # an old one serves rather than none
+                    await self._try(model, number)
             keep = [number for number in newest if number in model.ready]
             if keep:  # else the old one serves on
                 for number in sorted(set(model.ready) - set(keep)):
@@ -131,7 +134,9 @@ class Models:
         await asyncio.to_thread(self.computing.close)
         self._devices.close()
 
-    async def _load(self, model, number):
+    async def _try(self, model, number):
+        if not model.may_load(number):
+            return
         key, path = Key(model.name, number), model.directory / str(number)
         model.states[number] = ("LOADING", "")
         files, began = model.files(number), time.monotonic()
@@ -148,6 +153,7 @@ class Models:
 
     def _loaded(self, key, path):
         """In a thread, so that what is served is served on."""
+        check_within(path, path.parent)
         signatures, protos = read_signatures(path)
         curve = self.computing.load(key, os.fspath(path), self._sizes)
         return Version(key, signatures, protos, self._batcher_for, self._tuner(key, curve))

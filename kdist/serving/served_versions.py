@@ -139,10 +139,5 @@ class Model:
                 del kept[number]
 
     def found(self) -> list[int]:
-        """The versions in its directory, ascending; what points out of it is none."""
-        home = self.directory.resolve()
-        return [
-            number
-            for number in versions(self.directory)
-            if (self.directory / str(number) / "saved_model.pb").resolve().is_relative_to(home)
-        ]
+        """The versions in its directory, ascending."""
+        return versions(self.directory)

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import pathlib
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,16 +10,10 @@ import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 
 from kdist.serving.rows import rows_of
+from kdist.serving.safe_graphs import check_safe
 
 SERVING_DEFAULT = "serving_default"
 _PREDICT = "tensorflow/serving/predict"
-# Operations by which a model would run Python of this process, or read and write its files.
-# By how their names begin; RestoreV2 is what variables are loaded by.
-_UNSAFE = re.compile(
-    "PyFunc|EagerPyFunc|ReadFile|WriteFile|MatchingFiles|WholeFileReader|TextLine|TFRecord|"
-    "FixedLengthRecord|SqlDataset|LoadDataset|SaveDataset|CacheDataset|SnapshotDataset|"
-    "DataServiceDataset|ImmutableConst|CreateSummary|DebugIdentityV|Rpc(Call|Client|Server)"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +94,6 @@ def read_signatures(version_directory: str | os.PathLike):
     graphs = [graph for graph in proto.meta_graphs if "serve" in graph.meta_info_def.tags]
     if not graphs:
         raise ValueError(f"{path} has no graph for serving; write it with kdist.serving.export")
-    _check_safe(path, graphs[0].graph_def)
     protos = {
         name: signature
         for name, signature in graphs[0].signature_def.items()
@@ -109,23 +101,8 @@ def read_signatures(version_directory: str | os.PathLike):
     }
     if not protos:
         raise ValueError(f"{path} has no signature for predictions; write it with one")
+    check_safe(path, graphs[0], protos)
     return {name: _signature_of(proto) for name, proto in protos.items()}, protos
-
-
-def _check_safe(path, graph):
-    nodes = [*graph.node]
-    nodes += [node for function in graph.library.function for node in function.node_def]
-    if found := sorted(
-        {node.op for node in nodes if _UNSAFE.match(node.op) or _prints_to_file(node)}
-    ):
-        raise ValueError(
-            f"{path} is not loaded: its operations {found} would run Python code or touch files of "
-            "the server; export the model without them (tf.py_function, tf.io.read_file …)"
-        )
-
-
-def _prints_to_file(node):
-    return node.op == "PrintV2" and node.attr["output_stream"].s.startswith(b"file:")
 
 
 def _signature_of(proto):

@@ -4,6 +4,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import threading
 
 from kdist.serving.computing import InProcess, Key
@@ -25,14 +27,17 @@ class Worker:
 
     Args:
         devices: that models are placed on; see `InProcess`.
+        batch_seconds: after so long without a word it counts as dead and is killed; it may load
+            models for longer.
 
     Attributes:
         loaded: the versions that it has, with what a batch of each takes.
         is_starting: whether it will have other versions soon.
     """
 
-    def __init__(self, devices):
-        self._devices, self.is_starting = devices, False
+    def __init__(self, devices, batch_seconds):
+        self._devices, self._batch_seconds = devices, batch_seconds
+        self.is_starting = False
         self._changing, self._ended = threading.Lock(), False
         self.start()
 
@@ -42,6 +47,7 @@ class Worker:
             if self._ended:
                 raise WorkerDied("the server is ending")
             self._connection, theirs = _context.Pipe()
+            _limit_sending(self._connection, self._batch_seconds)
             process = _context.Process(
                 target=_work, args=[theirs, self._devices], name="kdist-serving-worker", daemon=True
             )
@@ -68,14 +74,22 @@ class Worker:
         """Has it free a version."""
         if key in self.loaded:
             del self.loaded[key]
-            self.ask(None, "unload", key)
+            self.ask(self._batch_seconds, "unload", key)
+
+    def compute(self, key, signature, arrays):
+        """Has it compute a batch."""
+        return self.ask(self._batch_seconds, "compute", key, signature, arrays)
 
     def ask(self, seconds, *command):
         """What it answers; raises EOFError or OSError if it dies, or takes longer."""
-        self._connection.send(command)
-        if not self._connection.poll(seconds):
+        try:
+            self._connection.send(command)
+            answered = self._connection.poll(seconds)
+        except BlockingIOError:
+            answered = False
+        if not answered:
             self._process.kill()
-            raise TimeoutError(f"no answer for {seconds:g} s")
+            raise TimeoutError(f"no answer for {seconds or self._batch_seconds:g} s")
         outcome, value = self._connection.recv()
         if outcome == "failed":
             raise value
@@ -88,6 +102,14 @@ class Worker:
             self._process.kill()
             self._process.join()
             self._connection.close()
+
+
+def _limit_sending(connection, seconds):
+    """Sending more than the pipe holds ends with BlockingIOError if nobody reads for so long."""
+    whole = int(seconds)
+    value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:  # as one both ways is
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
 def _work(connection, devices):

@@ -41,12 +41,11 @@ class Workers:
 
     def __init__(self, count: int, batch_seconds: float = 120.0, devices: Sequence[str] = ()):
         self.slots = count
-        self._batch_seconds = batch_seconds
         self._wanted: dict[Key, tuple] = {}
         self._changing = threading.Lock()  # of the models, in all workers alike
         self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
         self._closed = False
-        self._all = [Worker(devices) for _ in range(count)]
+        self._all = [Worker(devices, batch_seconds) for _ in range(count)]
         for worker in self._all:
             self._idle.put(worker)
         atexit.register(self.close)  # Python would end them by SIGTERM, which they do not hear
@@ -87,7 +86,7 @@ class Workers:
         while deaths < _MOST_DEATHS:
             worker = self._idle_with(key)
             try:
-                outputs = worker.ask(self._batch_seconds, "compute", key, signature, arrays)
+                outputs = worker.compute(key, signature, arrays)
             except (EOFError, OSError) as error:  # TimeoutError is one of the latter
                 self._replace(worker, error)
                 # It had not read the batch: each may have died while it was idle.

@@ -195,13 +195,57 @@ def test_a_version_that_is_copied_slowly_is_loaded_when_it_is_whole(
     assert 3 < len(loads) <= 3 * len(files)  # thrice for the same files, at most
 
 
-def test_what_points_out_of_the_directory_is_no_version(served, refresh, ready, tmp_path):
-    (tmp_path / "m" / "2").symlink_to(ready / "2")
-    (tmp_path / "m" / "3").mkdir()
-    (tmp_path / "m" / "3" / "saved_model.pb").symlink_to(ready / "3" / "saved_model.pb")
+@pytest.mark.parametrize(
+    "which", [".", "saved_model.pb", "variables", "variables/variables.index", "assets"]
+)
+def test_what_points_out_of_the_directory_is_not_loaded(served, refresh, ready, tmp_path, which):
+    add(ready, tmp_path / "m", 2)
+    path = tmp_path / "m" / "2" / which
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.symlink_to(ready / "2" / which)
     refresh()
     assert y_of(served) == 1
-    assert states(served) == {1: "AVAILABLE"}
+    assert states(served) == {1: "AVAILABLE", 2: "END"}
+    said = served.get("/v1/models/m/versions/2").json()["model_version_status"][0]["status"]
+    assert "leads out of" in said["error_message"]
+
+
+def test_a_link_to_where_a_link_leads_out_is_not_followed(served, refresh, ready, tmp_path):
+    add(ready, tmp_path / "m", 2, as_version="shared")
+    add(ready, tmp_path / "m", 2)
+    shutil.rmtree(tmp_path / "m" / "2" / "variables")
+    (tmp_path / "m" / "2" / "variables").symlink_to(tmp_path / "m" / "shared" / "variables")
+    index = tmp_path / "m" / "shared" / "variables" / "variables.index"
+    index.unlink()
+    index.symlink_to(ready / "2" / "variables" / "variables.index")
+    refresh()
+    assert states(served) == {1: "AVAILABLE", 2: "END"}
+
+
+def test_links_within_the_directory_are_followed(served, refresh, ready, tmp_path):
+    """As volumes of Kubernetes are made."""
+    add(ready, tmp_path / "m", 2, as_version="..data")
+    (tmp_path / "m" / "2").symlink_to("..data")
+    (tmp_path / "m" / "..data" / "assets.extra" / "..").mkdir(exist_ok=True, parents=True)
+    (tmp_path / "m" / "..data" / "assets.extra" / "again").symlink_to(tmp_path / "m")
+    refresh()
+    assert y_of(served) == 2
+
+
+def test_where_the_newest_does_not_load_an_older_one_is_served(ready, tmp_path):
+    for version in (1, 2):
+        add(ready, tmp_path / "m", version)
+    for version in (3, 4):
+        (tmp_path / "m" / str(version)).mkdir()
+        (tmp_path / "m" / str(version) / "saved_model.pb").write_bytes(b"garbage")
+    with running({"m": tmp_path / "m"}, BatchSettings(0.0, 2)) as served:
+        assert y_of(served) == 2
+        assert states(served) == {2: "AVAILABLE", 3: "END", 4: "END"}
+        shutil.rmtree(tmp_path / "m" / "4")
+        add(ready, tmp_path / "m", 3, as_version="4")
+        served.do(served.models.refresh())
+        assert y_of(served) == 3
+        assert states(served)[2] == "END"
 
 
 def test_what_is_no_version_is_left_alone(served, refresh, ready, tmp_path):

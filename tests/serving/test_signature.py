@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.core.protobuf import saved_model_pb2
 
 from kdist.serving.signature import Signature, TensorSpec, read_signatures
 from tests.serving.running import save_mixed
@@ -89,6 +90,67 @@ def test_models_that_would_touch_the_servers_files_are_not_loaded(tmp_path, func
     tf.saved_model.save(module, str(tmp_path), signatures={"serving_default": module.f})
     with pytest.raises(ValueError, match="would run Python code or touch files"):
         read_signatures(tmp_path)
+
+
+def saved(x):
+    tf.raw_ops.SaveV2(
+        prefix="/tmp/kdist-never-written", tensor_names=["x"], shape_and_slices=[""], tensors=[x]
+    )
+    return tf.strings.length(x)
+
+
+def restored(x):
+    read = tf.raw_ops.RestoreV2(
+        prefix=x[0], tensor_names=["x"], shape_and_slices=[""], dtypes=[tf.float32]
+    )
+    return tf.reshape(read[0], [-1])
+
+
+def restored_in_a_branch(x):
+    return tf.cond(
+        tf.shape(x)[0] > 1, lambda: restored(x), lambda: tf.cast(tf.strings.length(x), tf.float32)
+    )
+
+
+@pytest.mark.parametrize("function", [saved, restored, restored_in_a_branch])
+def test_predictions_that_would_touch_checkpoints_are_not_loaded(tmp_path, function):
+    """Each SavedModel has such operations, but to load its variables and not to predict."""
+    module = tf.Module()
+    module.f = tf.function(
+        lambda x: {"y": function(x)}, input_signature=[tf.TensorSpec((None,), tf.string)]
+    )
+    tf.saved_model.save(module, str(tmp_path), signatures={"serving_default": module.f})
+    with pytest.raises(ValueError, match="V2'.* would run Python code or touch files"):
+        read_signatures(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../words.txt", "/etc/passwd", "a/../../words.txt"])
+def test_assets_are_those_of_the_model(tmp_path, name):
+    words = tmp_path / "words.txt"
+    words.write_text("one\ntwo\n")
+    module = tf.Module()
+    module.table = tf.lookup.StaticVocabularyTable(
+        tf.lookup.TextFileInitializer(
+            str(words),
+            tf.string,
+            tf.lookup.TextFileIndex.WHOLE_LINE,
+            tf.int64,
+            tf.lookup.TextFileIndex.LINE_NUMBER,
+        ),
+        1,
+    )
+    module.f = tf.function(
+        lambda x: {"y": module.table.lookup(x)},
+        input_signature=[tf.TensorSpec((None,), tf.string)],
+    )
+    path = tmp_path / "1"
+    tf.saved_model.save(module, str(path), signatures={"serving_default": module.f})
+    read_signatures(path)
+    proto = saved_model_pb2.SavedModel.FromString((path / "saved_model.pb").read_bytes())
+    proto.meta_graphs[0].asset_file_def[0].filename = name
+    (path / "saved_model.pb").write_bytes(proto.SerializeToString())
+    with pytest.raises(ValueError, match="asset .* leads out of"):
+        read_signatures(path)
 
 
 def test_only_predictions_are_signatures(tmp_path):

@@ -88,6 +88,40 @@ def test_a_worker_that_cannot_be_started_once_is_started_later(pair, version, mo
     assert wait_until(lambda: failures and len(pair.pids) == 2)
 
 
+def test_a_worker_that_is_stopped_before_it_reads_a_large_batch_is_replaced(version):
+    workers = Workers(2, batch_seconds=1.0)
+    workers.load(KEY, os.fspath(version[0]), [1])
+    stopped = workers.pids[0]
+    os.kill(stopped, signal.SIGSTOP)
+    rows = np.ones((10**6, 3), np.float32)  # more than a pipe holds
+    asked = []
+
+    def ask():
+        for _ in range(2):
+            asked.append(workers.compute(KEY, SIGNATURE, {"inputs": rows}))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert [len(next(iter(outputs.values()))) for outputs in asked] == [len(rows)] * 2
+    assert wait_until(lambda: len(workers.pids) == 2 and stopped not in workers.pids)
+    workers.close()
+
+
+def test_a_worker_that_is_stopped_does_not_hold_up_the_end_of_a_version(version):
+    workers = Workers(2, batch_seconds=1.0)
+    workers.load(KEY, os.fspath(version[0]), [1])
+    os.kill(workers.pids[0], signal.SIGSTOP)
+    thread = threading.Thread(target=workers.unload, args=[KEY], daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    workers.load(KEY, os.fspath(version[0]), [1])
+    for _ in range(2):
+        answer_is_right(workers, version)
+    workers.close()
+
+
 def test_a_version_that_kills_workers_is_said_to(pair, version, monkeypatch):
     def load(worker, key, path, sizes):
         if key == KEY:

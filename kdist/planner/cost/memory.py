@@ -21,7 +21,8 @@ STEP_MARGIN = 1.04
 # A CUDA context with the code of cuDNN and cuBLAS: an allowance.
 CUDA_BYTES = 0.8e9
 # Batches on the device beside the one that a step takes: the next one; on a GPU one more is on its
-# way there (tf.data's multi-device iterator buffers one on each side).
+# way there (tf.data's multi-device iterator buffers one on each side). Prefetching with AUTOTUNE
+# has more of them wait where they are made faster than they are taken: up to six were seen.
 BATCHES_AHEAD = {"cpu": 1, "gpu": 2}
 # What TensorFlow gives cuDNN at most for one convolution (TF_CUDNN_WORKSPACE_LIMIT_IN_MB).
 _CUDNN_LIMIT_BYTES = 4 * 2**30
