@@ -118,13 +118,6 @@ def create_strategy(
     """
     check_is_tensorflow("kdist.create_strategy")
     check_no_distribution()
-    builders = {
-        "auto": _auto,
-        "one_device": _one_device,
-        "mirrored": _mirrored,
-        "central_storage": _central_storage,
-        "tpu": _tpu,
-    }
     if isinstance(name, Plan):
         if devices is not None:
             raise ValueError(f"the plan says the devices, {name.layout.devices}; leave them out")
@@ -152,14 +145,7 @@ def create_strategy(
         )
     if name == "parameter_server":
         return _parameter_server(devices, cluster, cluster_timeout_seconds, partitioner)
-    if name not in builders:
-        raise ValueError(_unknown(name, [*builders, *_OF_JOBS]))
-    if name not in ("auto", "mirrored") and (reduction != "auto" or num_packs is not None):
-        raise ValueError(
-            f"reduction={reduction!r} and num_packs={num_packs} are options of 'mirrored'; "
-            f"{name!r} has no such choice, leave them out"
-        )
-    return builders[name](devices, _cross_device_ops(reduction, num_packs))
+    return _of_one_process(name, devices, reduction, num_packs)
 
 
 def is_chief(strategy: tf.distribute.Strategy) -> bool:
@@ -200,6 +186,24 @@ def _planned_cluster(layout: PlannedLayout, cluster: Cluster | None) -> Cluster:
             "TF_CONFIG on each machine, or plan anew with --max_machines"
         )
     return cluster
+
+
+def _of_one_process(name, devices, reduction, num_packs):
+    builders = {
+        "auto": _auto,
+        "one_device": _one_device,
+        "mirrored": _mirrored,
+        "central_storage": _central_storage,
+        "tpu": _tpu,
+    }
+    if name not in builders:
+        raise ValueError(_unknown(name, [*builders, *_OF_JOBS]))
+    if name not in ("auto", "mirrored") and (reduction != "auto" or num_packs is not None):
+        raise ValueError(
+            f"reduction={reduction!r} and num_packs={num_packs} are options of 'mirrored'; "
+            f"{name!r} has no such choice, leave them out"
+        )
+    return builders[name](devices, _cross_device_ops(reduction, num_packs))
 
 
 def _auto(devices, cross_device_ops):

@@ -17,10 +17,10 @@ import pathlib
 import time
 
 import keras
-import known_models
 from absl import flags
 
 import kdist
+import known_models
 from kdist import program
 from kdist.planner import known, read_workload
 

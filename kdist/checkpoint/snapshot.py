@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.checkpoint.files import CheckpointError
-from kdist.parallel.tensor import Division, plain_slots, plain_variables
+from kdist.parallel.tensor import DividedVariable, plain_slots, plain_variables
 from kdist.tensorflow_internals import first_replica
 from kdist.training.accumulation import optimizers_of
 from kdist.training.keras_internals import recompute_constants
@@ -75,7 +75,7 @@ def put(model: keras.Model, arrays: Mapping[str, np.ndarray]):
 def _by_kind(model):
     """(variables that are the same everywhere, those that each replica has for itself) by name.
 
-    They are the plain model's, as `Division`s: of one piece each, where nothing is divided.
+    They are the plain model's, as `DividedVariable`s: of one piece each, where nothing is divided.
     """
     metrics = {id(variable) for variable in model.metrics_variables}
     if model.is_split and model.divisions:
@@ -92,7 +92,7 @@ def _by_kind(model):
 
 
 def _whole(variables):
-    return [Division([variable]) for variable in variables]
+    return [DividedVariable([variable]) for variable in variables]
 
 
 def _named(kind, divisions):

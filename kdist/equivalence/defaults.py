@@ -9,7 +9,7 @@ import functools
 
 from kdist.training.functions import OnAllReplicas
 from kdist.training.replicated import ReplicatedTrainer
-from kdist.training.share import Division
+from kdist.training.share import BatchDivision
 
 LOCAL_STEPS = 2
 
@@ -25,7 +25,7 @@ def train_locally():
     What replicas do alone on the same rows is the same, and its mean as well: that of one device.
     """
     _compile_with(local_steps=LOCAL_STEPS)
-    own_call, own_division = OnAllReplicas.__call__, Division.of
+    own_call, own_division = OnAllReplicas.__call__, BatchDivision.of
     is_training = False
 
     def call(self, data, part=None):
@@ -46,7 +46,7 @@ def train_locally():
         )
 
     OnAllReplicas.__call__ = call  # type: ignore[method-assign]
-    Division.of = division  # type: ignore[method-assign,assignment]
+    BatchDivision.of = division  # type: ignore[method-assign,assignment]
 
 
 def _compile_with(**arguments):

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from kdist.training import step as steps
 from kdist.training.beside import beside_inputs
-from kdist.training.share import Division, Share, number_of_rows
+from kdist.training.share import BatchDivision, Share, number_of_rows
 
 
 class MicroBatches:
@@ -40,7 +40,7 @@ class MicroBatches:
         self._model, self._data, self._loss_place = model, data, loss_place
         self._step = steps.current()
         self._divisors: list | None = None
-        division = Division((number_of_rows(data),), (0,), number)
+        division = BatchDivision((number_of_rows(data),), (0,), number)
         taken = [division.take(data, 0, micro_batch) for micro_batch in range(number)]
         self.parts = [part for part, _ in taken]
         self.steps = [MicroStep(self._step, share, self._divisor) for _, share in taken]

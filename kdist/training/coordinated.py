@@ -25,7 +25,7 @@ from kdist.training.asynchronous_step import AsynchronousStep, MicroSteps
 from kdist.training.finite import NONE_YET
 from kdist.training.logs import LazyLogs
 from kdist.training.predictions import joined
-from kdist.training.share import Division
+from kdist.training.share import BatchDivision
 from kdist.training.shared_variables import push
 from kdist.training.step import this_replica
 
@@ -323,7 +323,7 @@ class OnWorker:
 
     def __call__(self, data, number):
         """(added to each variable of the metrics, staleness, bad step, logs) of a step."""
-        division = Division.of(data, self._strategy, self._micro_steps)
+        division = BatchDivision.of(data, self._strategy, self._micro_steps)
         micro_steps = self._new_micro_steps()
         total = None
         for micro_step in range(self._micro_steps):
@@ -343,7 +343,7 @@ class OnWorker:
 
     def outputs(self, data, number):
         """What the step gives for all rows, in their order."""
-        division = Division.of(data, self._strategy, 1)
+        division = BatchDivision.of(data, self._strategy, 1)
         *_, outputs = self._run(data, number, division, 0, self._new_micro_steps())
         return self._strategy.gather(outputs, axis=0) if len(division.sizes) > 1 else outputs
 

@@ -17,7 +17,7 @@ from kdist.training.inputs import without_part
 from kdist.training.keras_internals import reduce_per_replica
 from kdist.training.local_steps import LocalStep
 from kdist.training.logs import LazyLogs
-from kdist.training.share import Division
+from kdist.training.share import BatchDivision
 from kdist.training.step import ReplicaStep, this_replica
 from kdist.training.step_limit import within_limit
 from kdist.training.together import Together, are_several_workers, replicas_here
@@ -221,7 +221,7 @@ class OnAllReplicas:
         """
         if self.is_a_single_part:
             return self._strategy.run(self._step, args=(data,))
-        division = Division.of(data, self._strategy, self._micro_steps, part)
+        division = BatchDivision.of(data, self._strategy, self._micro_steps, part)
         last = self._micro_steps - 1
         run = functools.partial(self._micro_step, data, division)
         if self._trainer.run_eagerly:

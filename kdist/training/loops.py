@@ -112,15 +112,11 @@ class Loops:
             validation_data = None
         resumption = resumption_of(callbacks)
         resumed = resumption.load(self) if resumption else None
-        data, start = x, resumed or _beginning(x, initial_epoch, steps_per_epoch)
-        feed, part = self._feed(x, start.batch)
-        if inputs.is_pipeline(x):
-            x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, start.batch, part)
-            shuffle = False  # the pipeline does; Keras would warn that it does not
-        groups = self._step_groups(
+        start = resumed or _beginning(x, initial_epoch, steps_per_epoch)
+        groups = self._training_groups(
+            x,
+            start,
             builds=bool(resumed),  # what is restored has to be there before the first step
-            feed=feed,
-            x=x,
             y=y,
             sample_weight=inputs.as_float(sample_weight),
             batch_size=batch_size,
@@ -128,12 +124,6 @@ class Loops:
             shuffle=shuffle,
             class_weight=class_weight,
         )
-        self.global_batch_size = part.batch_rows if part else groups.data_adapter.batch_size
-        if not inputs.is_pipeline(data):
-            groups.leave_out(start)
-        groups.first_step = self.steps_in_epoch = start.step
-        self._epoch_number, self._batches_before_epoch = start.epoch, start.batch - start.step
-        self.data_facts = data_facts(data, self.global_batch_size, steps_per_epoch)
         callbacks = self._callback_list(callbacks, verbose, epochs, groups, add_history=True)
         self.callbacks_of_fit = callbacks.callbacks
         validate = self._validation(
@@ -151,14 +141,10 @@ class Loops:
             if resumed:
                 resumption.restore(self.data_facts)
             callbacks.on_train_begin()
-            logs = {}
             if resumed and self.stop_training:  # a callback had decided so
                 epochs = start.epoch
-            for epoch in range(self._initial_epoch or start.epoch, epochs):
-                is_due = validate and self._should_eval(epoch, validation_freq)
-                logs = self._epoch(epoch, groups, callbacks, validate if is_due else None)
-                if self.stop_training:
-                    break
+            numbers = range(self._initial_epoch or start.epoch, epochs)
+            logs = self._train_epochs(numbers, groups, callbacks, validate, validation_freq)
             if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
                 self.optimizer.finalize_variable_values(self.trainable_weights)
             callbacks.on_train_end(logs=logs)
@@ -246,6 +232,34 @@ class Loops:
         )
         callbacks.on_predict_end()
         return concatenated(self.predict_function.in_order(outputs))
+
+    def _training_groups(self, x, start, steps_per_epoch, shuffle, **data):
+        """The groups of steps of `fit`, from where training begins or goes on."""
+        facts_of, (feed, part) = x, self._feed(x, start.batch)
+        is_pipeline = inputs.is_pipeline(x)
+        if is_pipeline:
+            x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, start.batch, part)
+            shuffle = False  # the pipeline does; Keras would warn that it does not
+        groups = self._step_groups(
+            feed=feed, x=x, steps_per_epoch=steps_per_epoch, shuffle=shuffle, **data
+        )
+        self.global_batch_size = part.batch_rows if part else groups.data_adapter.batch_size
+        if not is_pipeline:
+            groups.leave_out(start)
+        groups.first_step = self.steps_in_epoch = start.step
+        self._epoch_number, self._batches_before_epoch = start.epoch, start.batch - start.step
+        self.data_facts = data_facts(facts_of, self.global_batch_size, steps_per_epoch)
+        return groups
+
+    def _train_epochs(self, numbers, groups, callbacks, validate, validation_freq):
+        """Gives the logs of the last one."""
+        logs = {}
+        for epoch in numbers:
+            is_due = validate and self._should_eval(epoch, validation_freq)
+            logs = self._epoch(epoch, groups, callbacks, validate if is_due else None)
+            if self.stop_training:
+                break
+        return logs
 
     def _epoch(self, epoch, groups, callbacks, validate):
         self._epoch_number, self.steps_in_epoch = epoch, groups.first_step

@@ -64,7 +64,7 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class BatchDivision:
     """How a batch is divided among replicas and micro-steps.
 
     Attributes:
@@ -86,7 +86,7 @@ class Division:
         strategy: tf.distribute.Strategy,
         micro_steps: int = 1,
         part: Part | None = None,
-    ) -> "Division":
+    ) -> "BatchDivision":
         """The division of `data`: a whole batch, or one that is divided among replicas already.
 
         Args:

@@ -211,9 +211,12 @@ def _marks(case):
     [pytest.param(case, id=str(case), marks=_marks(case)) for case in measure_memory.CASES],
 )
 def test_predicted_is_within_a_tenth_above_what_is_measured(case, library):
-    """The most of several runs is the peak: which operations run at a time is chance."""
+    """The most of several runs is the peak: which operations run at a time is chance.
+
+    On cores with other work four of ten runs of ResNet50 miss its fullest moment.
+    """
     peak = 0
-    for _ in range(3):
+    for _ in range(6):
         found = measure_memory.measure(case, library)
         peak = max(peak, found["measured"])
         if found["predicted"] <= 1.1 * peak:

@@ -91,7 +91,10 @@ def test_an_environment_that_says_another_backend_is_no_matter_of_guessing():
 
 
 def test_without_the_extra_it_says_what_to_install():
-    hidden = "import sys, runpy; sys.modules['jax'] = None; sys.argv = sys.argv[1:];"
+    hidden = (
+        "import os, sys, runpy; sys.modules['jax'] = None; sys.argv = sys.argv[1:];"
+        "sys.path.insert(0, os.path.dirname(sys.argv[0]));"  # as Python itself does
+    )
     process = subprocess.run(
         [
             *(sys.executable, "-c", hidden + "runpy.run_path(sys.argv[0], run_name='__main__')"),

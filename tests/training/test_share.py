@@ -3,7 +3,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist.training.share import Division, Part, number_of_rows
+from kdist.training.share import BatchDivision, Part, number_of_rows
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
@@ -15,7 +15,7 @@ def test_every_row_is_in_exactly_one_share(rows, micro_steps, known):
 
     @tf.function(input_signature=[tf.TensorSpec([rows if known else None, 2], tf.int32)])
     def shares(batch):
-        division = Division.of(
+        division = BatchDivision.of(
             {"x": batch, "none": None, "scalar": tf.constant(7)}, strategy, micro_steps
         )
         taken = []
@@ -47,7 +47,7 @@ def test_every_row_is_in_exactly_one_share(rows, micro_steps, known):
 def test_a_size_that_is_known_stays_known():
     strategy = kdist.create_strategy("mirrored", 4)
     batch = tf.zeros([24, 3])
-    division = Division.of(batch, strategy, 2)
+    division = BatchDivision.of(batch, strategy, 2)
 
     @tf.function
     def first_share(micro_step):
@@ -63,7 +63,7 @@ def test_a_size_that_is_known_stays_known():
 @pytest.mark.parametrize(("rows", "may_be_empty"), [(7, True), (8, False), (9, False)])
 def test_may_be_empty_if_there_are_fewer_rows_than_shares(rows, may_be_empty):
     strategy = kdist.create_strategy("mirrored", 4)
-    division = Division.of(tf.zeros([rows, 1]), strategy, 2)
+    division = BatchDivision.of(tf.zeros([rows, 1]), strategy, 2)
     assert division.take(tf.zeros([rows, 1]), 0, 0)[1].may_be_empty == may_be_empty
 
 
@@ -73,11 +73,11 @@ def test_replicas_have_the_same_rows_of_a_part_as_of_the_whole(rows, micro_steps
     """Two workers with two replicas each."""
     strategy = kdist.create_strategy("mirrored", 4)
     batch = tf.reshape(tf.range(rows), [rows, 1])
-    whole = Division.of(batch, strategy, micro_steps)
+    whole = BatchDivision.of(batch, strategy, micro_steps)
     for worker in range(2):
         part = Part(worker, 2, rows)
         own = batch[part.first_row : rows * (worker + 1) // 2]
-        division = Division.of(own, strategy, micro_steps, part)
+        division = BatchDivision.of(own, strategy, micro_steps, part)
         for replica in (2 * worker, 2 * worker + 1):
             for micro_step in range(micro_steps):
                 expected, share = whole.take(batch, replica, micro_step)
@@ -92,18 +92,18 @@ def test_sparse_and_ragged_rows():
     strategy = kdist.create_strategy("mirrored", 2)
     dense = tf.constant([[0, 1], [2, 0], [0, 3], [4, 5]])
     sparse, ragged = tf.sparse.from_dense(dense), tf.RaggedTensor.from_tensor(dense, padding=0)
-    division = Division.of(sparse, strategy)
+    division = BatchDivision.of(sparse, strategy)
     second, share = division.take(sparse, 1, 0)
     np.testing.assert_array_equal(tf.sparse.to_dense(second), dense[2:])
     assert share.rows == 2
     assert number_of_rows(ragged) == 4
-    second, _ = Division.of(ragged, strategy).take(ragged, 1, 0)
+    second, _ = BatchDivision.of(ragged, strategy).take(ragged, 1, 0)
     assert second.to_list() == ragged[2:].to_list()
 
 
 def test_data_without_rows_go_to_everybody():
     strategy = kdist.create_strategy("mirrored", 4)
-    division = Division.of(tf.constant(3.0), strategy, 2)
+    division = BatchDivision.of(tf.constant(3.0), strategy, 2)
     data, share = division.take(tf.constant(3.0), 2, 1)
     assert float(data) == 3.0
     assert share.of_batch == 1 / 8
@@ -113,5 +113,5 @@ def test_data_that_are_divided_already_keep_their_division():
     strategy = kdist.create_strategy("mirrored", 2)
     dataset = tf.data.Dataset.range(10).batch(6)
     batch = next(iter(strategy.experimental_distribute_dataset(dataset.skip(1))))
-    division = Division.of(batch, strategy)
+    division = BatchDivision.of(batch, strategy)
     assert [int(size) for size in division.sizes] == [2, 2]

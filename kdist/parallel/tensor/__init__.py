@@ -14,13 +14,13 @@ from kdist.parallel.tensor.checks import check_division
 from kdist.parallel.tensor.embedding import ShardedEmbedding
 from kdist.parallel.tensor.linear import SHARDED_LINEARS
 from kdist.parallel.tensor.optimizers import check_optimizer
-from kdist.parallel.tensor.shards import Division, ShardedLayer, Shards
+from kdist.parallel.tensor.shards import DividedVariable, ShardedLayer, Shards
 from kdist.parallel.tensor.slots import keep_plain_slots_in_files, plain_slots
 from kdist.parallel.tensor.weights import get_plain_weights, plain_variables, set_plain_weights
 
 __all__ = [
     "Divided",
-    "Division",
+    "DividedVariable",
     "ShardedLayer",
     "call_divided",
     "check_division",

@@ -3,7 +3,13 @@
 import keras
 import tensorflow as tf
 
-from kdist.parallel.tensor.shards import Division, Generators, ShardedLayer, stands_for, sum_of
+from kdist.parallel.tensor.shards import (
+    DividedVariable,
+    Generators,
+    ShardedLayer,
+    stands_for,
+    sum_of,
+)
 
 
 @stands_for(keras.layers.MultiHeadAttention)
@@ -47,15 +53,15 @@ class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
 
     def _divisions(self, name):
         parts = [getattr(part, name) for part in self.shards.parts]
-        divisions = [Division([part._kernel for part in parts], 1)]
+        divisions = [DividedVariable([part._kernel for part in parts], 1)]
         if self.use_bias:
-            divisions.append(Division([part.bias for part in parts], 0))
+            divisions.append(DividedVariable([part.bias for part in parts], 0))
         return divisions
 
     def _output_divisions(self):
         kernels = [part._output_dense._kernel for part in self.shards.parts]
-        bias = [] if self._output_bias is None else [Division([self._output_bias])]
-        return [Division(kernels, 0), *bias]
+        bias = [] if self._output_bias is None else [DividedVariable([self._output_bias])]
+        return [DividedVariable(kernels, 0), *bias]
 
     def _generators(self):
         layers = [part._dropout_layer for part in self.shards.parts]

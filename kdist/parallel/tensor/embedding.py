@@ -2,7 +2,13 @@
 
 import keras
 
-from kdist.parallel.tensor.shards import Division, ShardedLayer, call_part, stands_for, sum_of
+from kdist.parallel.tensor.shards import (
+    DividedVariable,
+    ShardedLayer,
+    call_part,
+    stands_for,
+    sum_of,
+)
 
 
 @stands_for(keras.layers.Embedding)
@@ -25,7 +31,7 @@ class ShardedEmbedding(ShardedLayer, keras.layers.Embedding):
 
     def divisions(self):
         tables = [part._embeddings for part in self.shards.parts]
-        return [Division(tables, 0 if self.is_by_row else 1)]
+        return [DividedVariable(tables, 0 if self.is_by_row else 1)]
 
     def call(self, inputs):
         if inputs.dtype not in ("int32", "int64"):

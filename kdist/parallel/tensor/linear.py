@@ -3,7 +3,13 @@
 import keras
 
 from kdist.parallel.tensor.elementwise import is_elementwise
-from kdist.parallel.tensor.shards import Division, ShardedLayer, call_part, stands_for, sum_of
+from kdist.parallel.tensor.shards import (
+    DividedVariable,
+    ShardedLayer,
+    call_part,
+    stands_for,
+    sum_of,
+)
 
 
 class _ShardedLinear(ShardedLayer):
@@ -47,11 +53,13 @@ class _ShardedLinear(ShardedLayer):
 
     def divisions(self):
         parts = self.shards.parts
-        divisions = [Division([part._kernel for part in parts], -2 if self.is_by_row else -1)]
+        divisions = [
+            DividedVariable([part._kernel for part in parts], -2 if self.is_by_row else -1)
+        ]
         if self.use_bias and self.is_by_row:
-            divisions.append(Division([self.bias]))
+            divisions.append(DividedVariable([self.bias]))
         elif self.use_bias:
-            divisions.append(Division([part.bias for part in parts], 0))
+            divisions.append(DividedVariable([part.bias for part in parts], 0))
         return divisions
 
     def call(self, inputs, training=None):

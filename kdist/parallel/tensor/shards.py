@@ -15,7 +15,7 @@ from kdist.training.keras_internals import save_as, saved_name
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class DividedVariable:
     """A variable of the plain layer, in pieces.
 
     Attributes:
@@ -27,7 +27,7 @@ class Division:
     axis: int | None = None
 
     def __post_init__(self):
-        if self.axis is None and len(self.pieces) > 1 and type(self) is Division:
+        if self.axis is None and len(self.pieces) > 1 and type(self) is DividedVariable:
             paths = ", ".join(piece.path for piece in self.pieces)
             raise ValueError(f"{paths}: taken for parts of one variable, and it is not divided")
 
@@ -73,7 +73,7 @@ class Division:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generators(Division):
+class Generators(DividedVariable):
     """The state (seed, count of draws) of the parts' generators of random numbers.
 
     The first part's is the plain layer's. The seed of each further one is larger by one, so that
@@ -148,11 +148,11 @@ class ShardedLayer:
     plain: type[keras.layers.Layer]
     shards: Shards
 
-    def divisions(self) -> list[Division]:
+    def divisions(self) -> list[DividedVariable]:
         """The plain layer's weights, in its order."""
         raise NotImplementedError
 
-    def all_divisions(self) -> list[Division]:
+    def all_divisions(self) -> list[DividedVariable]:
         """The plain layer's variables, in its order: also those that are no weights."""
         return self.divisions()
 

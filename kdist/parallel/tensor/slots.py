@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import keras
 
 from kdist.parallel.tensor.optimizers import inner_optimizers
-from kdist.parallel.tensor.shards import Division
+from kdist.parallel.tensor.shards import DividedVariable
 from kdist.parallel.tensor.weights import plain_weights
 
 
@@ -38,7 +38,7 @@ def _load(model, optimizer, store):
         division.assign(store[str(number)])
 
 
-def plain_slots(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> list[Division]:
+def plain_slots(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> list[DividedVariable]:
     """The variables of the plain model's optimizer, in its order: its own, then wrapped ones'."""
     inner = inner_optimizers(optimizer)
     slots = [slot for each in inner for slot in plain_slots(model, each)]
@@ -90,7 +90,7 @@ def _in_pieces(model, optimizer):
         key = (-1, variable.path) if owner is None else (numbers[owner], name)
         joined.setdefault(key, []).append(variable)
     return [
-        Division(joined[key], weights[key[0]].axis if len(joined[key]) > 1 else None)
+        DividedVariable(joined[key], weights[key[0]].axis if len(joined[key]) > 1 else None)
         for key in _in_plain_order(list(joined))
     ]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import keras
 import numpy as np
 
-from kdist.parallel.tensor.shards import Division, ShardedLayer
+from kdist.parallel.tensor.shards import DividedVariable, ShardedLayer
 
 
 def get_plain_weights(model: keras.Model) -> list[np.ndarray]:
@@ -29,12 +29,12 @@ def set_plain_weights(model: keras.Model, weights: Sequence[np.ndarray]):
         division.assign(value)
 
 
-def plain_weights(model: keras.Model) -> Iterator[Division]:
+def plain_weights(model: keras.Model) -> Iterator[DividedVariable]:
     """The plain model's weights, in the order of its `get_weights()`."""
     return _once(_all(model, lambda layer: layer.divisions(), lambda layer: layer.weights))
 
 
-def plain_variables(model: keras.Model) -> Iterator[Division]:
+def plain_variables(model: keras.Model) -> Iterator[DividedVariable]:
     """The plain model's weights and its generators of random numbers, as in its `variables`."""
     return _once(_all(model, lambda layer: layer.all_divisions(), lambda layer: layer.variables))
 
@@ -54,4 +54,4 @@ def _all(layer, of_divided, of_whole):
         for inner in layer.layers:
             yield from _all(inner, of_divided, of_whole)
     else:
-        yield from (Division([variable]) for variable in of_whole(layer))
+        yield from (DividedVariable([variable]) for variable in of_whole(layer))

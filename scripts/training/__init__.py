@@ -1,0 +1,1 @@
+"""What scripts/train.py does with its flags, part by part."""

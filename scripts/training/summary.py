@@ -1,0 +1,137 @@
+"""What is kept of a run and said at its end."""
+
+import dataclasses
+import importlib.metadata
+import pathlib
+import subprocess
+import sys
+
+from absl import flags
+
+import kdist
+
+FLAGS = flags.FLAGS
+
+
+def config(dataset, num_examples=None):
+    """What the run was asked to do: every flag of this program, and the data that it got."""
+    own = FLAGS.flags_by_module_dict()[sys.argv[0]]
+    asked = {flag.name: flag.value for flag in own}
+    return {**asked, "dataset": dataset, "num_examples": num_examples}
+
+
+def summary_of_layout(strategy, batch, dataset, examples, model):
+    """What was trained, where, and with which versions."""
+    return {
+        "model": FLAGS.model,
+        "parameters": model.count_params(),
+        "dataset": dataset,
+        "examples": examples,
+        "strategy": type(strategy).__name__,
+        "devices": list(kdist.strategies.device_names(strategy)),
+        "num_replicas": batch.replicas,
+        "local_batch_size": batch.local,
+        "accumulate": batch.accumulate,
+        "workers": kdist.strategies.num_workers(strategy),
+        "staleness": dataclasses.asdict(model.staleness),
+        "global_batch_size": batch.global_size,
+        "local_steps": FLAGS.local_steps,
+        "local_slots": FLAGS.local_slots if FLAGS.local_steps else None,
+        "precision": FLAGS.precision,
+        "epochs": FLAGS.epochs,
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+
+
+def summary_on_jax(mesh, batch, dataset, train, model):
+    """As `summary_of_layout`, of a mesh; and what its devices hold of the model."""
+    from kdist.parallel.jax_mesh import bytes_per_device
+
+    held = bytes_per_device([*model.variables, *model.optimizer.variables])
+    return {
+        "model": FLAGS.model,
+        "parameters": model.count_params(),
+        "dataset": dataset,
+        "examples": train.num_examples,
+        "backend": FLAGS.backend,
+        "strategy": f"JAX mesh {mesh.layout}",
+        "layout": str(mesh.layout),
+        "devices": [str(name).upper() for name in mesh.device_mesh.devices.flatten()],
+        "state_bytes_per_device": {name.upper(): size for name, size in held.items()},
+        "num_replicas": batch.replicas,
+        "local_batch_size": batch.local,
+        "accumulate": batch.accumulate,
+        "workers": 1,
+        "global_batch_size": batch.global_size,
+        "local_steps": None,
+        "precision": FLAGS.precision,
+        "epochs": FLAGS.epochs,
+        "versions": versions("jax"),
+        "git_commit": git_commit(),
+    }
+
+
+def speed_of(epoch_seconds, train):
+    """Seconds of an epoch, and the rate of those after the first, in which JAX compiles."""
+    examples = train.steps_per_epoch * train.batch.global_size
+    later = epoch_seconds[1:]
+    return {
+        "seconds_per_epoch": sum(epoch_seconds) / len(epoch_seconds),
+        "examples_per_second": len(later) * examples / sum(later) if later else None,
+    }
+
+
+def versions(*more):
+    """Versions of what the numbers depend on."""
+    names = ("kdist", "tensorflow", "keras", "numpy", *more)
+    return {
+        "python": sys.version.split()[0],
+        **{name: importlib.metadata.version(name) for name in names},
+    }
+
+
+def git_commit():
+    """The commit of this program's checkout; None outside of one."""
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=pathlib.Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def cost(seconds):
+    """How long the program ran, and what that costs where a price is given."""
+    price = FLAGS.price_usd_per_hour
+    paid = {} if price is None else {"cost_usd": price * seconds / 3600}
+    return {"total_seconds": seconds, "price_usd_per_hour": price, **paid}
+
+
+def print_summary(summary):
+    """The end of the run in two lines, the way d2l says it."""
+    rate, local = summary["examples_per_second"], summary["local_steps"]
+    print(
+        f"test accuracy {summary['test_accuracy']:.4f}, test loss {summary['test_loss']:.4f}, "
+        f"{summary['seconds_per_epoch']:.1f} sec/epoch"
+        + (f", {rate:.1f} examples/sec" if rate else "")
+    )
+    print(
+        f"on {', '.join(summary['devices'])} ({summary['strategy']}, "
+        f"{summary['num_replicas']} replicas × {summary['local_batch_size']}"
+        + (f" × {accumulate} micro-steps" if (accumulate := summary["accumulate"]) > 1 else "")
+        + (f", {workers} workers" if (workers := summary["workers"]) > 1 else "")
+        + (f", {local} local steps, slots: {summary['local_slots']}" if local else "")
+        + ")"
+    )
+    for sentence in summary.get("verdict", ()):
+        print(sentence)
+    if (staleness := summary.get("staleness")) and staleness["steps"]:
+        print("staleness: mean {mean:.2f}, largest {largest}".format(**staleness))
+    if sizes := summary.get("state_bytes_per_device"):
+        print("weights and slots: " + ", ".join(f"{n} {s:,} bytes" for n, s in sizes.items()))
