@@ -9,6 +9,7 @@ https://www.tensorflow.org/tfx/serving/api_rest. Strings may be text or {"b64": 
 import base64
 import binascii
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -56,7 +57,11 @@ def read(body: bytes, signature_of: Callable[[str], Signature]) -> Request:
 
 
 def answer(outputs: Mapping[str, np.ndarray], request: Request) -> bytes:
-    """The body for the outputs, in the request's format."""
+    """The body for the outputs, in the request's format.
+
+    What is no finite number is NaN, Infinity or -Infinity, as of TensorFlow Serving: JSON knows
+    none of them, and null would have to be told apart by every client.
+    """
     specs = request.signature.outputs
     values = {name: _plain(name, outputs[name], spec) for name, spec in specs.items()}
     alone = next(iter(values.values())) if len(values) == 1 else None
@@ -67,7 +72,9 @@ def answer(outputs: Mapping[str, np.ndarray], request: Request) -> bytes:
     else:
         rows = zip(*values.values(), strict=True)
         document = {"predictions": [dict(zip(values, row, strict=True)) for row in rows]}
-    return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    if all(np.isfinite(value).all() for value in values.values() if isinstance(value, np.ndarray)):
+        return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    return json.dumps(document, default=lambda value: value.tolist()).encode()
 
 
 def _read_numbers(body, signature_of):

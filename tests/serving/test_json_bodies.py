@@ -97,6 +97,20 @@ def test_answers_of_every_type(dtype):
     assert answered({"y": array}, "inputs") == {"outputs": [[1, 3], [2, 4]]}
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("key", ["instances", "inputs"])
+def test_what_is_no_number_is_said_to_be_none_as_tensorflow_serving_does(key, several, dtype):
+    strange = np.array([[np.nan, 1.5], [np.inf, -np.inf]], dtype)
+    outputs = {"y": strange, **({"n": np.array([1, 2])} if several else {})}
+    answer = answered(outputs, key)
+    if key == "inputs":
+        rows = answer["outputs"]["y"] if several else answer["outputs"]
+    else:
+        rows = [row["y"] if several else row for row in answer["predictions"]]
+    np.testing.assert_array_equal(np.array(rows, dtype), strange)
+
+
 def test_texts_and_bytes():
     texts = {"text": np.array([b"a", b"\xff"], object), "raw_bytes": np.array([b"a", b""], object)}
     assert answered(texts, "inputs") == {
