@@ -136,6 +136,15 @@ def test_another_precision_is_a_bound():
     assert sizes(precision="bfloat16").weights == full.weights / 2
 
 
+def test_float64_takes_twice_of_all():
+    full, double = sizes(optimizer="adam"), sizes(optimizer="adam", precision="float64")
+    for name in ("weights", "slots", "step", "workspace"):
+        assert getattr(double, name) == 2 * getattr(full, name), name
+    there = dataclasses.replace(WORK, precision="float64")  # what was read is as large already
+    assert memory(there, 10).step == full.step
+    assert memory(there, 10).weights == double.weights
+
+
 def test_a_gpu_has_a_context_and_cudnn():
     on_cpu, on_gpu = sizes(), sizes(device="gpu")
     assert on_gpu.framework == CUDA_BYTES

@@ -142,7 +142,7 @@ def memory(
     _check(local_batch, accumulate, devices, update, device)
     of_optimizer = _optimizer(optimizer)
     precision = precision or workload.precision
-    width = 2 if precision in ("float16", "bfloat16") else 4
+    width = 4 if precision.startswith("mixed_") else _bits(precision) // 8
     trained = workload.trainable_parameters * width
     served = update == "parameter_servers"
     together = accumulate > 1 or devices > 1
@@ -255,7 +255,7 @@ def _optimizer(name):
 
 
 def _bits(precision):
-    return 16 if precision.endswith("float16") else 32
+    return 16 if precision.endswith("float16") else 64 if precision == "float64" else 32
 
 
 def _check(local_batch, accumulate, devices, update, device):
