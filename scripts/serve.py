@@ -8,7 +8,8 @@
 
 A model's directory holds its versions, as kdist.serving.export writes them: models/fashion/1 and so
 on. The highest is served; a new one is picked up while the server runs, and the old one ends when
-its last request is answered. SIGTERM or Ctrl-C ends the server in the same way.
+its last request is answered. SIGTERM or Ctrl-C ends the server in the same way, a second one at
+once.
 """
 
 import functools
@@ -34,7 +35,8 @@ flags.DEFINE_integer(
     "workers",
     0,
     "Processes that compute, each with a copy of the models; one that dies is replaced, and no "
-    "request is lost by it. 0: the server's own process computes.",
+    "request is lost by it. 0: the server's own process computes. Each in turn loads a new "
+    "version, and computes nothing meanwhile: with 1, requests wait for that.",
     0,
 )
 flags.DEFINE_string(
@@ -61,7 +63,9 @@ flags.DEFINE_float("body_mb", 64.0, "Megabytes of a request at most.", 0.001)
 flags.DEFINE_float(
     "all_bodies_mb", 1024.0, "Megabytes of all requests under way; more are told to come again."
 )
-flags.DEFINE_float("end_seconds", 30.0, "For requests to end in, on SIGTERM.", 0.0)
+flags.DEFINE_float(
+    "end_seconds", 30.0, "For requests to end in, on SIGTERM; a second one ends all at once.", 0.0
+)
 flags.DEFINE_string(
     "tune",
     None,
@@ -138,8 +142,9 @@ def directories(given):
     """{name: directory}, of DIR or NAME=DIR."""
     found = {}
     for each in given:
-        name, _, directory = each.rpartition("=")
-        name = name or os.path.basename(os.path.abspath(directory))
+        name, _, directory = each.partition("=")
+        if not (directory and _NAME.fullmatch(name)):  # the "=" is one of the directory's
+            name, directory = os.path.basename(os.path.abspath(each)), each
         if not _NAME.fullmatch(name):
             raise ValueError(f"a model called {name!r} has no URL: give another name, as NAME=DIR")
         if name in found:

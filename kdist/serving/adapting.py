@@ -85,7 +85,7 @@ class Tuner:
             await self._sleep(_LOOK_SECONDS)
             try:
                 await self.step(apply)
-            except RuntimeError as error:  # serving goes on as it is
+            except (OSError, RuntimeError) as error:  # serving goes on as it is
                 self._say(str(error))
 
     async def step(self, apply: Callable[[BatchSettings], None]):

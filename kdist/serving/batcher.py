@@ -28,6 +28,10 @@ Arrays = Mapping[str, np.ndarray]
 _LOOK_SECONDS = 0.005
 
 
+class BadInput(ValueError):
+    """Rows that a model cannot compute, as its own operations say."""
+
+
 class Overloaded(RuntimeError):
     """So much waits that a request is not taken.
 
@@ -219,16 +223,25 @@ class Batcher:
             self._devices.release()
 
     async def _answer(self, batch):
-        """Computes a batch; if that fails, each request by itself, so that it harms no other."""
+        """Computes a batch; if that fails, parts of it, so that a request harms no other.
+
+        Halves where the model refuses rows, as that ends soonest for all others; each by itself
+        where more is wrong, as each failure may take long.
+        """
         loop, began = asyncio.get_running_loop(), time.monotonic()
         try:
             result = await loop.run_in_executor(self._devices.threads, self._computed, batch)
         except Exception as error:
-            if len(batch) > 1:
-                for request in batch:
-                    await self._answer([request])
-            else:
+            if len(batch) == 1:
                 self._failed(batch[0], error)
+                return
+            wanted = [request for request in batch if not request.answer.done()]
+            for request in batch:
+                if request.answer.done():
+                    self._failed(request, error)
+            most = max(1, len(wanted) // 2) if isinstance(error, BadInput) else 1
+            for first in range(0, len(wanted), most):
+                await self._answer(wanted[first : first + most])
             return
         self._done(batch, *result, time.monotonic() - began)
 

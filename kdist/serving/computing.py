@@ -62,7 +62,8 @@ class InProcess:
 
     def unload(self, key: Key) -> None:
         """Frees a version; no batch of it may be under way."""
-        self._loaded.pop(key, None)
+        if self._loaded.pop(key, None):
+            gc.collect()  # its graphs hold its weights, in cycles
 
     def compute(self, key: Key, signature: str, arrays: Arrays) -> dict[str, np.ndarray]:
         """The outputs of a batch.

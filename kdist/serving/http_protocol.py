@@ -26,18 +26,25 @@ class Protocol(HttpToolsProtocol):
 
     Args:
         limits: of requests.
+
+    Attributes:
+        is_silent: whether the client has not sent anything yet.
+        since: when it connected, by the event loop's clock.
     """
 
     def __init__(self, limits: Limits, *args, **options):
         super().__init__(*args, **options)
         self._limits = limits
         self._head_bytes = 0  # or others that are in no body
+        self.is_silent, self.since = True, self.loop.time()
         self._owing = self._taking = None
 
     def connection_made(self, transport):
         """A client has connected."""
         super().connection_made(_Gathered(transport, self.loop, self._look_again))
         self._wait_for_head()
+        if len(self.connections) > self._limits.connections:
+            self._make_room()
 
     def connection_lost(self, exc):
         """It has gone."""
@@ -47,6 +54,7 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data):
         """It has sent something."""
+        self.is_silent = False
         self._head_bytes += len(data)
         super().data_received(data)
         if self._head_bytes > self._limits.head_bytes:
@@ -83,6 +91,17 @@ class Protocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._unset_taking()
         super().resume_writing()
+
+    def _make_room(self):
+        """By letting the client go that has been silent for longest, or else this one."""
+        open_ones = [each for each in self.connections if not each.transport.is_closing()]
+        if len(open_ones) <= self._limits.connections:
+            return
+        silent = [each for each in open_ones if each.is_silent and each is not self]
+        if silent:
+            min(silent, key=lambda each: each.since).transport.abort()
+        else:
+            self._end(503, f"{self._limits.connections:,} clients are connected: try again later")
 
     @property
     def _owes(self):

@@ -12,7 +12,10 @@ _SWITCH_SECONDS = 0.0005
 
 
 def prepare_interpreter() -> None:
-    """To be called when the models are loaded: what there is then is never looked at again."""
+    """To be called before models are loaded: what there is then is never looked at again.
+
+    Nor ever freed, where it is in cycles, as the weights of a version are.
+    """
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.collect()
     gc.freeze()

@@ -22,6 +22,7 @@ from kdist.serving.signature import SERVING_DEFAULT, Signature, TensorSpec
 # What JSON's numbers may become without a loss that nobody asked for.
 _FITTING = {"b": "b", "i": "iu", "u": "iu", "f": "iuf", "c": "iuf"}
 _KNOWN = {SIGNATURE_NAME, *json_numbers.KEYS}
+_MOST_LISTS = 32  # one in another: NumPy has no more dimensions that can be looked through
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,18 +163,28 @@ def _array(name, value, spec: TensorSpec):
         array = np.asarray(value)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"input {name!r} is no array: its rows differ in shape") from error
+    if spec.dtype == np.uint64 and array.dtype.kind == "f":  # of integers on both sides of 2^63
+        array = _whole(value, array)
     kind = spec.dtype.kind if spec.dtype.kind in _FITTING else "f"  # bfloat16 has a kind of its own
     if array.dtype.kind not in _FITTING[kind]:
         raise ValueError(f"input {name!r} has to hold {spec.dtype} alone, not {_found(array)}")
     return _cast(name, array, spec.dtype)
 
 
-def _check_no_text(name, value):
+def _whole(value, array):
+    """The integers, if all are that and fit; else what NumPy has made of them."""
+    exact = np.asarray(value, object)
+    fit = all(type(each) is int and 0 <= each < 1 << 64 for each in exact.ravel())
+    return exact.astype(np.uint64) if fit else array
+
+
+def _check_no_text(name, value, lists=0):
     """Of a text among numbers NumPy would make an array of texts, each as large as the longest."""
     if isinstance(value, list):
+        _check_depth(name, lists)
         for each in value:
             if not isinstance(each, (int, float)):
-                _check_no_text(name, each)
+                _check_no_text(name, each, lists + 1)
     elif isinstance(value, str):
         raise ValueError(f"input {name!r} has to hold numbers, not strings")
 
@@ -204,9 +215,15 @@ def _texts(name, value):
     return array
 
 
-def _bytes_of(name, value):
+def _check_depth(name, lists):
+    if lists >= _MOST_LISTS:
+        raise ValueError(f"input {name!r} is no array: more than {_MOST_LISTS} lists in each other")
+
+
+def _bytes_of(name, value, lists=0):
     if isinstance(value, list):
-        return [_bytes_of(name, each) for each in value]
+        _check_depth(name, lists)
+        return [_bytes_of(name, each, lists + 1) for each in value]
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, dict) and isinstance(value.get("b64"), str) and len(value) == 1:

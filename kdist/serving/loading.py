@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import numpy as np
 import tensorflow as tf
 
+from kdist.serving.batcher import BadInput
 from kdist.serving.model_directory import check_devices
-from kdist.serving.refusals import BadInput
 from kdist.serving.signature import SERVING_DEFAULT, read_signatures
 from kdist.serving.warmup_file import warmup_requests
 

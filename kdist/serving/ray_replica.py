@@ -23,6 +23,7 @@ class Replica:
     """
 
     async def __init__(self, directories, options):
+        prepare_interpreter()
         self._options = options
         self._models = _models(directories, options)
         await self._models.refresh()
@@ -35,7 +36,6 @@ class Replica:
 
     @contextlib.asynccontextmanager
     async def _serving(self, _):
-        prepare_interpreter()
         watching = asyncio.create_task(self._models.watch(self._options.watch_seconds))
         try:
             yield

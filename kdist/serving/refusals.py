@@ -55,10 +55,6 @@ class Refusal(Exception):
         return KINDS[self.kind][1]
 
 
-class BadInput(ValueError):
-    """Rows that a model cannot compute, as its own operations say."""
-
-
 def refusal_of(error: BaseException) -> Refusal:
     """What a client is told of an error."""
     if isinstance(error, Refusal):

@@ -41,15 +41,16 @@ def create_grpc_server(models: Models) -> grpc.aio.Server:
         ],
     )
     calls = _Calls(models)
-    for service, methods in {
+    services: dict[str, dict[str, tuple]] = {
         "PredictionService": {
-            "Predict": (calls.predict, predict_pb2.PredictRequest),
+            "Predict": (calls.predict, predict_pb2.PredictRequest, True),
             "GetModelMetadata": (calls.metadata, get_model_metadata_pb2.GetModelMetadataRequest),
         },
         "ModelService": {
             "GetModelStatus": (calls.status, get_model_status_pb2.GetModelStatusRequest)
         },
-    }.items():
+    }
+    for service, methods in services.items():
         handlers = {name: calls.handler(*method) for name, method in methods.items()}
         full_name = f"tensorflow.serving.{service}"
         generic = grpc.method_handlers_generic_handler(full_name, handlers)
@@ -61,8 +62,11 @@ class _Calls:
     def __init__(self, models: Models):
         self._models = models
 
-    def handler(self, answer, request_type):
-        """Has `answer` called with a parsed request; what it raises becomes a status."""
+    def handler(self, answer, request_type, is_counted=False):
+        """Has `answer` called with a parsed request; what it raises becomes a status.
+
+        Only predictions are counted, as over REST.
+        """
 
         async def handle(body, context):
             since, name, status = time.perf_counter(), "", "OK"
@@ -72,7 +76,7 @@ class _Calls:
                 with self._models.bodies.of_request() as hold:
                     hold(len(body))
                     async with asyncio.timeout(self._models.limits.request_seconds):
-                        return await answer(request)
+                        return await answer(request, hold)
             except asyncio.CancelledError:  # by the client, or its deadline
                 status = "CANCELLED"
                 raise
@@ -81,21 +85,27 @@ class _Calls:
                 status = refusal.grpc_status
                 await _abort(context, refusal)
             finally:
-                self._models.metrics.answered(name, "grpc", status, since)
+                if is_counted:
+                    self._models.metrics.answered(name, "grpc", status, since)
 
         return grpc.unary_unary_rpc_method_handler(
             handle, response_serializer=lambda message: message.SerializeToString()
         )
 
-    async def predict(self, request):
+    async def predict(self, request, hold):
         version = self._version(request.model_spec)
         name = request.model_spec.signature_name or SERVING_DEFAULT
         signature = version.signature(name)  # first, as a batcher is made for any name
         version.batcher(name).check_room()
         signature.check_names(request.inputs)
+        size = 0
+        for key, spec in signature.inputs.items():
+            shape = _shape(key, request.inputs[key], spec, self._models.limits)
+            version.batcher(name).check_room(max([1, *shape[:1]]))
+            size += _bytes_of(shape, spec)
+        hold(max(0, size - request.ByteSize()))
         arrays = {
-            key: _array(key, request.inputs[key], spec, self._models.limits)
-            for key, spec in signature.inputs.items()
+            key: _array(key, request.inputs[key], spec) for key, spec in signature.inputs.items()
         }
         signature.check(arrays)
         wanted = _wanted_outputs(request.output_filter, signature)
@@ -106,7 +116,7 @@ class _Calls:
             answer.outputs[key].CopyFrom(tf.make_tensor_proto(outputs[key]))
         return answer
 
-    async def metadata(self, request):
+    async def metadata(self, request, _):
         if unknown := sorted(set(request.metadata_field) - {_SIGNATURE_DEF}):
             raise Refusal("invalid", f"metadata fields {unknown}: there is {_SIGNATURE_DEF!r}")
         if not request.metadata_field:
@@ -117,7 +127,7 @@ class _Calls:
         answer.metadata[_SIGNATURE_DEF].Pack(version.signature_map())
         return answer
 
-    async def status(self, request):
+    async def status(self, request, _):
         model = self._models.model(request.model_spec.name)
         states = model.states_of(_number(request.model_spec))
         answer = get_model_status_pb2.GetModelStatusResponse()
@@ -147,7 +157,8 @@ def _number(spec):
     return spec.version.value if spec.HasField("version") else None
 
 
-def _array(name, proto, spec, limits: Limits):
+def _shape(name, proto, spec, limits: Limits):
+    """Of what a message says that it holds, if the model takes that; nothing is made of it yet."""
     if proto.dtype == 0:
         raise ValueError(f"input {name!r} has no dtype; the model takes {spec.dtype}")
     if proto.dtype != tf.as_dtype(spec.dtype).as_datatype_enum:
@@ -158,9 +169,19 @@ def _array(name, proto, spec, limits: Limits):
     if proto.tensor_shape.unknown_rank or min(shape, default=0) < 0:
         raise ValueError(f"input {name!r} has the shape {shape}: give every size")
     # A few bytes may stand for any number of equal values.
-    if math.prod(shape) * spec.dtype.itemsize > limits.body_bytes:
+    if _bytes_of(shape, spec) > limits.body_bytes:
         said = f"input {name!r} of shape {shape} is larger than {limits.body_bytes:,} bytes"
         raise Refusal("too_large", said)
+    spec.check(name, shape)
+    return shape
+
+
+def _bytes_of(shape, spec):
+    return math.prod(shape) * spec.dtype.itemsize
+
+
+def _array(name, proto, spec):
+    shape = [size.size for size in proto.tensor_shape.dim]
     try:
         array = tf.make_ndarray(proto)
     except (OverflowError, TypeError, ValueError) as error:

@@ -5,14 +5,18 @@ import pathlib
 import re
 from collections.abc import Iterable, Mapping
 
-# By how the names of operations begin.
+# What the names of operations contain, or how they begin.
 _UNSAFE = re.compile(
-    "PyFunc|EagerPyFunc|ReadFile|WriteFile|MatchingFiles|WholeFileReader|TextLine|TFRecord|"
-    "FixedLengthRecord|SqlDataset|LoadDataset|SaveDataset|CacheDataset|SnapshotDataset|"
-    "DataServiceDataset|ImmutableConst|CreateSummary|DebugIdentityV|Rpc(Call|Client|Server)"
+    ".*(PyFunc|ReadFile|WriteFile|MatchingFiles|TextLine|TFRecord|FixedLengthRecord|"
+    r"(CSV|LMDB|Sql|Load|Save|Cache|DataService|Snapshot\w*)Dataset)|"
+    "WholeFileReader|LMDBReader|GenerateVocabRemapping|LoadAndRemapMatrix|ImmutableConst|"
+    "CreateSummary|Debug(Identity|NanCount|NumericSummary$)|Rpc(Call|Client|Server)"
 )
 # Each SavedModel loads and saves its variables by these; what predicts has no use for them.
 _OF_CHECKPOINTS = re.compile("Save|Restore|MergeV2Checkpoints")
+_OF_TABLES = re.compile("InitializeTableFromTextFile")
+# Functions of resources that are called while a model is loaded, or freed.
+_OF_LOADING = {"_create_resource", "_initialize", "_destroy_resource"}
 
 
 def check_safe(path: str | os.PathLike, graph, signatures: Mapping) -> None:
@@ -26,9 +30,12 @@ def check_safe(path: str | os.PathLike, graph, signatures: Mapping) -> None:
     Raises:
         ValueError: an operation would run Python, or touch files, or an asset lies elsewhere.
     """
-    nodes = [*graph.graph_def.node, *_nodes(graph.graph_def.library.function)]
-    found = {node.op for node in nodes if _UNSAFE.match(node.op) or _prints_to_file(node)}
-    called = _called(graph.graph_def, signatures)
+    bodies = [graph.graph_def.node, *(each.node_def for each in graph.graph_def.library.function)]
+    nodes = [node for body in bodies for node in body]
+    found = {node.op for node in nodes if _UNSAFE.match(node.op) or _names_a_file(node)}
+    assets = {asset.tensor_info.name.partition(":")[0] for asset in graph.asset_file_def}
+    found |= {node.op for body in bodies for node in _tables_of_other_files(body, assets)}
+    called = _called(graph.graph_def, signatures, _called_while_loading(graph.object_graph_def))
     found |= {node.op for node in called if _OF_CHECKPOINTS.match(node.op)}
     if found:
         raise ValueError(
@@ -41,16 +48,39 @@ def check_safe(path: str | os.PathLike, graph, signatures: Mapping) -> None:
             raise ValueError(f"{path} is not loaded: its asset {asset.filename!r} leads out of it")
 
 
-def _nodes(functions: Iterable) -> list:
-    return [node for function in functions for node in function.node_def]
+def _names_a_file(node):
+    if node.op == "PrintV2":
+        return node.attr["output_stream"].s.startswith(b"file:")
+    if "descriptor_source" not in node.attr:
+        return False
+    # Of protobuf messages: a path, if it is none of these.
+    described = node.attr["descriptor_source"].s
+    return bool(described) and not described.startswith((b"local://", b"bytes://"))
 
 
-def _prints_to_file(node):
-    return node.op == "PrintV2" and node.attr["output_stream"].s.startswith(b"file:")
+def _tables_of_other_files(nodes, assets):
+    """Those whose words are in a file that the graph names, and that is no asset of the model."""
+    by_name = {node.name: node for node in nodes}
+    for node in nodes:
+        if _OF_TABLES.match(node.op):
+            name = node.input[1].partition(":")[0]
+            of_file = by_name.get(name)  # else an argument
+            if of_file is not None and name not in assets:
+                yield node
 
 
-def _called(graph_def, signatures):
-    """The nodes that signatures depend on, and those of all functions that these call."""
+def _called_while_loading(objects):
+    """Names of the functions of resources that the loader itself calls."""
+    for node in objects.nodes:
+        for child in node.children:
+            if child.local_name in _OF_LOADING:
+                function = objects.nodes[child.node_id]
+                yield from function.function.concrete_functions
+                yield function.bare_concrete_function.concrete_function_name
+
+
+def _called(graph_def, signatures, more: Iterable[str]):
+    """The nodes that signatures depend on, and those of all functions that these call, and more."""
     by_name = {node.name: node for node in graph_def.node}
     functions = {function.signature.name: function for function in graph_def.library.function}
     outputs = [info.name for each in signatures.values() for info in each.outputs.values()]
@@ -61,7 +91,9 @@ def _called(graph_def, signatures):
             seen.add(name)
             called.append(by_name[name])
             names += by_name[name].input
-    ready, entered = 0, set()
+    entered = functions.keys() & set(more)
+    called += [node for name in entered for node in functions[name].node_def]
+    ready = 0
     while ready < len(called):
         for name in _functions_of(called[ready]) & functions.keys() - entered:
             entered.add(name)

@@ -106,9 +106,9 @@ def _computing(options):
 
 
 async def _serve(options, models, listener, grpc_server, on_ready, addresses):
+    prepare_interpreter()
     await models.refresh()
     models.check_served()
-    prepare_interpreter()
     web = _Web(_uvicorn_settings(options, create_application(models)))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, web.end, models)
@@ -136,6 +136,8 @@ class _Web(uvicorn.Server):
         self.told = asyncio.Event()
 
     def end(self, models):
+        if self.should_exit:  # told again: who does so does not want to wait
+            os._exit(1)
         models.ending = True  # so that /readyz says so at once
         self.should_exit = True
         self.told.set()
@@ -155,7 +157,6 @@ def _uvicorn_settings(options, application):
         http=protocol(options.limits),
         ws="none",
         server_header=False,
-        limit_concurrency=options.limits.connections,
         timeout_graceful_shutdown=options.end_seconds,
         backlog=2048,
     )

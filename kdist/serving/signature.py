@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -35,16 +35,15 @@ class TensorSpec:
         """Whether it holds strings."""
         return self.dtype == object
 
-    def check(self, name: str, array: np.ndarray) -> None:
-        """Raises ValueError where an array has another shape."""
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raises ValueError where an array of this shape is not what it takes."""
         if self.shape is None:
             return
-        if array.ndim != len(self.shape) or any(
-            want is not None and want != have
-            for want, have in zip(self.shape, array.shape, strict=True)
+        if len(shape) != len(self.shape) or any(
+            want is not None and want != have for want, have in zip(self.shape, shape, strict=True)
         ):
             raise ValueError(
-                f"input {name!r} has the shape {_said(array.shape)}, and the model takes "
+                f"input {name!r} has the shape {_said(shape)}, and the model takes "
                 f"{_said(self.shape)}; the first counts the rows"
             )
 
@@ -60,7 +59,7 @@ class Signature:
         """Raises ValueError where a request is not what the signature takes."""
         self.check_names(arrays)
         for name, spec in self.inputs.items():
-            spec.check(name, arrays[name])
+            spec.check(name, arrays[name].shape)
         rows_of(arrays)
 
     def check_names(self, names) -> None:

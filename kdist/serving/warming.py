@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from kdist.serving.batcher import BadInput
 from kdist.serving.latency_curve import LatencyCurve
 from kdist.serving.measured_curve import measure_curve
-from kdist.serving.refusals import BadInput
 from kdist.serving.signature import SERVING_DEFAULT, Signature
 
 # For the measured calls of all sizes together.
@@ -30,6 +30,9 @@ def warm_up(
 
     Returns:
         Seconds by size; None where the model refuses rows of zeros, such as images in bytes.
+
+    Raises:
+        BadInput: the model refuses an example of its own.
     """
     default = SERVING_DEFAULT if SERVING_DEFAULT in signatures else min(signatures)
     curve = None
@@ -39,6 +42,8 @@ def warm_up(
         try:
             found = measure_curve(functools.partial(compute, name), row, wanted, _MEASURE_SECONDS)
         except BadInput:
+            if name == default and examples:
+                raise
             continue
         if name == default:
             curve = found

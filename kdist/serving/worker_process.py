@@ -8,9 +8,9 @@ import socket
 import struct
 import threading
 
+from kdist.serving.batcher import BadInput
 from kdist.serving.computing import InProcess, Key
 from kdist.serving.latency_curve import LatencyCurve
-from kdist.serving.refusals import BadInput
 
 # A copy of this process, with TensorFlow's threads, would hang. Workers are copies of a process
 # that has imported TensorFlow and done nothing with it: a new one is there in a tenth of a second.

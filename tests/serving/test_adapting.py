@@ -187,12 +187,13 @@ def test_run_applies_at_once_and_ends_when_it_is_cancelled():
     assert asyncio.run(scenario()) == [BatchSettings(0.0, 64)]
 
 
-def test_a_choice_that_fails_ends_nothing():
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])  # it failed, or could not be started
+def test_a_choice_that_fails_ends_nothing(kind):
     """It is said, and serving goes on."""
     scene = Scene()
 
     async def fails(*_, **__):
-        raise RuntimeError("choosing settings failed: no memory")
+        raise kind("choosing settings failed: no memory")
 
     async def looks():
         task = asyncio.ensure_future(scene.tuner.run(scene.server.apply))

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from kdist.serving.batcher import Batcher, Overloaded
+from kdist.serving.batcher import BadInput, Batcher, Overloaded
 from kdist.serving.settings import BatchSettings
 from kdist.serving.shared_devices import Devices
 
@@ -142,6 +142,49 @@ def test_a_bad_request_harms_no_other():
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(answers[1], ArithmeticError)
         assert values([answers[0], answers[2]]) == [[2], [6]]
+
+    run(scenario)
+
+
+class Model(Device):
+    """Refuses -1 as a model refuses rows."""
+
+    def __call__(self, arrays):
+        try:
+            return super().__call__(arrays)
+        except ArithmeticError as error:
+            raise BadInput("a bad row") from error
+
+
+def test_rows_that_a_model_refuses_are_found_by_halves():
+    """Each by itself would take the device for as long as 33 batches."""
+
+    async def scenario():
+        model = Model()
+        batcher = Batcher(model, BatchSettings(LONG, 32))
+        tasks = started(batcher, *(rows(n if n != 20 else -1) for n in range(32)))
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(answers.pop(20), BadInput)
+        assert values(answers) == [[2 * n] for n in range(32) if n != 20]
+        assert len(model.calls) == 1 + 2 * 5
+
+    run(scenario)
+
+
+def test_who_has_gone_is_left_out_when_a_batch_is_computed_anew():
+    async def scenario():
+        model = Model(open=False)
+        batcher = Batcher(model, BatchSettings(LONG, 4))
+        tasks = started(batcher, *(rows(n) for n in (1, 2, -1, 4)))
+        await settle()
+        tasks[0].cancel()
+        tasks[1].cancel()
+        await settle()
+        model.may_go_on.release(9)
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(answers[2], BadInput)
+        assert values(answers[3:]) == [[8]]
+        assert model.calls == [[1, 2, -1, 4], [-1], [4]]
 
     run(scenario)
 

@@ -1,5 +1,6 @@
 """Clients that stop in the middle are let go, and those that are slow are not."""
 
+import contextlib
 import json
 import select
 import socket
@@ -39,6 +40,32 @@ def is_ended(client, seconds=20):
 def test_who_sends_nothing_is_let_go(hasty):
     with connected(hasty) as client:
         assert client.recv(100) == b""
+
+
+def test_silent_clients_keep_nobody_out(directories):
+    limits = Limits(connections=3)
+    with (
+        running({"first": directories["first"]}, limits=limits) as served,
+        connected(served) as known,
+        contextlib.ExitStack() as stack,
+    ):
+        known.sendall(HEAD + GOOD)
+        assert received(known).startswith(b"HTTP/1.1 200 ")
+        silent = [stack.enter_context(connected(served)) for _ in range(6)]
+        known.sendall(HEAD + GOOD)
+        assert received(known).startswith(b"HTTP/1.1 200 ")
+        assert served.get("/healthz").status_code == 200
+        assert [client.recv(1) for client in silent[:4]] == [b""] * 4
+        # Those that have said something are not let go for others.
+        asking = [stack.enter_context(connected(served)) for _ in range(2)]
+        for client in asking:
+            client.sendall(HEAD + GOOD)
+            assert received(client).startswith(b"HTTP/1.1 200 ")
+        answer = served.get("/healthz")
+        assert (answer.status_code, answer.headers["content-type"]) == (503, "application/json")
+        assert "3 clients are connected: try again later" in answer.json()["error"]
+        known.sendall(HEAD + GOOD)
+        assert received(known).startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.parametrize("sent", [b"\r\n", b"\r\n\r\n", HEAD[:40]], ids=["line", "lines", "half"])

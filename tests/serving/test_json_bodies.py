@@ -37,6 +37,28 @@ def test_every_type_has_its_values(dtype, values):
     assert array.tolist() == values
 
 
+@pytest.mark.parametrize("key", ["instances", "inputs"])
+def test_integers_on_both_sides_of_2_to_the_63(key):
+    """NumPy makes float64 of them, as hashes are in nearly every row."""
+    values = [[1, 1 << 63], [(1 << 64) - 1, (1 << 53) + 1]]
+    inputs = {"x": spec((None, 2), "uint64")}
+    array = arrays({key: values}, **inputs)["x"]
+    assert array.dtype == "uint64"
+    assert array.tolist() == values
+    for wrong in (-1, 1 << 64, 0.5):
+        with pytest.raises(ValueError, match="input 'x' has to|no JSON"):
+            arrays({key: [[wrong, 1 << 63]]}, **inputs)
+
+
+@pytest.mark.parametrize("dtype", [object, "float32"])
+@pytest.mark.parametrize("depth", [33, 400, 1000])
+def test_no_depth_is_the_servers_fault(dtype, depth):
+    body = b'{"instances": ' + b"[" * depth + b'"a"' + b"]" * depth + b"}"
+    signature = Signature({"x": spec(None, dtype)}, {})
+    with pytest.raises(ValueError, match="more than 32 lists in each other|no JSON"):
+        json_bodies.read(body, lambda _: signature)
+
+
 def test_formats_are_alike():
     inputs = {"a": spec((None, 2), "float32"), "b": spec((None,), "int32")}
     rows = [{"a": [1, 2], "b": 3}, {"b": 6, "a": [4, 5]}]

@@ -73,6 +73,52 @@ def test_values_that_are_not_in_tensor_content(predict):
     assert predict(request).outputs == wanted
 
 
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [((1, 250_000), "takes (any, 4)"), ((60_000, 4), "a request of 60,000 rows")],
+    ids=["shape", "rows"],
+)
+def test_nothing_is_made_of_few_bytes_that_say_much(predict, monkeypatch, shape, says):
+    made, make = [], tf.make_ndarray
+
+    def noted(proto):
+        made.append([size.size for size in proto.tensor_shape.dim])
+        return make(proto)
+
+    monkeypatch.setattr(tf, "make_ndarray", noted)
+    request = changed(tensor(tensor_content=b"", float_val=[1.0], shape=shape))
+    with pytest.raises(grpc.RpcError) as error:
+        predict(request)
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert says in error.value.details()
+    assert list(shape) not in made
+
+
+def test_what_few_bytes_stand_for_is_held(served, predict):
+    request = changed(tensor(tensor_content=b"", float_val=[1.0], shape=(1, 250_000)), **ANY)
+    assert predict(request).outputs["y"].tensor_shape.dim[1].size == 250_000
+    with served.models.bodies.of_request() as hold:
+        hold((1 << 30) - 900_000)
+        with pytest.raises(grpc.RpcError, match="other requests under way hold"):
+            predict(request)
+
+
+def test_predictions_alone_are_counted(served, stubs, predict):
+    def count():
+        # The model that nothing else asks for.
+        line = 'kdist_serving_requests_total{model="second",protocol="grpc",status="OK"} '
+        text = served.get("/metrics").text
+        return sum(float(each.removeprefix(line)) for each in text.splitlines() if line in each)
+
+    before = count()
+    request = get_model_status_pb2.GetModelStatusRequest()
+    request.model_spec.name = "second"
+    stubs[1].GetModelStatus(request, timeout=SECONDS)
+    assert count() == before
+    predict(predict_request("second", inputs=X))
+    assert count() == before + 1
+
+
 def test_metadata(stubs):
     request = get_model_metadata_pb2.GetModelMetadataRequest(metadata_field=["signature_def"])
     request.model_spec.name = "mixed"

@@ -1,5 +1,6 @@
 """scripts/serve.py as a user runs it."""
 
+import ast
 import contextlib
 import json
 import pathlib
@@ -95,6 +96,38 @@ def test_it_serves_curl_on_loopback_alone_and_answers_what_it_has_taken(director
             client.sendall(body[9:])
             assert client.recv(9999).endswith(b'{"predictions":[[6.0]]}')
         assert process.wait(SECONDS) == 0
+
+
+def test_told_twice_it_ends_at_once(directory):
+    with program(f"--model_dir={directory}", "--max_batch=1", *FREE) as (process, rest, _):
+        host, port = rest.split(":")
+        head = b"POST /v1/models/m:predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        with socket.create_connection((host, int(port)), SECONDS) as client:
+            client.sendall(head)  # which it would wait for, for 20 s
+            assert requests.get(f"http://{rest}/healthz", timeout=SECONDS).status_code == 200
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(requests.ConnectionError):
+                while True:  # until it listens no more
+                    requests.get(f"http://{rest}/healthz", timeout=SECONDS)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("models/fashion", {"fashion": "models/fashion"}),
+        ("m=models/fashion", {"m": "models/fashion"}),
+        ("runs/lr=0.1/export", {"export": "runs/lr=0.1/export"}),
+        ("m=runs/lr=0.1/export", {"m": "runs/lr=0.1/export"}),
+        ("a=1,b=2", {"a": "1", "b": "2"}),
+    ],
+)
+def test_names_of_directories(given, found):
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import serve; print(serve.directories("
+    command = [sys.executable, "-c", f"{code}sys.argv[2].split(',')))", str(PROGRAM.parent), given]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert ast.literal_eval(out.stdout) == found
 
 
 @pytest.mark.slow

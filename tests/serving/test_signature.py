@@ -80,7 +80,39 @@ def printed(x):
     return tf.strings.length(x)
 
 
-@pytest.mark.parametrize("function", [read, write, call, records, printed])
+def lines(x):
+    data = tf.data.experimental.CsvDataset(x, [tf.int32])
+    return data.reduce(0, lambda n, _: n + 1)[None]
+
+
+def written_records(x):
+    data = tf.data.Dataset.from_tensor_slices(x)
+    with tf.control_dependencies(
+        [
+            tf.raw_ops.DatasetToTFRecord(
+                input_dataset=data._variant_tensor,
+                filename="/tmp/kdist-never-written",
+                compression_type="",
+            )
+        ]
+    ):
+        return tf.strings.length(x)
+
+
+def debugged(x):
+    return tf.strings.length(
+        tf.raw_ops.DebugIdentity(input=x, debug_urls=["file:///tmp/kdist-never-written"])
+    )
+
+
+def described(x, source="/tmp/kdist-never-read"):
+    _, (values,) = tf.io.decode_proto(x, "m", ["f"], [tf.string], descriptor_source=source)
+    return tf.strings.length(values[:, 0])
+
+
+@pytest.mark.parametrize(
+    "function", [read, write, call, records, printed, lines, written_records, debugged, described]
+)
 def test_models_that_would_touch_the_servers_files_are_not_loaded(tmp_path, function):
     module = tf.Module()
     module.f = tf.function(
@@ -151,6 +183,53 @@ def test_assets_are_those_of_the_model(tmp_path, name):
     (path / "saved_model.pb").write_bytes(proto.SerializeToString())
     with pytest.raises(ValueError, match="asset .* leads out of"):
         read_signatures(path)
+
+
+class Resource(tf.saved_model.experimental.TrackableResource):
+    """Is made by what a test says, whenever the model is loaded."""
+
+    def __init__(self, initialize):
+        super().__init__()
+        self._said = initialize
+        assert self.resource_handle is not None  # which is made by this
+
+    def _create_resource(self):
+        return tf.raw_ops.MutableHashTableV2(
+            key_dtype=tf.string, value_dtype=tf.int64, shared_name=f"kdist_{id(self)}"
+        )
+
+    def _initialize(self):
+        self._said(self.resource_handle)
+
+
+def saves(_):
+    tf.raw_ops.SaveV2(
+        prefix="/tmp/kdist-never-written",
+        tensor_names=["x"],
+        shape_and_slices=[""],
+        tensors=[tf.constant(1)],
+    )
+
+
+def reads_a_table(table):
+    tf.raw_ops.InitializeTableFromTextFileV2(
+        table_handle=table, filename="/etc/passwd", key_index=-2, value_index=-1
+    )
+
+
+@pytest.mark.parametrize("initialize", [saves, reads_a_table, lambda table: None])
+def test_what_loading_calls_touches_no_files(tmp_path, initialize):
+    module = tf.Module()
+    module.resource = Resource(initialize)
+    module.f = tf.function(
+        lambda x: {"y": tf.strings.length(x)}, input_signature=[tf.TensorSpec((None,), tf.string)]
+    )
+    tf.saved_model.save(module, str(tmp_path), signatures={"serving_default": module.f})
+    if initialize in (saves, reads_a_table):
+        with pytest.raises(ValueError, match=r"\['(SaveV2|Init.*)'\] would run .* touch files"):
+            read_signatures(tmp_path)
+    else:
+        assert read_signatures(tmp_path)
 
 
 def test_only_predictions_are_signatures(tmp_path):

@@ -9,8 +9,11 @@ import tensorflow as tf
 from tensorflow_serving.apis import prediction_log_pb2
 
 import kdist
+from kdist.serving.batcher import BadInput
 from kdist.serving.exporting import export
 from kdist.serving.settings import BatchSettings
+from kdist.serving.signature import Signature, TensorSpec
+from kdist.serving.warming import warm_up
 from kdist.serving.warmup_file import examples_as_given, warmup_requests, write_warm_up
 
 
@@ -114,3 +117,15 @@ def test_a_size_that_varies_needs_examples(tmp_path):
         export(model, tmp_path)
     path = export(model, tmp_path, examples=np.ones((1, 4, 2)))
     assert warmup_requests(path)[0][1]["inputs"].shape == (1, 4, 2)
+
+
+def test_a_version_that_refuses_its_own_example_is_not_served():
+    """It may refuse zeros, such as images in bytes; an example is what it was made for."""
+    takes = Signature({"x": TensorSpec((None, 2), np.dtype("float32"), "")}, {})
+
+    def refuses(signature, arrays):
+        raise BadInput("Default MaxPoolingOp only supports NHWC on device type CPU")
+
+    assert warm_up(refuses, {"serving_default": takes}, [1, 2]) is None
+    with pytest.raises(BadInput, match="only supports NHWC"):
+        warm_up(refuses, {"serving_default": takes}, [1, 2], [{"x": np.ones((1, 2), "float32")}])

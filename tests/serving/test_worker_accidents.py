@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import keras
 import numpy as np
@@ -161,6 +162,21 @@ def test_an_end_while_a_version_loads_leaves_no_process(version, monkeypatch):
     assert errors == ["the server is ending"]
     assert ended(before)
     assert workers.pids == []
+
+
+def test_what_is_unloaded_is_freed(version):
+    """Its graphs hold its weights, and lie in cycles."""
+    computing = InProcess()
+    computing.load(KEY, os.fspath(version[0]), [1])
+    (function,) = computing._loaded[KEY]._functions.values()
+    graph = weakref.ref(function.graph)
+    del function
+    gc.disable()
+    try:
+        computing.unload(KEY)
+        assert graph() is None
+    finally:
+        gc.enable()
 
 
 def test_loading_leaves_no_garbage(version):

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.serving.batcher import Batcher, Devices
+from kdist.serving.batcher import BadInput, Batcher, Devices
 from kdist.serving.computing import Key
-from kdist.serving.refusals import BadInput
 from kdist.serving.settings import BatchSettings
 from kdist.serving.workers import WorkerDied, Workers
 from tests.serving.running import SECONDS, running, save_times
