@@ -8,6 +8,7 @@ a PersistentVolumeClaim, whose volume has to hold what is in the model's directo
 `models.config` and `batching_parameters.txt`. Imports no TensorFlow.
 """
 
+import json
 import os
 import pathlib
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from kdist.serving.kubernetes_options import KubernetesOptions, check_name
 from kdist.serving.kubernetes_pod import GRPC_PORT, REST_PORT, pod
 from kdist.serving.model_directory import needed_devices, versions
-from kdist.serving.serving_files import BATCHING_PARAMETERS, MODEL_CONFIG
+from kdist.serving.serving_files import BATCHING_PARAMETERS, MODEL_CONFIG, mount_path
 
 
 def write_manifests(
@@ -50,8 +51,8 @@ def manifests(
         options: of the cluster.
 
     Raises:
-        ValueError: the model's name is none for Kubernetes, or it is split over devices that the
-            pods have not.
+        ValueError: the model's name is none for Kubernetes, its directory was renamed, or it is
+            split over devices that the pods have not.
         FileNotFoundError: it is no such directory.
     """
     directory, options = pathlib.Path(model_directory).resolve(), options or KubernetesOptions()
@@ -74,6 +75,14 @@ def _check_is_model(directory):
     for path in (directory / MODEL_CONFIG, directory / BATCHING_PARAMETERS):
         if not path.is_file():
             raise FileNotFoundError(f"{path} is not there: kdist.serving.export writes it")
+    if (
+        f"base_path: {json.dumps(mount_path(directory.name))}\n"
+        not in (directory / MODEL_CONFIG).read_text()
+    ):
+        raise ValueError(
+            f"{directory / MODEL_CONFIG} is of a directory of another name, and TensorFlow Serving "
+            f"would find no model: export to {directory} anew, or name the directory as it was"
+        )
     if not versions(directory):
         raise FileNotFoundError(f"{directory} holds no version: kdist.serving.export writes them")
 

@@ -84,8 +84,13 @@ def simulate(
         float(p99),
         float(rows.mean()),
         float(computing / span),
-        bool(rate > _FULL_SHARE * devices * curve.capacity(settings.max_batch)),
+        bool(rate > _FULL_SHARE * devices * _served_when_full(curve, settings.max_batch)),
     )
+
+
+def _served_when_full(curve, max_batch):
+    """Rows a second: what waits fills batches, even where smaller ones would serve more."""
+    return max_batch / curve.seconds(max_batch)
 
 
 def _times(curve, count):

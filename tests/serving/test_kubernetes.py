@@ -132,6 +132,15 @@ def test_options_are_where_they_belong(fashion):
     assert container(own)["image"] == "here:5000/serving:2.19.1"
 
 
+def test_a_directory_that_was_renamed_is_refused(fashion):
+    """Its files are for /models/fashion, where the pod would have nothing."""
+    renamed = fashion.rename(fashion.with_name("mode"))
+    with pytest.raises(ValueError, match=r"models\.config is of a directory of another name"):
+        manifests(renamed)
+    write_serving_files(renamed, BatchSettings())
+    assert manifests(renamed)
+
+
 def test_the_file_holds_them_all(fashion, tmp_path):
     path = write_manifests(fashion, tmp_path / "cluster" / "fashion.yaml")
     assert "&" not in path.read_text()  # no references, which people do not read well

@@ -140,6 +140,16 @@ def test_more_than_the_device_serves():
     assert not simulate(ACCELERATOR, poisson(200, 5000), BatchSettings(0.0, 8)).over_capacity
 
 
+def test_full_batches_that_serve_less_than_smaller_ones_are_what_is_served():
+    """A queue that is long makes every batch full: 356 requests a second, not the 471 of 16."""
+    cliff = LatencyCurve([1, 2, 4, 8, 16, 32], [0.004, 0.006, 0.010, 0.018, 0.034, 0.090])
+    arrivals = poisson(420, 20_000)
+    full = simulate(cliff, arrivals, BatchSettings(0.0, 32))
+    assert full.mean_seconds > 1
+    assert full.over_capacity
+    assert not simulate(cliff, arrivals, BatchSettings(0.0, 16)).over_capacity
+
+
 # What is chosen.
 
 
