@@ -16,7 +16,7 @@ BENCH_FLAGS ?=
 
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
-.PHONY: help env data train test test-slow keras-suite lint format notebooks bench bench-clusters \
+.PHONY: help env data train test test-unit test-tensorflow test-slow fuzz keras-suite doctest lint format notebooks bench bench-clusters \
 	bench-serving constraints clean
 
 help: ## this list
@@ -39,25 +39,51 @@ train: env data ## ResNet-18 on Fashion-MNIST, two replicas, by model.fit
 	$(RUN) scripts/train.py --model=resnet18 --dataset=fashion_mnist --fallback_dataset=digits \
 	  --examples=$(EXAMPLES) --minutes=$(MINUTES) $(FLAGS)
 
-# Most of a test is one thread that traces graphs: on two cores two processes end sooner.
-PYTEST := $(RUN) -m pytest --nbmake --nbmake-timeout=600 \
-  --numprocesses=logical --maxprocesses=4 --dist=worksteal --durations=25
+# Most tests trace graphs in one thread, so several processes end sooner.
+PYTEST := $(RUN) -m pytest --numprocesses=logical --maxprocesses=4 \
+  --dist=worksteal --durations=25
 
-test: env ## all tests but the slow ones
-	$(PYTEST) -m "not slow" tests
+# Slow tests often wait for the processes that they start, so three of them share two cores. More do
+# not fit into 24 GB of memory.
+PYTEST_SLOW := $(RUN) -m pytest --numprocesses=3 --dist=worksteal --durations=40
 
-test-slow: env ## the slow tests: jobs of several processes in all ways, and the notebooks
-	$(PYTEST) -m slow tests
-	$(PYTEST) --numprocesses=0 notebooks
+# One notebook after the other, and after the slow tests: together they can fill 24 GB of memory.
+NOTEBOOKS := $(RUN) -m pytest -p nbmake.pytest_plugin --nbmake --nbmake-timeout=600 notebooks
 
-keras-suite: env ## Keras's own tests of training, with kdist's trainer in the place of Keras's
+test: test-unit test-tensorflow ## all tests but the slow ones
+
+test-unit: env ## tests that need no TensorFlow and no other process
+	$(PYTEST) -m unit tests/unit
+
+test-tensorflow: env ## tests that use TensorFlow, and short ones that start processes
+	$(PYTEST) -m tensorflow --ignore=tests/unit tests
+
+test-slow: env ## jobs of several processes, long trainings, and the notebooks
+	$(PYTEST_SLOW) -m slow tests
+	$(NOTEBOOKS)
+
+# Cases that fail are printed; they belong into tests/equivalence/test_random_models.py.
+CASES ?= 3000
+
+fuzz: env ## random models on several devices beside one device: CASES=3000
+	KDIST_FUZZ_CASES=$(CASES) KDIST_FUZZ_SHARDS=$$(nproc) $(PYTEST) -m slow --timeout=0 \
+	  tests/equivalence/test_random_models.py
+
+keras-suite: env ## Keras's own tests, with kdist's trainer
 	$(RUN) -m pip install --quiet --editable '.[keras_suite]' --constraint constraints.txt
 	$(RUN) scripts/keras_suite.py
 
-lint: env ## format, lint and types, as CI checks them
+# tests/test_schedules.py runs the examples of kdist/schedules.py, which start TensorFlow.
+doctest: env ## examples in docstrings
+	$(RUN) -m pytest --quiet --doctest-modules \
+	  $$(grep -rlE '^ *>>> ' --include='*.py' kdist | grep -v kdist/schedules.py)
+
+lint: env doctest ## format, lint, types, and examples in docstrings, as CI checks them
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports
+	$(RUN) tools/house.py
 
 format: env ## mend what lint says, as far as a tool can
 	$(RUN) -m ruff format .

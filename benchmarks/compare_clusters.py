@@ -1,4 +1,4 @@
-"""Times training on several processes beside its rivals: same model, data and cores, one session.
+"""Times training on several processes next to its rivals: same model, data, and cores, one session.
 
   # all parts, about half an hour; from the repository's root, as root for the slow link
   python -m benchmarks.compare_clusters
@@ -6,17 +6,17 @@
   # two of them, kept in results/
   python -m benchmarks.compare_clusters --only=multi_worker,parameter_server --save
 
-Every trial runs in processes of its own, in turn, so that a slow phase of the machine hits all of
-them. The first epoch does not count. Ratios are taken within a repetition; their median is shown
-with the least and the greatest, beside the target. The parts, all with LeNet:
+Every trial runs in processes of its own. Trials alternate, so that a slow phase of the machine
+affects all of them. The first epoch does not count. Ratios are computed within a repetition. The
+table shows their median, minimum, and maximum, and the target. The parts, all with LeNet:
 
-  multi_worker       two processes on loopback, beside MirroredStrategy on two devices of one
-  parameter_server   kdist beside Keras 2 (tf-keras, pip install '.[bench]'), two workers
+  multi_worker       two processes on loopback, and MirroredStrategy on two devices of one
+  parameter_server   kdist and Keras 2 (tf-keras, pip install '.[bench]'), two workers
   slowed             one of two workers four times as slow: parameter_server and multi_worker
   network            a link of 100 Mbit/s between two hosts: synchronous training and local SGD;
-                     as root with iproute2, as it makes network namespaces, and Fashion-MNIST
+                     needs root and iproute2 for network namespaces, and Fashion-MNIST
 
-In each task an operation runs on one thread (TF_NUM_INTRAOP_THREADS=1), in rivals as in kdist.
+In each task an operation runs on one thread (TF_NUM_INTRAOP_THREADS=1), for rivals and for kdist.
 """
 
 import contextlib
@@ -42,23 +42,25 @@ flags.DEFINE_list(
     "steps_per_call", ["1", "16"], "For multi_worker and parameter_server: steps_per_execution."
 )
 flags.DEFINE_integer(
-    "local_steps", LOCAL_STEPS, "For network: of local SGD; 0 leaves it out.", lower_bound=0
+    "local_steps", LOCAL_STEPS, "For network: steps of local SGD; 0 omits it.", lower_bound=0
 )
-flags.DEFINE_integer("rate_mbit", RATE_MBIT, "For network: of the link, Mbit/s.", lower_bound=1)
-flags.DEFINE_integer("epochs", 3, "For network: of training; from 2 on.", lower_bound=2)
+flags.DEFINE_integer(
+    "rate_mbit", RATE_MBIT, "For network: rate of the link in Mbit/s.", lower_bound=1
+)
+flags.DEFINE_integer("epochs", 3, "For network: epochs of training, at least 2.", lower_bound=2)
 
 # How it is timed.
 flags.DEFINE_integer("repeats", 3, "Runs of each trial.", lower_bound=1)
 flags.DEFINE_integer(
-    "steps", None, "Steps of an epoch; by default as many as take some seconds.", lower_bound=1
+    "steps", None, "Steps per epoch; by default a few seconds of training.", lower_bound=1
 )
-flags.DEFINE_integer("cores", 2, "CPU cores for all tasks of a job together.", lower_bound=1)
-flags.DEFINE_float("timeout", 600, "Seconds after which a trial is given up.", lower_bound=1)
+flags.DEFINE_integer("cores", 2, "CPU cores that all tasks of a job share.", lower_bound=1)
+flags.DEFINE_float("timeout", 600, "Seconds after which a trial fails.", lower_bound=1)
 
-# What comes out.
+# Results.
 flags.DEFINE_boolean("save", False, "Write the tables to --results_dir, with commit and machine.")
 flags.DEFINE_string(
-    "results_dir", str(pathlib.Path(__file__).parent / "results"), "Where --save writes to."
+    "results_dir", str(pathlib.Path(__file__).parent / "results"), "Directory for --save."
 )
 
 
@@ -66,7 +68,7 @@ def main(_):
     sizes = Sizes(FLAGS.steps, _steps_per_call(), FLAGS.epochs, FLAGS.local_steps, FLAGS.rate_mbit)
     _check_parts()
     _take_cores()
-    # Between two jobs as well, what is to be cleaned up is.
+    # SIGTERM between two jobs raises, too, so that network namespaces are removed.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: sys.exit(128 + received))
     texts, versions = [], {}
@@ -83,7 +85,7 @@ def main(_):
 
 
 def _check_parts():
-    """What would fail in the end is refused before anything is measured."""
+    """Raises an error for parts that cannot run, before anything is measured."""
     for name in FLAGS.only:
         if name not in PARTS:
             raise ValueError(f"--only: no {name!r}; take some of {', '.join(PARTS)}")
@@ -99,20 +101,22 @@ def _check_parts():
 def _steps_per_call():
     wrong = [text for text in FLAGS.steps_per_call if not text.isdecimal() or int(text) < 1]
     if wrong or not FLAGS.steps_per_call:
-        raise ValueError(f"--steps_per_call={','.join(FLAGS.steps_per_call)}: numbers from 1 on")
+        raise ValueError(
+            f"--steps_per_call={','.join(FLAGS.steps_per_call)}: give numbers of at least 1"
+        )
     return [int(text) for text in FLAGS.steps_per_call]
 
 
 def _take_cores():
-    """Keeps this process, and all that it starts, to some cores."""
+    """Restricts this process, and all processes that it starts, to some cores."""
     allowed = sorted(os.sched_getaffinity(0))
     if FLAGS.cores > len(allowed):
-        raise ValueError(f"--cores={FLAGS.cores}, but only {len(allowed)} are to be had")
+        raise ValueError(f"--cores={FLAGS.cores}, but only {len(allowed)} are available")
     os.sched_setaffinity(0, allowed[: FLAGS.cores])
 
 
 def _measure(name, part):
-    """The answers of each trial, one for each repetition, which each begins with another one."""
+    """Returns the answers of each trial, one per repetition, which starts with another trial."""
     names = list(part.trials)
     answers = {trial: [] for trial in names}
     link = network.two_hosts(FLAGS.rate_mbit) if part.on_hosts else contextlib.nullcontext(())

@@ -1,26 +1,26 @@
-"""Times kdist's `fit` with telemetry, or checkpoints, beside the same without: what do they cost?
+"""Times kdist's `fit` with telemetry or checkpoints, and without: what do they cost?
 
   # LeNet and ResNet-18, about half an hour on two cores; from the repository's root
   python -m benchmarks.compare_telemetry --save
 
-  # what a checkpoint costs, in a turn of 10 steps; one every 50 steps costs a fifth of that
+  # the cost of a checkpoint in a turn of 10 steps; one every 50 steps costs a fifth of that
   python -m benchmarks.compare_telemetry --models=resnet18 --variants=checkpoint --steps=10
 
   # one model, fewer steps
   python -m benchmarks.compare_telemetry --models=lenet --steps=500
 
 Every variant has a process of its own. They take turns of some seconds (`benchmarks.turns`), so
-that a slow phase of the machine hits all of them. Ratios are step times divided by those without
-telemetry in the same round; their median is shown, and how far it may be off: the interval that
-holds the true median with a probability of 95 %, by order statistics. The variants:
+that a slow phase of the machine affects all of them. Ratios are step times divided by those without
+telemetry in the same round. The table shows their median and its 95 % confidence interval, by order
+statistics. The variants:
 
   off        no telemetry
   run        the run directory
-  offline    and W&B, offline
-  healthy    and W&B, online; a stand-in for its server answers on loopback
-  frozen, refusing, dead   the same, but before the clock starts the server stops to answer, answers
+  offline    the run directory and W&B, offline
+  healthy    the same with W&B online; a stand-in for its server answers on loopback
+  frozen, refusing, dead   the same, but before the clock starts the server stops answering, answers
              with 503, or is gone
-  checkpoint no telemetry, and one checkpoint in each turn
+  checkpoint no telemetry, and one checkpoint per turn
 """
 
 import pathlib
@@ -36,7 +36,7 @@ from kdist import program
 
 FLAGS = flags.FLAGS
 
-# Examples that a replica takes in a step, and steps that take some seconds on two cores.
+# Examples per replica and step, and steps that take some seconds on two cores.
 SIZES = {"lenet": (16, 1000), "resnet18": (16, 6)}
 
 NAMES = {
@@ -57,20 +57,20 @@ flags.DEFINE_list("models", list(SIZES), f"Of {', '.join(SIZES)}.")
 flags.DEFINE_list(
     "variants",
     [name for name in VARIANTS if name != "checkpoint"],
-    f"Of {', '.join(VARIANTS)}; off is always there.",
+    f"Any of {', '.join(VARIANTS)}; off is always included.",
 )
 flags.DEFINE_integer("turns", 30, "How often each variant is timed.", lower_bound=6)
 flags.DEFINE_integer(
     "steps",
     None,
-    "Steps of a turn; by default as many as take some seconds.",
+    "Steps per turn; by default a few seconds of training.",
     lower_bound=1,
 )
 flags.DEFINE_integer("num_devices", 2, "Replicas; GPUs are not used.", lower_bound=1)
 flags.DEFINE_integer("cores", 2, "CPU cores for everything.", lower_bound=1)
 flags.DEFINE_boolean("save", False, "Write the tables to --results_dir, with commit and machine.")
 flags.DEFINE_string(
-    "results_dir", str(pathlib.Path(__file__).parent / "results"), "Where --save writes to."
+    "results_dir", str(pathlib.Path(__file__).parent / "results"), "Directory for --save."
 )
 
 
@@ -94,8 +94,8 @@ def main(_):
 
 
 def table(workload: Workload, rows: list[tables.Row]) -> str:
-    """One workload: a row for each variant, the first without telemetry."""
-    head = ["telemetry", "ms a step", "min–max", "of the time without", "95 %"]
+    """Returns the table of one workload: a row per variant, the first one without telemetry."""
+    head = ["telemetry", "ms per step", "min–max", "relative to without", "95 %"]
     lines = []
     for row in rows:
         ratio, low, high = _median(row.times, rows[0].times)
@@ -106,10 +106,10 @@ def table(workload: Workload, rows: list[tables.Row]) -> str:
 
 
 def _median(times, without):
-    """The median of the ratios in each round, and the interval that holds the true one.
+    """Returns the median of the ratios in each round, and its 95 % confidence interval.
 
-    Of n ratios in order, the median lies between the k-th and the k-th from the end with the
-    probability 1 - 2 P(X < k), X binomial of n and 1/2; the normal law gives k at 95 %.
+    Of n sorted ratios, the median lies between the k-th and the k-th from the end with probability
+    1 - 2 P(X < k), where X is binomial with n and 1/2. The normal approximation gives k for 95 %.
     """
     ratios = sorted(one / other for one, other in zip(times, without, strict=True))
     n = len(ratios)

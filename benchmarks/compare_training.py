@@ -1,4 +1,4 @@
-"""Times kdist's `fit` beside its rivals: same model, data, precision and cores, in one session.
+"""Times kdist's `fit` next to its rivals: same model, data, precision, and cores, in one session.
 
   # LeNet and MLP, some minutes; from the repository's root
   python -m benchmarks.compare_training
@@ -10,15 +10,15 @@
   # where the time of one variant goes, by type of operation
   python -m benchmarks.compare_training --profile=kdist_grouped --models=lenet
 
-Every variant runs in processes of its own, in turn, so that a slow phase of the machine hits all of
-them. Each trains twice, and the second time counts. Ratios above 1 mean that kdist is faster; they
-are taken within a repetition, and their median is shown. The variants:
+Every variant runs in processes of its own. Variants alternate, so that a slow phase of the machine
+affects all of them. Each trains twice, and the second time counts. Ratios above 1 mean that kdist
+is faster. They are computed within a repetition, and the table shows their median. The variants:
 
-  kdist, kdist_grouped   kdist's fit with 1 and with 20 steps a call (steps_per_execution)
+  kdist, kdist_grouped   kdist's fit with 1 and with 20 steps per call (steps_per_execution)
   keras                  plain Keras's fit
   tf_guide               a training loop in TensorFlow, as guides write it
-  tf_loop, tf_loop_grouped   the fastest such loop known, with 1 and with 20 steps a call
-  torch, torch_channels_last, torch_compiled   PyTorch's DDP over Gloo, a process a replica
+  tf_loop, tf_loop_grouped   the fastest such loop known, with 1 and with 20 steps per call
+  torch, torch_channels_last, torch_compiled   PyTorch's DDP over Gloo, one process per replica
 """
 
 import dataclasses
@@ -33,20 +33,20 @@ from kdist import program
 
 FLAGS = flags.FLAGS
 
-# Examples that a replica takes in a step, and steps that take some seconds on two cores.
+# Examples per replica and step, and steps that take some seconds on two cores.
 SIZES = {"lenet": (16, 400), "mlp": (16, 1000), "resnet18": (128, 3)}
-# Under the profiler fewer will do, and its memory holds only so many events.
+# The profiler needs fewer steps, and its memory is limited.
 PROFILED = {"lenet": 100, "mlp": 100, "resnet18": 3}
-# Compiling takes PyTorch a minute or so, and a C++ compiler.
+# PyTorch needs about a minute and a C++ compiler to compile the model.
 DEFAULT_VARIANTS = [name for name in measuring.VARIANTS if name != "torch_compiled"]
 
 # What is trained.
-flags.DEFINE_list("models", ["lenet", "mlp"], f"Of {', '.join(SIZES)}; resnet18 takes minutes.")
+flags.DEFINE_list("models", ["lenet", "mlp"], f"Any of {', '.join(SIZES)}; resnet18 takes minutes.")
 flags.DEFINE_list("precisions", ["float32"], "float32, bfloat16 (mixed precision), or both.")
 flags.DEFINE_integer(
     "local_batch_size",
     None,
-    "Examples a replica takes in a step; by default 16, and 128 for resnet18.",
+    "Examples per replica and step; by default 16, and 128 for resnet18.",
     lower_bound=1,
 )
 
@@ -56,7 +56,7 @@ flags.DEFINE_integer("repetitions", 3, "Processes for each variant.", lower_boun
 flags.DEFINE_integer(
     "steps",
     None,
-    "Steps that are timed, after as many to warm up; by default as many as take some seconds.",
+    "Timed steps, after as many warm-up steps; by default a few seconds of training.",
     lower_bound=1,
 )
 flags.DEFINE_integer("num_devices", 2, "Replicas; GPUs are not used.", lower_bound=1)
@@ -69,18 +69,18 @@ flags.DEFINE_string(
     "A Python that can import torch, for example of another virtual environment; by default this "
     "one, if it can (pip install '.[bench]').",
 )
-flags.DEFINE_float("timeout", 600, "Seconds after which a process is given up.", lower_bound=1)
+flags.DEFINE_float("timeout", 600, "Seconds after which a process fails.", lower_bound=1)
 
-# What comes out.
+# Results.
 flags.DEFINE_boolean("save", False, "Write the tables to --results_dir, with commit and machine.")
 flags.DEFINE_string(
-    "results_dir", str(pathlib.Path(__file__).parent / "results"), "Where --save writes to."
+    "results_dir", str(pathlib.Path(__file__).parent / "results"), "Directory for --save."
 )
 flags.DEFINE_enum(
     "profile",
     None,
     [name for name, variant in measuring.VARIANTS.items() if not variant.needs_torch],
-    "Compare nothing: print the operations that this variant spends its time with.",
+    "Compares nothing; prints the operations that take most time in this variant.",
 )
 
 
@@ -136,14 +136,14 @@ def _compare(variants, workloads):
 
 
 def _possible(variants, python):
-    """Without those on PyTorch, where there is none."""
+    """Returns the variants without those on PyTorch if PyTorch is not available."""
     if python.torch:
         return variants
     possible = {name: variant for name, variant in variants.items() if not variant.needs_torch}
     if len(possible) < len(variants):
-        print("PyTorch is left out: name a Python that has it (--torch_python=…)\n")
+        print("PyTorch is omitted: name a Python that can import it (--torch_python=…)\n")
     if not possible:
-        raise ValueError("nothing is left to be timed; add --variants=kdist,keras")
+        raise ValueError("no variant can run; add --variants=kdist,keras")
     return possible
 
 
@@ -170,7 +170,7 @@ def _profile(variant, workloads):
         )
         answer = python.answer(variant, profiled)
         steps = variant.of(profiled).steps_per_call
-        print(f"{tables.title(workload)}: {variant.name}, {steps} a call\n")
+        print(f"{tables.title(workload)}: {variant.name}, {steps} per call\n")
         print(f"{tables.operations(answer, profiled)}\n")
 
 

@@ -3,8 +3,8 @@
   python -m benchmarks.large_report                          # 200 runs of 10,000 lines, 0.7 GB
   python -m benchmarks.large_report --runs=20 --lines=1000 --gpus=8
 
-The runs are made up and lie in a temporary directory; all have the same lines, which the report
-does not know. Its goals: below 20 MB and below 30 seconds. Exits with 1 where one is missed.
+The runs are generated in a temporary directory. All have the same lines, which the report does not
+exploit. The goals are 20 MB and 30 seconds. Exits with 1 if one is missed.
 """
 
 import json
@@ -22,9 +22,9 @@ from kdist import program
 FLAGS = flags.FLAGS
 
 flags.DEFINE_integer("runs", 200, "How many runs.", lower_bound=1)
-flags.DEFINE_integer("lines", 10_000, "Lines of metrics.jsonl of each run.", lower_bound=1)
-flags.DEFINE_integer("gpus", 4, "GPUs of each run.", lower_bound=0)
-flags.DEFINE_integer("samples", 500, "Samples of each device of a run.", lower_bound=0)
+flags.DEFINE_integer("lines", 10_000, "Lines of metrics.jsonl per run.", lower_bound=1)
+flags.DEFINE_integer("gpus", 4, "GPUs per run.", lower_bound=0)
+flags.DEFINE_integer("samples", 500, "Samples per device of a run.", lower_bound=0)
 flags.DEFINE_string("output", None, "Keep the page in this file.")
 
 LARGEST_BYTES = 20e6
@@ -50,7 +50,7 @@ def main(_):
 
 
 def write_runs(directory, runs, lines, gpus=4, samples=500):
-    """Writes made-up runs; gives their paths."""
+    """Writes generated runs and returns their paths."""
     chance = random.Random(0)
     metrics = "".join(json.dumps(line) + "\n" for line in metrics_lines(lines, gpus, chance))
     devices = "".join(json.dumps(line) + "\n" for line in device_lines(samples, gpus, chance))
@@ -67,7 +67,7 @@ def write_runs(directory, runs, lines, gpus=4, samples=500):
 
 
 def metrics_lines(lines, gpus, chance):
-    """Nine of ten are of kind "train", every tenth is a "timing", every hundredth an "epoch"."""
+    """Returns lines of metrics: 90 % "train", every tenth "timing", every hundredth "epoch"."""
     for line in range(1, lines + 1):
         when = {"epoch": 1 + line // 100, "step": line, "examples": 128 * line, "seconds": line}
         loss = {"loss": 2 + chance.gauss(0, 1), "accuracy": chance.random()}
@@ -85,7 +85,7 @@ def metrics_lines(lines, gpus, chance):
 
 
 def device_lines(samples, gpus, chance):
-    """GPUs, 8 cores, a process, the disk and the network."""
+    """Returns device samples: GPUs, 8 cores, a process, the disk, and the network."""
     rates = {
         f"{bus}_{direction}_bytes_per_second": 1e9
         for bus in ("pcie", "nvlink")

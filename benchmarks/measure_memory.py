@@ -1,4 +1,4 @@
-"""Measures the most memory that training steps hold on the CPU, beside what the planner predicts.
+"""Compares the peak memory of training steps on the CPU with the planner's prediction.
 
   # one case, some seconds; from the repository's root
   python -m benchmarks.measure_memory resnet18 28 16 float32 adam
@@ -7,13 +7,13 @@
   python -m benchmarks.measure_memory
 
 A case is a model (of kdist.models or keras.applications), the side of its images or the length of
-its sequences, a batch, a precision and an optimizer. Each trains some steps by `model.fit` in a
-process of its own, in which `tests/planner/allocations.c` counts. It has to be compiled: Debian's
-packages gcc and libc6-dev.
+its sequences, a batch size, a precision, and an optimizer. Each case trains some steps with
+`model.fit` in a process of its own, in which `tests/planner/allocations.c` counts allocations. It
+is compiled with Debian's packages gcc and libc6-dev.
 
-The planner knows the buffers of oneDNN's kernels for AVX2; those for AVX-512 have others. In
-float32 the measured process keeps to AVX2 on every CPU, unless ONEDNN_MAX_CPU_ISA in the
-environment says something else: DEFAULT for all that the CPU has.
+The planner knows the buffers of oneDNN's kernels for AVX2; the kernels for AVX-512 use others. In
+float32 the measured process uses AVX2 on every CPU, unless ONEDNN_MAX_CPU_ISA is set. DEFAULT
+allows everything that the CPU supports.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ import sys
 import tempfile
 
 SOURCE = pathlib.Path(__file__).parents[1] / "tests" / "planner" / "allocations.c"
-# In what order operations run is chance: the more steps, the nearer to the worst.
+# The order of operations is random. More steps come closer to the worst order.
 STEPS = 8
 STEPS_OF_SMALL = 100  # of some milliseconds each
 SMALL = {"lenet", "mlp", "inception", "transformer"}
@@ -35,7 +35,7 @@ CHANNELS = {"lenet": 1, "resnet18": 1, "mlp": 1, "inception": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is trained: model, side or length, examples of a step, dtype policy, optimizer."""
+    """One measured training: model, side or length, examples per step, dtype policy, optimizer."""
 
     model: str
     size: int
@@ -62,7 +62,7 @@ CASES = (
     Case("VGG16", 64, 8, "float32", "sgd"),
     Case("DenseNet121", 64, 16, "float32", "adamw"),
     Case("EfficientNetB0", 96, 8, "float32", "adam"),
-    # Decided on before any of them was measured:
+    # Chosen before any of them was measured:
     Case("ResNet50", 64, 8, "float32", "adam"),
     Case("MobileNetV2", 64, 32, "float32", "sgd"),
     Case("resnet18", 28, 32, "float32", "adam"),
@@ -73,7 +73,7 @@ CASES = (
 
 
 def compiled(folder: pathlib.Path) -> pathlib.Path:
-    """The counting library, in `folder`."""
+    """Returns the counting library, compiled into `folder`."""
     library = folder / "allocations.so"
     command = ["cc", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-lpthread"]
     subprocess.run(command, check=True, timeout=60)
@@ -81,13 +81,13 @@ def compiled(folder: pathlib.Path) -> pathlib.Path:
 
 
 def measure(case: Case, library: pathlib.Path) -> dict:
-    """The "measured" and "predicted" bytes of a case, and the "lines" of the prediction."""
+    """Returns the "measured" and "predicted" bytes of a case, and the "lines" of the prediction."""
     counting = {
         "LD_PRELOAD": str(library),
         "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
-        "TF_ENABLE_ONEDNN_OPTS": "1",  # as a program that imports kdist first has it
+        "TF_ENABLE_ONEDNN_OPTS": "1",  # as in a program that imports kdist first
     }
-    if case.precision == "float32":  # oneDNN has bfloat16 for AVX-512 alone, and takes it or fails
+    if case.precision == "float32":  # oneDNN supports bfloat16 on AVX-512 only
         counting["ONEDNN_MAX_CPU_ISA"] = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX2")
     command = [sys.executable, "-m", "benchmarks.measure_memory", "--here", *str(case).split()]
     run = subprocess.run(
@@ -103,12 +103,12 @@ def measure(case: Case, library: pathlib.Path) -> dict:
 
 
 def train(case: Case) -> dict:
-    """Trains in this process, which has the counting library."""
+    """Trains in this process, which has loaded the counting library."""
     import keras
 
     import kdist
     from kdist.planner import read_workload
-    from kdist.planner.cost.memory import memory
+    from kdist.planner.cost.memory import estimate_memory
 
     peak = ctypes.CDLL(None).allocations_peak
     peak.restype = ctypes.c_long
@@ -122,18 +122,18 @@ def train(case: Case) -> dict:
 
     model.fit(_batches(case, shape, dtype), verbose=0)
     measured = peak()
-    needed = memory(read_workload(model), case.batch, optimizer=case.optimizer)
-    return {"measured": measured, "predicted": needed.total, "lines": needed.lines()}
+    needed = estimate_memory(read_workload(model), case.batch, optimizer=case.optimizer)
+    return {"measured": measured, "predicted": needed.total, "lines": needed.parts()}
 
 
 def _batches(case, shape, dtype):
-    """Of which exactly one waits, as the planner counts, whatever the load of the machine is.
+    """Returns batches of which exactly one is prefetched, as the planner assumes.
 
-    Left to itself the runtime prefetches as many as it finds time for: up to six of them waited.
+    The runtime's own prefetching depends on the load of the machine: up to six batches were queued.
     """
     import tensorflow as tf
 
-    def batch(step):  # in one operation: temporaries of making it are none of the step's
+    def batch(step):  # one operation, so that its temporaries do not count as the step's
         values = tf.fill([case.batch, *shape], tf.cast(step % 10, dtype))
         return values, tf.zeros([case.batch], tf.int32)
 

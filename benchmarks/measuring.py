@@ -1,4 +1,4 @@
-"""What is timed against what, and how: each variant in processes of its own, in turn."""
+"""Runs variants and their rivals alternately, each in processes of its own."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from benchmarks.tables import Row
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# As many as make calls from Python count next to nothing.
+# Large enough to hide the cost of a call from Python.
 STEPS_PER_CALL = 20
 
 
@@ -22,11 +22,11 @@ class Variant:
     """One way to train.
 
     Attributes:
-        rival: who; the fastest variants of two rivals are compared.
-        how: what tells this variant from others of the same rival.
+        rival: library or loop; the fastest variants of two rivals are compared.
+        how: distinguishes this variant from others of the same rival.
         module: the script in `benchmarks.rivals`.
         options: fields of `Workload` that it sets.
-        models: those that it makes sense for; None for all.
+        models: models that it applies to; None for all.
     """
 
     rival: str
@@ -44,7 +44,7 @@ class Variant:
         return self.module.startswith("torch")
 
     def of(self, workload: Workload) -> Workload:
-        """The workload as this variant does it; no call has more steps than are timed."""
+        """Returns the workload of this variant. No call has more steps than are timed."""
         changed = dataclasses.replace(workload, **self.options)
         calls = min(changed.steps_per_call, changed.steps)
         return dataclasses.replace(changed, steps_per_call=calls)
@@ -71,11 +71,11 @@ VARIANTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Python:
-    """Which interpreters run the rivals.
+    """Interpreters that run the rivals.
 
     Attributes:
-        torch: one that can import torch; None if there is none.
-        timeout_seconds: after which a process is given up.
+        torch: one that can import torch, or None.
+        timeout_seconds: time limit of one process.
     """
 
     torch: str | None
@@ -83,7 +83,7 @@ class Python:
 
     @classmethod
     def find(cls, torch: str | None, timeout_seconds: float) -> "Python":
-        """`torch` or, if it is None, this interpreter, if it can import torch.
+        """Returns `torch`, or by default this interpreter, if it can import torch.
 
         Raises:
             ValueError: `torch` was named and cannot import torch.
@@ -98,14 +98,14 @@ class Python:
         return cls(None, timeout_seconds)
 
     def answer(self, variant: Variant, workload: Workload) -> dict:
-        """What the rival's script says about this workload.
+        """Runs the rival's script on this workload and returns its answer.
 
         Raises:
-            RuntimeError: it failed, or was too slow.
+            RuntimeError: it failed or exceeded the time limit.
         """
         python = self.torch if variant.needs_torch else sys.executable
         given = json.dumps(dataclasses.asdict(variant.of(workload)))
-        # From the root, so that kdist is that of this checkout, whatever is installed.
+        # Runs in the root, so that kdist is imported from this checkout.
         command = [python, "-m", f"benchmarks.rivals.{variant.module}", given]
         try:
             process = subprocess.run(
@@ -141,10 +141,10 @@ def measure(
     python: Python,
     on_repetition: Callable[[int], None] = lambda number: None,
 ) -> tuple[list[Row], dict[str, str]]:
-    """A row for each variant, and the versions of the libraries.
+    """Returns a row per variant, and the versions of the libraries.
 
-    A repetition runs every variant once, so that a slow phase of the machine hits all of them; each
-    begins with another one, so that none always follows the same.
+    A repetition runs every variant once, so that a slow phase of the machine affects all of them.
+    Each repetition starts with another variant, so that no variant always follows the same one.
     """
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}

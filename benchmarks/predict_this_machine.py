@@ -1,18 +1,18 @@
-"""Predicts training steps of models that this machine was not calibrated on, and times them.
+"""Predicts training steps of models that are not part of the calibration, and times them.
 
-  # about eight minutes; from the repository's root, on a machine that does nothing else
+  # about eight minutes; from the repository's root, on an idle machine
   python -m benchmarks.predict_this_machine
 
   # other models; the calibration is kept
   python -m benchmarks.predict_this_machine --models=lenet,inception --save=machine.json
 
-  # how well an earlier calibration holds
+  # the accuracy of an earlier calibration
   python -m benchmarks.predict_this_machine --calibration=machine.json
 
-The machine is calibrated by networks made for that (`kdist.planner.probes`). The models train a few
-steps by `kdist.Model.fit`, mirrored, at each batch, in turn with these networks: a virtual machine
-gets faster and slower within minutes. The calibration knows nothing of the models. A measured step
-is the median of its round; of several rounds the shortest counts, as in the calibration.
+The machine is calibrated with small networks (`kdist.calibrate.probes`). The models train a few
+steps with `kdist.Model.fit`, mirrored, at each batch size, in turns with these networks, because
+the speed of a virtual machine changes within minutes. A measured step is the median of its round,
+and of several rounds the shortest counts, as in the calibration.
 """
 
 import pathlib
@@ -27,16 +27,18 @@ from kdist.planner.calibration import Calibration, calibrated_step_seconds
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_list("models", ["resnet18", "mobilenet_v2", "vgg16"], "That are predicted.")
-flags.DEFINE_list("local_batch_sizes", ["8", "16", "32"], "Examples a replica takes in a step.")
+flags.DEFINE_list("models", ["resnet18", "mobilenet_v2", "vgg16"], "Models to predict.")
+flags.DEFINE_list("local_batch_sizes", ["8", "16", "32"], "Examples per replica and step.")
 flags.DEFINE_integer("num_devices", 2, "Replicas.", lower_bound=1)
-flags.DEFINE_integer("rounds", 4, "How often each is timed.", lower_bound=1)
-flags.DEFINE_string("calibration", None, "File of an earlier calibration; None: calibrate anew.")
-flags.DEFINE_string("save", None, "File to which the new calibration is written; None: nowhere.")
+flags.DEFINE_integer("rounds", 4, "Measurements per model and batch size.", lower_bound=1)
+flags.DEFINE_string(
+    "calibration", None, "File of an earlier calibration; by default the machine is calibrated."
+)
+flags.DEFINE_string("save", None, "File to write the calibration to; by default none.")
 
 
 def build(name):
-    """A model of this name; a `kdist.Model`."""
+    """Returns the named model, a `kdist.Model`."""
     import keras
 
     from kdist import Model, models
@@ -55,9 +57,9 @@ def build(name):
 
 
 def main(_):
-    from kdist.planner.measuring import (
+    from kdist.calibrate.measure import (
         Training,
-        calibration_by,
+        calibration_from_trainings,
         probe_trainings,
         strategy_of,
         time_in_turns,
@@ -75,7 +77,7 @@ def main(_):
         trainings.append(Training(lambda name=name: build(name), batch, strategy))
         tell(f"built {name} at batch {batch}")
     time_in_turns([*probes, *trainings], FLAGS.rounds, tell)
-    calibration = calibration or calibration_by(probes)
+    calibration = calibration or calibration_from_trainings(probes)
     if FLAGS.save:
         pathlib.Path(FLAGS.save).write_text(calibration.to_json())
     _show([name for name, _ in cases], trainings, calibration)
@@ -94,12 +96,12 @@ def _show(names, trainings, calibration):
     print(
         f"{calibration.machine}, {calibration.replicas} replicas; its own networks are predicted "
         f"from the others within {calibration.probe_error:.1%} (median), "
-        f"{calibration.max_probe_error:.0%} (the worst)\n"
+        f"{calibration.max_probe_error:.0%} (maximum)\n"
     )
     print(f"{'model':14} {'batch':>5} {'predicted':>10} {'measured':>10} {'error':>7}")
     errors = []
     for name, training in zip(names, trainings, strict=True):
-        batch, measured = training.local_batch, training.measured().seconds
+        batch, measured = training.local_batch, training.timed_workload().seconds
         predicted = calibrated_step_seconds(
             training.workload, calibration, batch, FLAGS.num_devices
         ).seconds
@@ -109,7 +111,7 @@ def _show(names, trainings, calibration):
             f"{errors[-1]:+7.1%}"
         )
     sizes = [abs(error) for error in errors]
-    print(f"\nmean absolute error {statistics.mean(sizes):.1%}, the largest {max(sizes):.1%}")
+    print(f"\nmean absolute error {statistics.mean(sizes):.1%}, maximum {max(sizes):.1%}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One device: settings simulated and measured, the choice, and the tuner at ten times the load."""
+"""Compares simulated and measured settings on one device, and the tuner at ten times the load."""
 
 import gc
 import itertools
@@ -17,27 +17,26 @@ from kdist.serving import (
     poisson,
     simulate,
 )
-from kdist.serving.batcher import Batcher
-from kdist.serving.measured_curve import measure_served
-from kdist.serving.probing import probe
+from kdist.serving.engine.batcher import Batcher
+from kdist.serving.tune.probing import measure_batcher, probe
 
 _LOADS = {"Poisson": poisson, "bursty": bursty}
 _CURVE_SECONDS = 1.5
-# Of the device's capacity: the load that comes after a tenth of it.
-_RETUNED = 0.5
+# Load after the change, as a fraction of the capacity; a tenth of it before.
+_RETUNED_LOAD = 0.5
 
 
 class Comparison:
     """Measures a device with real batchers.
 
     Args:
-        compute: of named arrays.
-        example: named arrays of a row.
-        shares: of the device's capacity: rates of requests.
-        timeouts_ms: that are measured.
-        seconds: of requests, of each setting.
-        most: requests of each.
-        turns: of each; what others do on the machine only slows, so the faster counts.
+        compute: function of named arrays.
+        example: named arrays with one row.
+        shares: request rates, as fractions of the device's capacity.
+        timeouts_ms: timeouts to measure, in milliseconds.
+        seconds: seconds of requests for each setting.
+        most: largest number of requests for each setting.
+        turns: measurements of each setting. The fastest counts, as other load only slows.
     """
 
     def __init__(self, compute, example, shares, timeouts_ms, seconds, most, turns):
@@ -48,10 +47,10 @@ class Comparison:
         self._curve = None
 
     async def run(self, retune: bool = True) -> str:
-        """All of it, as text."""
+        """Returns all results as text."""
         batcher = Batcher(self._compute, BatchSettings(0.1, SIZES[-1]), SIZES, max_waiting=10**6)
         gc.collect()
-        gc.freeze()  # as a server does
+        gc.freeze()  # as the server does
         points = []
         for load, share in itertools.product(_LOADS, self._shares):
             self._curve = await self._measured_curve(batcher)
@@ -59,13 +58,15 @@ class Comparison:
         await batcher.close()
         texts = [self._head(), table(points), summary(points), self._chosen(points)]
         if retune:
-            retuning = Retuning(self._compute, self._example, self._curve, _RETUNED, self._seconds)
+            retuning = Retuning(
+                self._compute, self._example, self._curve, _RETUNED_LOAD, self._seconds
+            )
             texts.append(await retuning.run())
         return "\n\n".join(texts)
 
     async def _measured_curve(self, batcher):
         self._compute.times.clear()
-        curve = await measure_served(batcher, self._example, SIZES, _CURVE_SECONDS)
+        curve = await measure_batcher(batcher, self._example, SIZES, _CURVE_SECONDS)
         computing = [np.median(self._compute.times[size]) for size in SIZES]
         self._overhead = np.maximum(np.subtract(curve.batch_seconds, computing), 0)
         return curve
@@ -95,7 +96,7 @@ class Comparison:
         return Point(load, share, batcher.settings, before, during, measured)
 
     def _curve_of_run(self):
-        """What batches took; sizes that did not come are as much slower as the rest."""
+        """Returns the curve of the run. Sizes without batches get the mean slowdown."""
         known, times = np.array(self._curve.batch_seconds), self._compute.times
         taken = {
             size: np.array(times[size]) + self._overhead[place]
@@ -113,10 +114,10 @@ class Comparison:
             for size, seconds in zip(SIZES, self._curve.batch_seconds, strict=True)
         )
         most = self._curve.capacity(SIZES[-1])
-        return f"Milliseconds by rows: {said}; at most {most:,.0f} requests a second."
+        return f"Milliseconds by rows: {said}; at most {most:,.0f} requests per second."
 
     def _chosen(self, points):
-        """The setting that the simulator takes for the load's own arrivals, beside the best."""
+        """Compares the settings chosen for the recorded arrivals with the best measured."""
         lines = []
         for (load, share), group in itertools.groupby(points, lambda p: (p.load, p.share)):
             group = list(group)

@@ -1,4 +1,4 @@
-"""What batches are computed on: Keras models on the CPU, and devices that only sleep."""
+"""Devices for batching benchmarks: Keras models on the CPU, and emulated devices that sleep."""
 
 import collections
 import time
@@ -41,15 +41,15 @@ DEVICES = {
 
 
 def device_of(name: str):
-    """(a function of named arrays, one row for it) of this name in `DEVICES`."""
+    """Returns (function of named arrays, example row) of a name in `DEVICES`."""
     return DEVICES[name]()
 
 
 class Timed:
-    """A function of arrays that notes what its calls take.
+    """Function of arrays that records the time of each call.
 
     Attributes:
-        times: seconds, by rows.
+        times: rows -> seconds of each call.
     """
 
     def __init__(self, compute):
@@ -63,15 +63,15 @@ class Timed:
         return outputs
 
 
-def told(compute, tuner, loop):
-    """Pads batches, as a batcher does, and tells the tuner of them in its own thread."""
+def notify_tuner(compute, tuner, loop):
+    """Returns a function that pads batches and reports them to the tuner in the event loop."""
 
     def computed(arrays):
         began, rows = loop.time(), len(arrays["x"])
         size = next(size for size in SIZES if size >= rows)
-        more = np.repeat(arrays["x"][:1], size - rows, axis=0)
-        outputs = compute({"x": np.concatenate([arrays["x"], more])})
-        loop.call_soon_threadsafe(tuner.load.batch_done, rows, loop.time() - began)
+        padding = np.repeat(arrays["x"][:1], size - rows, axis=0)
+        outputs = compute({"x": np.concatenate([arrays["x"], padding])})
+        loop.call_soon_threadsafe(tuner.load.record_batch, rows, loop.time() - began)
         return {name: output[:rows] for name, output in outputs.items()}
 
     return computed

@@ -1,29 +1,29 @@
-"""Puts the same load on our server and on its rivals, in one session, and prints the ratios.
+"""Loads kdist's server and its rivals equally in one session, and prints the ratios.
 
-  # once: environments for rivals, some minutes and 4 GB; from the repository's root
+  # once: environments for the rivals, some minutes and 4 GB; from the repository root
   python -m benchmarks.serving_load --prepare
 
-  # both models, 1 and 32 clients, a quarter of an hour or so; kept in results/
+  # both models, 1 and 32 clients, about a quarter of an hour; saved in results/
   python -m benchmarks.serving_load --save
 
-  # ours alone, with a fixed timeout, and requests that come 200 a second, as a Poisson process
+  # kdist only, with a fixed timeout and Poisson arrivals of 200 requests per second
   python -m benchmarks.serving_load --contenders=kdist,unbatched --timeout_us=2000 \\
     --models=mobilenet_v2 --clients= --rates=200
 
-Each server is started in turn, loaded by one process of clients, and ended; rounds begin with
-another one each. Requests are single examples, no two that wait the same; each answer is compared
-with what the model says to that example. Only right answers count. Where a contender has several
-settings, a trial of the largest load finds the best, which then takes part. Figures are medians
-over rounds; ratios are taken within a round, and their median is shown. The contenders:
+Each server in turn is started, loaded by one process of clients, and ended. Each round begins with
+another server. Requests are single examples, and queued requests all differ. Each response is
+compared with the model's prediction; only correct responses count. If a contender has several
+settings, a trial with the largest load selects the best. The tables show medians over rounds, and
+medians of the ratios within each round. The contenders:
 
-  kdist          our server, --batch_timeout_us=auto
-  kdist_grpc     the same, asked over gRPC
-  kdist_single   our server, with batches of one request
-  unbatched      a minimal program on the same web server: each request computed as it comes
-  ray, mlserver, bentoml   rivals, batching as their guides advise, each with its best setting
+  kdist          kdist's server with --batch_timeout_us=auto
+  kdist_grpc     the same over gRPC
+  kdist_single   kdist's server with batches of one request
+  unbatched      minimal program on the same web server that computes each request on arrival
+  ray, mlserver, bentoml   rivals that batch as their guides advise, with their best settings
 
-All load the same SavedModel, with the same threads, and get the same JSON, but for MLServer, which
-has a protocol of its own (V2). Memory is resident memory, summed over a server's processes.
+All load the same SavedModel with the same number of threads, and receive the same JSON. Only
+MLServer has another protocol (V2). Memory is the resident memory of all processes of a server.
 """
 
 import os
@@ -47,37 +47,47 @@ FLAGS = flags.FLAGS
 DEFAULT_CONTENDERS = [name for name in CONTENDERS if name not in ("kdist_grpc", "kdist_single")]
 
 # Rivals' environments.
-flags.DEFINE_boolean("prepare", False, "Make the rivals' environments, and measure nothing.")
+flags.DEFINE_boolean("prepare", False, "Create the rivals' environments, and measure nothing.")
 flags.DEFINE_string(
-    "rivals_dir", str(ROOT / ".venv-rivals"), "Where those are; a rival without one is left out."
+    "rivals_dir",
+    str(ROOT / ".venv-rivals"),
+    "Directory of the environments; rivals without one are skipped.",
 )
 
-# What is served, and by whom.
-flags.DEFINE_list("models", list(models.MODELS), f"Of {', '.join(models.MODELS)}.")
+# Models and servers.
+flags.DEFINE_list("models", list(models.MODELS), f"Models: {', '.join(models.MODELS)}.")
 flags.DEFINE_string(
-    "models_dir", None, "Keeps the exported models, for other sessions; by default a new directory."
+    "models_dir",
+    None,
+    "Directory that keeps exported models for later sessions; temporary by default.",
 )
-flags.DEFINE_list("contenders", DEFAULT_CONTENDERS, f"Of {', '.join(CONTENDERS)}.")
-flags.DEFINE_string("server", str(ROOT / "scripts" / "serve.py"), "Our server's program.")
-flags.DEFINE_string("timeout_us", "auto", "Our server's --batch_timeout_us.")
-flags.DEFINE_integer("workers", 0, "Our server's --workers.", lower_bound=0)
-flags.DEFINE_integer("max_batch", 32, "Rows of a batch at most, of all servers.", lower_bound=1)
-flags.DEFINE_integer("cores", 2, "Threads that TensorFlow computes with.", lower_bound=1)
+flags.DEFINE_list("contenders", DEFAULT_CONTENDERS, f"Servers: {', '.join(CONTENDERS)}.")
+flags.DEFINE_string("server", str(ROOT / "scripts" / "serve.py"), "Program of kdist's server.")
+flags.DEFINE_string("timeout_us", "auto", "--batch_timeout_us of kdist's server.")
+flags.DEFINE_integer("workers", 0, "--workers of kdist's server.", lower_bound=0)
+flags.DEFINE_integer("max_batch", 32, "Rows of the largest batch, for all servers.", lower_bound=1)
+flags.DEFINE_integer("cores", 2, "Number of threads of TensorFlow.", lower_bound=1)
 
 # The load.
-flags.DEFINE_list("clients", ["1", "32"], "Closed loops of so many clients; may be empty.")
-flags.DEFINE_list("rates", [], "Open loops of so many requests a second.")
-flags.DEFINE_float("seconds", 5, "How long a load lasts.", lower_bound=0.1)
-flags.DEFINE_integer("count", None, "Requests of a load at most.", lower_bound=1)
-flags.DEFINE_float("warm_up_seconds", 3, "Of a load, before it counts.", lower_bound=0)
-flags.DEFINE_float("trial_seconds", 3, "Of the trial of a setting.", lower_bound=0.1)
-flags.DEFINE_integer("rounds", 3, "How often each server is measured.", lower_bound=1)
-flags.DEFINE_float("timeout", 120, "Seconds that a server may take to start.", lower_bound=1)
+flags.DEFINE_list("clients", ["1", "32"], "Numbers of clients in closed loops; may be empty.")
+flags.DEFINE_list("rates", [], "Rates of open loops, in requests per second.")
+flags.DEFINE_float("seconds", 5, "Seconds of each load.", lower_bound=0.1)
+flags.DEFINE_integer("count", None, "Largest number of requests of a load.", lower_bound=1)
+flags.DEFINE_float(
+    "warm_up_seconds", 3, "Seconds of each load that are not counted.", lower_bound=0
+)
+flags.DEFINE_float("trial_seconds", 3, "Seconds of the trial of a setting.", lower_bound=0.1)
+flags.DEFINE_integer("rounds", 3, "Measurements of each server.", lower_bound=1)
+flags.DEFINE_float(
+    "timeout", 120, "Time limit for the start of a server, in seconds.", lower_bound=1
+)
 
-# What comes out.
+# Results.
 flags.DEFINE_boolean("save", False, "Write the tables to --results_dir, with commit and machine.")
 flags.DEFINE_string(
-    "results_dir", str(pathlib.Path(__file__).parent / "results"), "Where --save writes to."
+    "results_dir",
+    str(pathlib.Path(__file__).parent / "results"),
+    "Directory that --save writes to.",
 )
 
 

@@ -1,4 +1,4 @@
-"""Settings of a batcher, simulated and measured: a table, and how far the simulation is off."""
+"""Table of simulated and measured batch settings, with the errors of the simulation."""
 
 import dataclasses
 import itertools
@@ -8,34 +8,34 @@ import numpy as np
 
 from benchmarks.tables import markdown
 from kdist.serving import BatchSettings, Outcome
-from kdist.serving.probing import Measured
+from kdist.serving.tune.probing import ProbeResult
 
-_DIFFER = 1.1  # settings that differ by less may be in any order
+_DIFFER = 1.1  # settings that differ by less may rank in any order
 
 
 @dataclasses.dataclass
 class Point:
-    """A load and settings: simulated and measured."""
+    """Simulated and measured result of settings under a load."""
 
     load: str
     share: float
     settings: BatchSettings
     before: Outcome  # with the curve measured before
     during: Outcome  # with what batches took in this run
-    measured: Measured
+    measured: ProbeResult
 
     def error(self, when: str, name: str) -> float:
-        """Of simulation, as a share of what was measured."""
+        """Returns the relative error of the simulation."""
         return getattr(getattr(self, when), name) / getattr(self.measured, name) - 1
 
 
 def milliseconds(point: Point) -> str:
-    """The point's timeout."""
+    """Returns the timeout of a point in milliseconds."""
     return f"{point.settings.timeout_seconds * 1e3:g}"
 
 
 def table(points: Sequence[Point]) -> str:
-    """A line for each point."""
+    """Returns a table with a line for each point."""
     head = ["load", "of capacity", "timeout ms", "mean ms", "before", "during"]
     head += ["p99 ms", "before", "during"]
     lines = [
@@ -56,7 +56,7 @@ def table(points: Sequence[Point]) -> str:
 
 
 def summary(points: Sequence[Point]) -> str:
-    """Errors, and how often two settings are ranked right."""
+    """Returns the errors, and how often two settings are ranked correctly."""
     curves = {"before": "measured before", "during": "of the run itself"}
     return "\n".join(f"- {_summary_of(points, when, said)}" for when, said in curves.items())
 
@@ -77,5 +77,5 @@ def _summary_of(points, when, said):
         f"With the curve {said}: error of the mean: median {np.median(means):.1%}, at most "
         f"{max(means):.1%}; of the 99th percentile: median {np.median(tails):.1%}, at most "
         f"{max(tails):.1%}. Of {pairs} pairs of settings that differ by more than a tenth, {right} "
-        f"are ranked right."
+        f"are ranked correctly."
     )

@@ -1,8 +1,8 @@
-"""The tuner at ten times the load: its settings, beside the best of a measured sweep of all.
+"""Compares the tuner with the best settings of a measured sweep, after ten times the load.
 
-Two aims: the least mean latency, and the least share of the device's time within a bound on the
-99th percentile. The bound is one for which, by simulation, the best settings of the former load
-would be wrong for the new one.
+There are two objectives: the lowest mean latency, and the lowest device time within a bound on the
+99th percentile. The bound is chosen by simulation such that the best settings of the former load
+are wrong for the new one.
 """
 
 import asyncio
@@ -11,31 +11,31 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.serving_devices import SIZES, Timed, told
+from benchmarks.serving_devices import SIZES, Timed, notify_tuner
 from kdist.serving import BatchSettings, LatencyCurve, Objective, choose, poisson
-from kdist.serving.adapting import Tuner
-from kdist.serving.batcher import Batcher
-from kdist.serving.probing import probe
-from kdist.serving.tuning import TIMEOUTS_MS
+from kdist.serving.engine.batcher import Batcher
+from kdist.serving.policy.adaptation import Tuner
+from kdist.serving.policy.selection import TIMEOUTS_MS
+from kdist.serving.tune.probing import probe
 
 TIMES_MORE = 10
 _BEFORE_SECONDS, _AFTER_SECONDS = 12.0, 20.0
 _SIMULATED = 5000
-_WITHIN = 1.1  # of the best, and of the bound
-# Of the bound: some setting has to keep it by so much, as what is measured is not quite the same.
+_WITHIN = 1.1  # tolerance, relative to the best score and to the bound
+# Fraction of the bound that some settings must meet by simulation, as measurements deviate.
 _SLACK = 0.85
-# Bounds that are tried, as times of the largest batch.
+# Bounds to try, relative to the time of the largest batch.
 _BOUNDS = np.arange(1.3, 4.0, 0.05)
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Settings at the new load.
+    """Measured result of settings at the new load.
 
     Attributes:
-        device_share: of the time.
-        mean_seconds: of latency.
-        p99_seconds: of latency.
+        device_share: fraction of the time that the device computes.
+        mean_seconds: mean latency.
+        p99_seconds: 99th percentile of the latency.
     """
 
     device_share: float
@@ -43,7 +43,7 @@ class Found:
     p99_seconds: float
 
     def score(self, objective: Objective, room: float = 1.0) -> float:
-        """What the objective asks for; infinite where its bound, so many times, is broken."""
+        """Returns the objective's value; infinite if `room` times its bound is broken."""
         if objective.p99_seconds is not None and self.p99_seconds > room * objective.p99_seconds:
             return np.inf
         return self.mean_seconds if objective.aim == "latency" else self.device_share
@@ -59,14 +59,14 @@ _OVER_CAPACITY = Found(np.inf, np.inf, np.inf)
 
 
 class Retuning:
-    """Ten times the load comes to a device.
+    """Experiment that multiplies the load of a device by ten.
 
     Args:
-        compute: of named arrays.
-        example: named arrays of a row.
-        curve: of the device.
-        share: of the device's capacity: the new load.
-        seconds: that each setting of the sweep is measured.
+        compute: function of named arrays.
+        example: named arrays with one row.
+        curve: latency curve of the device.
+        share: new load, as a fraction of the device's capacity.
+        seconds: seconds for each setting of the sweep.
     """
 
     def __init__(self, compute: Timed, example, curve: LatencyCurve, share: float, seconds: float):
@@ -75,7 +75,7 @@ class Retuning:
         self._share, self._seconds = share, seconds
 
     async def run(self) -> str:
-        """All of it, as text."""
+        """Returns all results as text."""
         objectives, bound = {"the least mean latency": Objective()}, self.bound()
         if bound is not None:
             said = f"the device's time, within {bound * 1e3:.0f} ms"
@@ -90,9 +90,9 @@ class Retuning:
         return "\n".join([head, "", *verdicts])
 
     def bound(self) -> float | None:
-        """Seconds for which the former settings are the farthest from the best of the new load.
+        """Returns the bound for which the former settings are worst at the new load.
 
-        None where they are good for both, whatever the bound.
+        None if they suit both loads under any bound.
         """
         before, after = (
             _outcomes(self._curve, rate) for rate in (self._rate / TIMES_MORE, self._rate)
@@ -107,10 +107,12 @@ class Retuning:
         return bound if bound and worse[bound] > _WITHIN else None
 
     async def _tuned(self, objective):
-        """[(seconds since the new load came, settings)]; the first is what was set before."""
+        """Returns [(seconds since the load changed, settings)]; the first were set before."""
         tuner = Tuner(self._curve, objective, on_message=lambda _: None)
         loop = asyncio.get_running_loop()
-        batcher = Batcher(told(self._compute, tuner, loop), tuner.settings, max_waiting=10**6)
+        batcher = Batcher(
+            notify_tuner(self._compute, tuner, loop), tuner.settings, max_waiting=10**6
+        )
         history = []
 
         def apply(settings):
@@ -118,7 +120,7 @@ class Retuning:
             history.append((loop.time(), settings))
 
         async def call():
-            tuner.load.arrived()
+            tuner.load.record_arrival()
             return await batcher(self._example)
 
         task = asyncio.create_task(tuner.run(apply))
@@ -131,7 +133,7 @@ class Retuning:
         return [(when - began, settings) for when, settings in history]
 
     async def _sweep(self):
-        """{settings: what was measured} of the whole grid at the new load."""
+        """Returns {settings: measurement} of the whole grid at the new load."""
         batcher = Batcher(self._compute, BatchSettings(), SIZES, max_waiting=10**6)
         arrivals = poisson(self._rate, int(self._rate * self._seconds), seed=4)
         found = {}
@@ -168,7 +170,7 @@ def _best(found, objective, room=1.0):
 
 
 def _times_worse(found, settings, best, objective):
-    """Than the best; a bound that is broken by less than a tenth counts as kept."""
+    """Returns the ratio to the best score; a bound may be exceeded by a tenth."""
     mine = found.get(settings, _OVER_CAPACITY)
     return mine.score(objective, _WITHIN) / found[best].score(objective, _WITHIN)
 
@@ -178,12 +180,12 @@ def verdict(
     found: Mapping[BatchSettings, Found],
     objective: Objective,
 ) -> str:
-    """When the tuner's settings were within a tenth of the best, and what these are.
+    """Returns when the tuner's settings were within a tenth of the best, as text.
 
     Args:
-        spans: seconds since the new load came, and settings from then on; the first of before.
-        found: by measurement.
-        objective: what for.
+        spans: (seconds since the load changed, settings from then on); the first were set before.
+        found: settings -> measurement.
+        objective: goal of the tuner.
     """
     best = _best(found, objective) or _best(found, objective, _WITHIN)
     if best is None:

@@ -1,10 +1,10 @@
-"""An hour's worth of requests, while versions change, workers die and clients misbehave.
+"""Soak test of the server while versions change, workers die, and clients misbehave.
 
   python -m benchmarks.serving_soak                  # 200,000 requests, a few minutes
   python -m benchmarks.serving_soak --count=20000 --workers=1
 
-Prints what the steady clients and the misbehaving ones were answered, and the server's memory. Ends
-with 1 if an answer was wrong, or a request that was taken was lost.
+Prints the responses to steady and misbehaving clients, and the memory of the server. Exits with 1
+if a response was wrong, or an accepted request was lost.
 """
 
 import asyncio
@@ -26,15 +26,17 @@ from kdist import program
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_integer("count", 200_000, "Requests to be answered rightly.", 1)
-flags.DEFINE_integer("clients", 48, "Steady clients, each of which waits for its answer.", 1)
-flags.DEFINE_integer("workers", 2, "Processes that compute.", 1)
-flags.DEFINE_float("pause_seconds", 3.0, "Between events.", 0.1)
-flags.DEFINE_enum("model", "small_resnet", sorted(MODELS), "What is served.")
-flags.DEFINE_string("models_dir", None, "Where models are kept; by default they are made anew.")
+flags.DEFINE_integer("count", 200_000, "Number of correct responses to reach.", 1)
+flags.DEFINE_integer("clients", 48, "Number of steady clients in a closed loop.", 1)
+flags.DEFINE_integer("workers", 2, "Number of worker processes.", 1)
+flags.DEFINE_float("pause_seconds", 3.0, "Seconds between events.", 0.1)
+flags.DEFINE_enum("model", "small_resnet", sorted(MODELS), "Model to serve.")
+flags.DEFINE_string(
+    "models_dir", None, "Directory that keeps exported models; temporary by default."
+)
 
-# What a client may be told: that it was not taken.
-_REFUSED = {"429", "503"}
+# Statuses of requests that were rejected, not lost.
+_REJECTED = {"429", "503"}
 
 
 def main(_):
@@ -46,7 +48,7 @@ def main(_):
         plan = Plan(FLAGS.count, FLAGS.clients, FLAGS.pause_seconds)
         with Server(_command(models), cores=2) as server:
             story = asyncio.run(soak(server, models, requests, plan))
-    return _tell(story)
+    return _report(story)
 
 
 def _command(models):
@@ -55,16 +57,16 @@ def _command(models):
     return Command(line, "/readyz")
 
 
-def _tell(story):
+def _report(story):
     steady = story.steady
-    print(f"{steady.answers[RIGHT]:,} right answers in {steady.seconds:.0f} s", end=": ")
-    print(f"{steady.per_second:,.0f} a second, p50 {steady.percentile_ms(50):.1f} ms", end=", ")
+    print(f"{steady.answers[RIGHT]:,} correct responses in {steady.seconds:.0f} s", end=": ")
+    print(f"{steady.per_second:,.0f} per second, p50 {steady.percentile_ms(50):.1f} ms", end=", ")
     print(f"p99 {steady.percentile_ms(99):.1f} ms")
-    print(f"other answers to the steady clients: {steady.errors or 'none'}")
+    print(f"other responses to the steady clients: {steady.errors or 'none'}")
     for kind, number in sorted(story.events.items()):
         print(f"{number} x {kind}: {dict(story.others[kind])}")
     print(f"memory of all processes, MB, by tenths of the load: {_tenths(story.memory)}")
-    lost = {kind: n for kind, n in steady.errors.items() if kind not in _REFUSED}
+    lost = {kind: n for kind, n in steady.errors.items() if kind not in _REJECTED}
     wrong = sum(answers["wrong"] for answers in story.others.values())
     if lost or wrong:
         print(f"lost or wrong: {lost}, {wrong} wrong to others", file=sys.stderr)
@@ -73,7 +75,7 @@ def _tell(story):
 
 
 def _tenths(memory):
-    """Median megabytes in each tenth of the requests."""
+    """Returns the median megabytes in each tenth of the requests."""
     answers, size = np.array(memory).T
     parts = np.minimum((answers * 10) // (answers.max() + 1), 9)
     return [round(float(np.median(size[parts == n])) / 1e6) for n in range(10) if n in parts]

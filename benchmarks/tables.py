@@ -1,4 +1,4 @@
-"""Measurements as Markdown tables, which can be read in a terminal as well."""
+"""Measurements as Markdown tables, which are readable in a terminal, too."""
 
 import dataclasses
 import datetime
@@ -16,13 +16,13 @@ OURS = "kdist fit"
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What was measured of one variant.
+    """Measurements of one variant.
 
     Attributes:
-        rival: whose variant it is; `OURS` is kdist.
-        name: the variant's.
+        rival: the rival that the variant belongs to; `OURS` is kdist.
+        name: name of the variant.
         steps_per_call: steps in one call from Python.
-        times: milliseconds a step, one for each repetition.
+        times: milliseconds per step, one value per repetition.
     """
 
     rival: str
@@ -32,29 +32,29 @@ class Row:
 
     @property
     def full_name(self) -> str:
-        return f"{self.name}, {self.steps_per_call} a call"
+        return f"{self.name}, {self.steps_per_call} per call"
 
     @property
     def median(self) -> float:
         return statistics.median(self.times)
 
     def times_as_fast_as(self, other: "Row") -> float:
-        """The median of the ratios within each repetition, in which the machine was the same."""
+        """Returns the median of the ratios within each repetition."""
         pairs = zip(other.times, self.times, strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
 def title(workload: Workload) -> str:
-    """Model, batch size of a replica × replicas, precision."""
+    """Returns model, local batch size × replicas, and precision."""
     batch = f"{workload.local_batch_size} × {workload.replicas}"
     return f"## {workload.model}, {batch}, {workload.precision}"
 
 
 def comparison(workload: Workload, rows: Sequence[Row]) -> str:
-    """One workload: a row for each variant, and how fast kdist is beside it."""
+    """Returns the table of one workload: a row per variant, and the relative speed of kdist."""
     ours = [row for row in rows if row.rival == OURS]
-    head = ["", "steps a call", "ms a step", "min–max"]
-    head += [f"kdist, {row.steps_per_call} a call, is" for row in ours]
+    head = ["", "steps per call", "ms per step", "min–max"]
+    head += [f"kdist, {row.steps_per_call} per call, is" for row in ours]
     lines = [_line(row, ours) for row in rows]
     return "\n\n".join([title(workload), markdown([head, *lines]), *_best(rows, ours)])
 
@@ -66,7 +66,7 @@ def _line(row, ours):
 
 
 def _best(rows, ours):
-    """A line of ratios between the fastest variants; none where there is nothing to compare."""
+    """Returns a line of ratios between the fastest variants, or nothing to compare."""
     rivals = dict.fromkeys(row.rival for row in rows if row.rival != OURS)
     if not ours or not rivals:
         return []
@@ -75,16 +75,16 @@ def _best(rows, ours):
     for rival in rivals:
         best = min((row for row in rows if row.rival == rival), key=lambda row: row.median)
         ratios.append(f"{our_best.times_as_fast_as(best):.2f} × as fast as {best.full_name}")
-    return [f"Each at its best: {our_best.full_name}, is {'; '.join(ratios)}."]
+    return [f"Fastest variants: {our_best.full_name}, is {'; '.join(ratios)}."]
 
 
 def operations(answer: Mapping, workload: Workload, most: int = 20) -> str:
-    """The operations that take longest, as a rival's answer under the profiler gives them.
+    """Returns the table of the operations that take longest.
 
     Args:
-        answer: the rival's.
-        workload: what it did.
-        most: as many operations are shown.
+        answer: a rival's answer under the profiler.
+        workload: the profiled workload.
+        most: maximum number of operations.
     """
     steps, found = workload.steps, answer["operations"]
     total = sum(milliseconds for _, _, milliseconds in found) / steps
@@ -93,16 +93,16 @@ def operations(answer: Mapping, workload: Workload, most: int = 20) -> str:
         for kind, calls, ms in found[:most]
     ]
     spent = (
-        f"{answer['ms_per_step']:.2f} ms a step under the profiler on {workload.cores} cores; "
+        f"{answer['ms_per_step']:.2f} ms per step under the profiler on {workload.cores} cores; "
         f"these take {total:.2f} ms, counted on each core. The rest is operations too small for "
         "TensorFlow to trace, their scheduling, tf.data, Python, and waiting."
     )
-    head = ["operation", "calls a step", "ms a step", "of all operations"]
+    head = ["operation", "calls per step", "ms per step", "of all operations"]
     return f"{markdown([head, *lines])}\n\n{spent}"
 
 
 def markdown(cells: Sequence[Sequence[str]]) -> str:
-    """A table of lines of texts, the first its head; columns but the first are set to the right."""
+    """Returns a Markdown table. The first row is the head; later columns align right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
 
     def line(texts):
@@ -121,14 +121,14 @@ def save(
     about: Mapping[str, object],
     title: str = "Training compared",
 ) -> pathlib.Path:
-    """Writes the tables to a file named after day and commit; a second run of the day is added.
+    """Writes the tables to a file named after day and commit, or appends them to it.
 
     Args:
         text: the tables.
-        directory: where to; made if it is not there.
-        root: of the repository whose commit was measured.
+        directory: directory of the file; created if it does not exist.
+        root: repository whose commit was measured.
         about: what the reader has to know besides commit and machine.
-        title: stands above them.
+        title: heading of the file.
 
     Returns:
         The file.
@@ -144,7 +144,7 @@ def save(
 
 
 def machine() -> str:
-    """The processor's name and how many of its cores this process may use."""
+    """Returns the processor's name and how many of its cores this process may use."""
     name = platform.processor() or platform.machine()
     information = pathlib.Path("/proc/cpuinfo")
     if information.exists():
@@ -156,7 +156,7 @@ def machine() -> str:
 
 
 def _commit(root):
-    """The commit's short name, and a remark if files differ from it."""
+    """Returns the commit's short name, with a remark if files were modified."""
 
     def git(*arguments):
         return subprocess.run(

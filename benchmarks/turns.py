@@ -1,8 +1,8 @@
-"""Variants that take turns: all of their processes are there, and one at a time may run.
+"""Processes of several variants that run in turns.
 
-On a machine that others use too, a minute is not like the next. Where a difference of one percent
-is looked for, variants have to be compared within seconds: each trains a few steps, is stopped
-(SIGSTOP, with all of its children), and the next one goes on.
+On a shared machine, speed changes from minute to minute. To find a difference of one percent,
+variants have to be compared within seconds. Each variant trains a few steps and is then stopped
+(SIGSTOP, with all of its children), while the next one continues.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from benchmarks.tables import Row
 
 
 class Runner:
-    """A variant's process, which waits for its turn."""
+    """Process of one variant, which waits for its turn."""
 
     def __init__(self, variant: Variant, workload: Workload):
         given = json.dumps(dataclasses.asdict(variant.of(workload)))
@@ -34,11 +34,11 @@ class Runner:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self._line()  # it has trained once
+        self._line()  # the first training is finished
         self._signal(signal.SIGSTOP)
 
     def turn(self) -> dict:
-        """Has it train, and gives its answer."""
+        """Lets the process train, and returns its answer."""
         self._signal(signal.SIGCONT)
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -47,7 +47,7 @@ class Runner:
         return answer
 
     def end(self):
-        """Ends it and its children."""
+        """Ends the process and its children."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in reversed(self._family()):
                 process.kill()
@@ -75,10 +75,10 @@ def measure(
     turns: int,
     on_turn: Callable[[int], None] = lambda number: None,
 ) -> tuple[list[Row], dict[str, str]]:
-    """A row for each variant, with a time for each turn, and the versions of the libraries.
+    """Returns a row per variant with one time per turn, and the versions of the libraries.
 
     Raises:
-        RuntimeError: a variant's process failed.
+        RuntimeError: the process of a variant failed.
     """
     workload = dataclasses.replace(workload, turns=turns)
     names = list(variants)

@@ -1,6 +1,6 @@
-"""kdist: one Keras model, trained with `model.fit` on one device or on many.
+"""Distributed training of Keras models, by `model.fit`.
 
-    import kdist, keras
+    import keras, kdist
 
     strategy = kdist.create_strategy("mirrored")
     batch = kdist.Batch(local=16, replicas=strategy.num_replicas_in_sync)
@@ -14,38 +14,45 @@
 
     model.fit(train, validation_data=test, epochs=10)
 
-Importing kdist imports neither TensorFlow nor Keras; the first name that needs them does. Import it
-before them: see below.
+Public names are imported on first use; `import kdist` alone imports neither TensorFlow nor Keras.
+Import kdist before them, since it sets environment variables that TensorFlow reads on import.
 """
 
-import importlib
 import os
 
-# Otherwise TensorFlow opens every program with a page about oneDNN and missing CUDA drivers. What
-# matters of its messages also comes as a Python exception.
+from kdist import log
+from kdist.public_names import import_on_demand
+
+# Hides TensorFlow's start-up messages about oneDNN and missing CUDA drivers. Errors still raise
+# Python exceptions.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# By itself TensorFlow takes oneDNN's kernels only where a CPU has AVX512-VNNI or AMX. Where it has
-# no more than AVX2, as many of AMD's, they train ResNet-18 1.6 times as fast, and LeNet 1.5 times
-# and more. TensorFlow reads this once, when it is imported.
+# By default TensorFlow uses oneDNN's kernels only on CPUs with AVX512-VNNI or AMX. With AVX2 alone
+# (many AMD CPUs) they train ResNet-18 1.6 times and LeNet 1.5 times as fast. TensorFlow reads this
+# variable when it is imported.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+
+log.configure()
 
 __version__ = "0.1.0"
 
-# Public name -> the module that holds it; a module's own name stands for the module.
+# Public name -> its module. A name that equals its module is the module itself.
 _PUBLIC = {
     "Batch": "batch",
     "Layout": "layout",
     "Model": "model",
     "create_strategy": "strategies",
     "callbacks": "callbacks",
+    "checkpoint": "checkpoint",
     "Cluster": "cluster",
     "devices": "devices",
     "launch": "launch",
     "data": "data",
+    "gather_batch": "training.replica.batch_gather",
     "models": "models",
     "parallel": "parallel",
     "patch_keras": "model",
     "report": "report",
+    "run_directory": "run_directory",
     "plan": "planner.planning",
     "planner": "planner",
     "schedules": "schedules",
@@ -58,11 +65,7 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 
-def __getattr__(name):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'kdist' has no attribute {name!r}; it has {sorted(_PUBLIC)}")
-    module = importlib.import_module(f"kdist.{_PUBLIC[name]}")
-    return module if _PUBLIC[name] == name else getattr(module, name)
+__getattr__ = import_on_demand(__name__, _PUBLIC)
 
 
 def __dir__():

@@ -1,13 +1,6 @@
-"""How many examples stand behind one optimizer update, and on how many replicas.
+"""Batch sizes: local, per micro-step, and global.
 
-    >>> batch = Batch(local=16, replicas=4, accumulate=2)
-    >>> batch.global_size
-    128
-    >>> batch.steps_per_epoch(60_000)
-    468
-
-Everything else in kdist that needs a product of batch sizes asks this class: it is the only
-place that multiplies.
+All code in kdist that needs a product of batch sizes uses this class.
 """
 
 import dataclasses
@@ -16,16 +9,28 @@ import operator
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The sizes of a batch, in examples.
+    """Sizes of a batch, in examples.
 
-    Attributes:
-        local: examples that one replica takes in one micro-step.
-        replicas: copies of the model that compute gradients side by side. Defaults to 1.
-        accumulate: micro-steps whose gradients are added before one update. Defaults to 1.
+    One optimizer update is computed from `local` × `replicas` × `accumulate` examples.
+
+    Args:
+        local: examples per replica and micro-step.
+        replicas: number of copies of the model that compute gradients. Defaults to 1.
+        accumulate: number of micro-steps whose gradients are added per update. Defaults to 1.
 
     Raises:
-        TypeError: a size is not a whole number.
-        ValueError: a size is smaller than 1.
+        TypeError: a size is not an integer.
+        ValueError: a size is less than 1.
+
+    Example:
+
+    >>> batch = Batch(local=16, replicas=4, accumulate=2)
+    >>> batch.global_size
+    128
+    >>> batch.steps_per_epoch(60_000)
+    468
+    >>> print(batch)
+    16 local × 4 replicas × 2 micro-steps
     """
 
     local: int
@@ -38,39 +43,52 @@ class Batch:
 
     @classmethod
     def from_global(cls, global_size: int, *, replicas: int = 1, accumulate: int = 1) -> "Batch":
-        """The batch of `global_size` examples that `replicas` × `accumulate` share evenly.
+        """Divides a global batch evenly among replicas and micro-steps.
+
+        Args:
+            global_size: examples per optimizer update.
+            replicas: number of replicas. Defaults to 1.
+            accumulate: number of micro-steps per update. Defaults to 1.
+
+        Returns:
+            A `Batch` with this `global_size`.
 
         Raises:
-            ValueError: `global_size` is no multiple of `replicas` × `accumulate`; the message
+            ValueError: `global_size` is not a multiple of `replicas` × `accumulate`; the message
                 names the nearest sizes that are.
+
+        Example:
+
+        >>> Batch.from_global(128, replicas=4)
+        Batch(local=32, replicas=4, accumulate=1)
         """
         global_size = _positive("global_size", global_size)
-        shares = cls(1, replicas, accumulate).global_size
-        local, left_over = divmod(global_size, shares)
-        if left_over:
-            lower, upper = local * shares, (local + 1) * shares
+        parts = cls(1, replicas, accumulate).global_size
+        local, remainder = divmod(global_size, parts)
+        if remainder:
+            lower, upper = local * parts, (local + 1) * parts
             nearest = f"{lower} or {upper}" if lower else f"{upper}"
             raise ValueError(
-                f"a global batch of {global_size} cannot be shared evenly by {replicas} replicas × "
-                f"{accumulate} micro-steps; take {nearest}"
+                f"a global batch of {global_size} is not divisible by {replicas} replicas × "
+                f"{accumulate} micro-steps; use {nearest}"
             )
         return cls(local, replicas, accumulate)
 
     @property
     def micro_size(self) -> int:
-        """Examples that all replicas together take in one micro-step: local × replicas."""
+        """Examples per micro-step of all replicas: local × replicas."""
         return self.local * self.replicas
 
     @property
     def global_size(self) -> int:
-        """Examples behind one optimizer update: local × replicas × accumulate."""
+        """Examples per optimizer update: local × replicas × accumulate."""
         return self.micro_size * self.accumulate
 
     def steps_per_epoch(self, num_examples: int) -> int:
-        """Full global batches in `num_examples`; the remainder is left out, as training does.
+        """Returns the number of full global batches in `num_examples`.
 
         Raises:
-            ValueError: there are fewer examples than one global batch takes.
+            ValueError: `num_examples` is less than one global batch.
         """
         steps = num_examples // self.global_size
         if steps < 1:
@@ -82,12 +100,18 @@ class Batch:
             )
             raise ValueError(
                 f"a global batch of {self.global_size} examples ({self}) is larger than the "
-                f"{num_examples} examples there are; {remedy}"
+                f"dataset of {num_examples} examples; {remedy}"
             )
         return steps
 
     def steps_to_see_all(self, num_examples: int) -> int:
-        """Global batches that hold every one of `num_examples`, the last one padded."""
+        """Returns the number of global batches that hold all examples, the last one padded.
+
+        Example:
+
+        >>> Batch(local=100).steps_to_see_all(250)
+        3
+        """
         return -(-num_examples // self.global_size)
 
     def __str__(self):
@@ -99,7 +123,7 @@ def _positive(name, value):
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"Batch: {name} must be a whole number, got {value!r}") from None
+        raise TypeError(f"Batch: {name} must be an integer, got {value!r}") from None
     if number < 1 or isinstance(value, bool):
         raise ValueError(f"Batch: {name} must be at least 1, got {value!r}")
     return number

@@ -1,40 +1,46 @@
-"""Which devices this process has: the first thing in a run that touches TensorFlow's settings.
+"""Devices of this process, configured before TensorFlow starts.
 
-    names = find_devices()                # every GPU, or the CPU where there is none
+    names = find_devices()                # all GPUs, or the CPU if there is none
     names = find_devices(2)               # two GPUs, or two logical CPU devices
-    names = find_devices(["GPU:1"])       # just this one
+    names = find_devices(["GPU:1"])       # only this one
 
-Logical devices and memory growth can be set only before TensorFlow runs its first operation.
-What can no longer be set is said, with what to do about it.
+Logical devices and memory growth can be set only before TensorFlow runs its first operation. An
+error reports what can no longer be set.
 """
 
+import logging
 import os
 import re
-import sys
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from kdist.launch.shares import CORES, cores
+from kdist.hardware import CORES_VARIABLE, count_cores
+
+_logger = logging.getLogger(__name__)
 
 
 def find_devices(request: int | Sequence[str] | None = None) -> tuple[str, ...]:
-    """The devices to compute on, made ready: GPUs grow their memory, logical CPUs exist.
+    """Configures the devices to compute on: memory growth of GPUs, logical CPU devices.
+
+    Example:
+
+        names = kdist.devices.find_devices(2)    # ("GPU:0", "GPU:1") or ("CPU:0", "CPU:1")
 
     Args:
-        request: a number of devices, their names (`"GPU:0"`, `"CPU:1"`, `"/gpu:0"`), or None for
-            all GPUs, or one CPU where there is no GPU. A number takes GPUs if the machine has
-            any, else it divides the CPU into that many logical devices; as many as there are
-            cores, or more, compute with one core each.
+        request: Number of devices, or their names (`"GPU:0"`, `"CPU:1"`, `"/gpu:0"`). A number
+            means GPUs if the machine has any. Otherwise it divides the CPU into that many logical
+            devices, which use one core each if there are at least as many as cores. Defaults to all
+            GPUs, or one CPU if there is no GPU.
 
     Returns:
         Names such as `("GPU:0", "GPU:1")`.
 
     Raises:
-        ValueError: there are fewer such devices, a name is no device's, or one is named twice.
-        RuntimeError: TensorFlow already runs with fewer logical CPU devices.
+        ValueError: If fewer devices exist, or a name is invalid or given twice.
+        RuntimeError: If TensorFlow has already started with fewer logical CPU devices.
     """
-    _let_gpu_memory_grow()
+    _enable_memory_growth()
     gpus = _physical_names("GPU")
     if request is None:
         return gpus or ("CPU:0",)
@@ -47,16 +53,16 @@ def find_devices(request: int | Sequence[str] | None = None) -> tuple[str, ...]:
         _take_cpus(max(wanted_cpus) + 1)
     missing = [name for name in names if name.startswith("GPU:") and name not in gpus]
     if missing:
-        raise ValueError(f"no such device: {', '.join(missing)}. {_what_there_is(gpus)}")
+        raise ValueError(f"no such device: {', '.join(missing)}. {_available_text(gpus)}")
     return names
 
 
-def _what_there_is(gpus):
+def _available_text(gpus):
     if gpus:
         return f"TensorFlow sees {len(gpus)} GPU(s): {', '.join(gpus)}"
     return (
-        "TensorFlow sees no GPU here; ask for CPU devices (--num_devices=N), or see "
-        "`scripts/check.py` for what TensorFlow finds"
+        "TensorFlow sees no GPU; request CPU devices (--num_devices=N), or run scripts/check.py to "
+        "see what TensorFlow finds"
     )
 
 
@@ -69,14 +75,14 @@ def _at_least_one(number):
 def _take_gpus(number, gpus):
     if _at_least_one(number) > len(gpus):
         raise ValueError(
-            f"{number} devices asked for. {_what_there_is(gpus)}; ask for at most {len(gpus)}, or "
+            f"{number} devices requested. {_available_text(gpus)}; request at most {len(gpus)}, or "
             "hide the GPUs (CUDA_VISIBLE_DEVICES=-1) to train on logical CPU devices"
         )
     return gpus[:number]
 
 
 def _take_cpus(number):
-    """The first `number` logical CPU devices, made if TensorFlow's context still allows it."""
+    """Returns the first `number` logical CPU devices, created before TensorFlow starts."""
     physical = tf.config.list_physical_devices("CPU")[0]
     configured = tf.config.get_logical_device_configuration(physical)
     if len(configured or ()) < number:
@@ -86,44 +92,38 @@ def _take_cpus(number):
             )
             _share_cores(number)
         except RuntimeError as error:
-            there_are = len(tf.config.list_logical_devices("CPU"))
-            if there_are >= number:
+            existing = len(tf.config.list_logical_devices("CPU"))
+            if existing >= number:
                 return _numbered("CPU", number)
             raise RuntimeError(
-                f"{number} CPU devices asked for, but TensorFlow has already started with "
-                f"{there_are}, and their number is fixed from then on. Create the strategy before "
-                "anything else runs on TensorFlow (in a notebook: restart the kernel), or ask for "
-                f"{there_are}"
+                f"{number} CPU devices requested, but TensorFlow has already started with "
+                f"{existing}, and their number can no longer change. Create the strategy before "
+                "anything else uses TensorFlow (in a notebook: restart the kernel), or request "
+                f"{existing}"
             ) from error
     return _numbered("CPU", number)
 
 
 def _share_cores(devices):
-    """Lets each operation have one core, where there are no more cores than devices.
+    """Limits each operation to one core if there are no more cores than devices.
 
-    All CPU devices share TensorFlow's one pool of threads, and each of them would cut its
-    operations up for the whole of it. What the user has set stays; what the launcher has, is this
-    task's part of the cores, and no wish.
+    All CPU devices share TensorFlow's thread pool, and each would split its operations over all
+    threads. A value that the user has set stays. One that the launcher has set is only this task's
+    share of the cores.
     """
     is_set = bool(tf.config.threading.get_intra_op_parallelism_threads())
-    is_set |= "TF_NUM_INTRAOP_THREADS" in os.environ and CORES not in os.environ
-    if not is_set and devices >= _cores():
+    is_set |= "TF_NUM_INTRAOP_THREADS" in os.environ and CORES_VARIABLE not in os.environ
+    if not is_set and devices >= count_cores(os.environ):
         tf.config.threading.set_intra_op_parallelism_threads(1)
 
 
-def _cores():
-    return cores(os.environ)
-
-
-def _let_gpu_memory_grow():
-    """Takes GPU memory as needed, so that one process does not lock out all others."""
+def _enable_memory_growth():
+    """Allocates GPU memory as needed, so that other processes can use the GPU as well."""
     for gpu in tf.config.list_physical_devices("GPU"):
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
         except (RuntimeError, ValueError) as error:
-            print(
-                f"kdist: GPU memory of {gpu.name} is as it was set before: {error}", file=sys.stderr
-            )
+            _logger.warning("memory growth of %s stays as configured before: %s", gpu.name, error)
 
 
 def _physical_names(kind):
@@ -137,15 +137,15 @@ def _numbered(kind, number):
 def _device_name(text):
     match = re.fullmatch(r"(?:/?device:|/)?(CPU|GPU):(\d+)", str(text), re.IGNORECASE)
     if not match:
-        raise ValueError(f"{text!r} names no device; write it as 'GPU:0' or 'CPU:1'")
+        raise ValueError(f"{text!r} is not a device name; write it as 'GPU:0' or 'CPU:1'")
     return f"{match[1].upper()}:{int(match[2])}"
 
 
 def _check_distinct(names):
     if not names:
-        raise ValueError("an empty list of devices; name at least one, or leave it out for all")
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise ValueError(f"named twice: {', '.join(sorted(twice))}; name each device once")
+        raise ValueError("the list of devices is empty; name at least one, or leave it out for all")
+    duplicates = {name for name in names if names.count(name) > 1}
+    if duplicates:
+        raise ValueError(f"named twice: {', '.join(sorted(duplicates))}; name each device once")
     if len({name.split(":")[0] for name in names}) > 1:
-        raise ValueError(f"{', '.join(names)}: replicas run on devices of one kind, GPU or CPU")
+        raise ValueError(f"{', '.join(names)}: replicas must be on devices of one kind, GPU or CPU")

@@ -1,10 +1,6 @@
-"""Over how many devices what is divided: data, stages, tensors, branches.
+"""Layout: the degrees of parallelism of a training.
 
-    Layout(data=2, pipeline=2, micro_batches=4)     # two replicas of two stages: four devices
-    Layout.parse("data=2,pipeline=2,micro_batches=4")
-    Layout(data=2, pipeline=2, between="model")     # each host of two has a stage of both replicas
-
-A replica is on a group of devices, numbered from 0 within the group. Imports no TensorFlow.
+A replica runs on a group of devices, numbered from 0 within the group. Imports no TensorFlow.
 """
 
 import dataclasses
@@ -15,30 +11,52 @@ from collections.abc import Sequence
 SCHEDULES = ("1f1b", "gpipe")
 BETWEEN = ("data", "model")
 
-_DEGREES = ("data", "tensor", "pipeline", "branch", "micro_batches")
+_DEGREES = ("data", "tensor", "pipeline", "branch", "micro_batches", "machines", "accumulate")
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The degrees of parallelism.
+    """Degrees of parallelism: how replicas and the parts of a model share devices.
 
-    Attributes:
-        data: replicas, each with its rows of a batch.
-        tensor: devices that share the weights of a layer.
-        pipeline: stages, each of which holds layers that follow each other.
-        branch: devices that hold branches of a model, which run side by side.
-        micro_batches: parts of a replica's rows that follow each other through the stages, so that
-            these work at the same time; 1 has one stage work after the other.
-        schedule: `"1f1b"` lets a stage go back as soon as it can, and holds the activations of as
-            many micro-batches as there are stages; `"gpipe"` goes forward with all of them first.
-        between: what is divided over the hosts of a job of several: `"data"` gives each its own
-            replicas, as far as they fit into one; `"model"` gives each its part of every replica.
-        recompute: a stage keeps of a micro-batch only what it takes from other stages, and computes
-            its activations again before it goes back: less memory for up to a third more work.
+    A split model needs `tensor`, `pipeline`, or `branch`. The fields from `machines` on describe
+    how whole replicas work together; only plans set them.
+
+    Example:
+
+        >>> layout = Layout(data=2, pipeline=2, micro_batches=4)  # two replicas of two stages
+        >>> layout.devices, layout.group_size
+        (4, 2)
+        >>> Layout.parse("data=2,pipeline=2,micro_batches=4") == layout
+        True
+        >>> print(layout)
+        data=2,pipeline=2,micro_batches=4
+        >>> Layout(data=16, machines=2).strategy
+        'multi_worker'
+
+    Args:
+        data: Number of replicas; each trains on its own rows of a batch. Defaults to 1.
+        tensor: Number of devices that share the weights of a layer. Defaults to 1.
+        pipeline: Number of stages, each with consecutive layers. Defaults to 1.
+        branch: Number of devices that compute parallel branches of a model. Defaults to 1.
+        micro_batches: Parts of a replica's rows that follow each other through the stages, so that
+            the stages work at the same time. Defaults to 1, where they work in turn.
+        schedule: `"1f1b"` starts a backward pass as early as possible and holds the activations of
+            one micro-batch per stage. `"gpipe"` computes all forward passes first.
+            Defaults to `"1f1b"`.
+        between: What the hosts of a job divide. `"data"` gives each host its own replicas, as far
+            as they fit; `"model"` gives each host a part of every replica. Defaults to `"data"`.
+        recompute: Whether a stage keeps only its inputs and recomputes its activations in the
+            backward pass: less memory for up to a third more work. Defaults to `False`.
+        machines: Number of machines, each with an equal share of the devices. Defaults to 1.
+        accumulate: Micro-steps whose gradients are added before an update. Defaults to 1.
+        local_steps: Updates of each replica between two averages of the weights (local SGD).
+            `None`, the default, exchanges gradients in every update.
+        asynchronous: Whether replicas update parameter servers without waiting for each other.
+            Defaults to `False`.
 
     Raises:
-        ValueError: a degree is no whole number from 1 on, an unknown schedule or division over
-            hosts, or degrees that do not go together.
+        ValueError: If a degree is not a whole number from 1 on, an option is unknown, or degrees do
+            not suit each other.
     """
 
     data: int = 1
@@ -49,105 +67,162 @@ class Layout:
     schedule: str = "1f1b"
     between: str = "data"
     recompute: bool = False
+    machines: int = 1
+    accumulate: int = 1
+    local_steps: int | None = None
+    asynchronous: bool = False
 
     def __post_init__(self):
         for name in _DEGREES:
-            degree = getattr(self, name)
-            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-                raise ValueError(f"{name}={degree!r}: a degree is a whole number from 1 on")
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule={self.schedule!r}: there are {' and '.join(SCHEDULES)}")
-        if self.between not in BETWEEN:
-            raise ValueError(f"between={self.between!r}: there are {' and '.join(BETWEEN)}")
+            _check_degree(name, getattr(self, name))
+        if self.local_steps is not None:
+            _check_degree("local_steps", self.local_steps)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: use true or false")
+        for name, known in (("schedule", SCHEDULES), ("between", BETWEEN)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: use {' or '.join(known)}")
+        self._check_split()
+        self._check_replicas()
+
+    def _check_split(self):
         if self.between == "model" and self.group_size == 1:
             raise ValueError(
-                "between=model without a model that is split: give pipeline=2, tensor=2 or "
+                "between=model needs a split model: set pipeline=2, tensor=2, or "
                 "branch=2, or leave between out"
             )
         if self.micro_batches > 1 and self.pipeline == 1:
             raise ValueError(
-                f"micro_batches={self.micro_batches} without stages: give pipeline=2 or more, or "
+                f"micro_batches={self.micro_batches} needs stages: set pipeline=2 or more, or "
                 f"save memory with compile(accumulate={self.micro_batches}) "
                 f"(--accumulate={self.micro_batches})"
             )
-        self._check_recompute()
-        if self.branch > 1 and self.pipeline * self.tensor > 1:
-            raise ValueError(
-                f"branch={self.branch} goes with data only, not with pipeline={self.pipeline} and "
-                f"tensor={self.tensor}: leave branch out, or the others"
-            )
-
-    def _check_recompute(self):
-        if not isinstance(self.recompute, bool):
-            raise ValueError(f"recompute={self.recompute!r}: it is true or false")
         if self.recompute and self.pipeline == 1:
             raise ValueError(
-                "recompute without stages: give pipeline=2 or more and micro_batches=2 or more, or "
+                "recompute needs stages: set pipeline=2 or more and micro_batches=2 or more, or "
                 "save memory with compile(accumulate=2) (--accumulate=2)"
             )
         if self.recompute and self.micro_batches == 1:
             raise ValueError(
-                "recompute with micro_batches=1 saves nothing, as no stage holds more than it goes "
-                "back with: give micro_batches=2 or more, or leave recompute out"
+                "recompute saves no memory with micro_batches=1, as a stage holds one micro-batch "
+                "at a time: set micro_batches=2 or more, or leave recompute out"
             )
+        if self.branch > 1 and self.pipeline * self.tensor > 1:
+            raise ValueError(
+                f"branch={self.branch} combines with data only, not with "
+                f"pipeline={self.pipeline} and tensor={self.tensor}: leave branch out, or the "
+                "other two"
+            )
+
+    def _check_replicas(self):
+        if self.devices % self.machines:
+            raise ValueError(
+                f"machines={self.machines}: {self.devices} devices cannot be divided evenly; "
+                "change data or machines"
+            )
+        if self.asynchronous and self.group_size > 1:
+            raise ValueError("asynchronous replicas cannot be split: leave asynchronous out")
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """The layout that is written as `"data=2,pipeline=2"`; an empty text is one device.
+        """Parses a layout such as `"data=2,pipeline=2"`.
 
-        `recompute` alone is `recompute=true`.
+        Args:
+            text: Fields with commas between them. A name alone, such as `recompute`, is true. An
+                empty text is one device.
+
+        Returns:
+            The `Layout`; `str(layout)` is its inverse.
 
         Raises:
-            ValueError: it is written otherwise, says something twice, or is no possible layout.
+            ValueError: If the text has another form, names a field twice, or is no valid layout.
         """
         given: dict[str, int | str | bool] = {}
-        names = [*_DEGREES, "schedule", "between", "recompute"]
+        names = [field.name for field in dataclasses.fields(cls)]
         for part in filter(None, (part.strip() for part in text.split(","))):
             name, separator, value = (piece.strip() for piece in part.partition("="))
-            if name == "recompute" and not separator:
+            if name in _FLAGS and not separator:
                 separator, value = "=", "true"
             if not separator or name not in names:
                 raise ValueError(
-                    f"{part!r} in layout {text!r}{_meant(name, names)}: write it as "
-                    "data=2,pipeline=2; there are " + ", ".join(names)
+                    f"{part!r} in layout {text!r}{_suggestion(name, names)}: write it as "
+                    "data=2,pipeline=2; the fields are " + ", ".join(names)
                 )
             if name in given:
-                raise ValueError(f"layout {text!r} says {name} twice; leave one out")
+                raise ValueError(f"layout {text!r} sets {name} twice; leave one out")
             given[name] = _value(value)
         return cls(**given)  # type: ignore[arg-type]
 
     @property
     def group_size(self) -> int:
-        """Devices of one replica."""
+        """Number of devices of one replica."""
         return self.tensor * self.pipeline * self.branch
 
     @property
     def devices(self) -> int:
-        """Of all replicas."""
+        """Number of devices of all replicas."""
         return self.data * self.group_size
 
-    def groups(self, hosts: Sequence[Sequence[str]]) -> list[list[str]]:
-        """The devices of each replica.
+    @property
+    def devices_per_machine(self) -> int:
+        """Number of devices on each machine."""
+        return self.devices // self.machines
 
-        Args:
-            hosts: the devices of each host, as many on each.
+    @property
+    def strategy(self) -> str:
+        """Name of the strategy for `kdist.create_strategy`; `"split"` for a split model."""
+        if self.group_size > 1:
+            return "split"
+        if self.asynchronous:
+            return "parameter_server"
+        if self.machines > 1:
+            return "multi_worker"
+        return "mirrored" if self.devices > 1 else "one_device"
+
+    @property
+    def degrees(self) -> "Layout":
+        """The same placement without machines, accumulation, local steps, and asynchrony."""
+        return dataclasses.replace(
+            self, machines=1, accumulate=1, local_steps=None, asynchronous=False
+        )
+
+    def check_only_degrees(self):
+        """Checks that no field is set that only a plan can hold.
 
         Raises:
-            ValueError: there are not as many as the layout has, or they cannot be divided so.
+            ValueError: If `machines`, `accumulate`, `local_steps`, or `asynchronous` is set.
         """
-        there_are = sum(map(len, hosts))
-        if there_are != self.devices:
+        if self != self.degrees:
+            raise ValueError(
+                f"{self} has fields that only a plan can have: pass accumulate and local_steps to "
+                "compile(), machines to scripts/launch.py --workers, and instead of asynchronous "
+                "use the strategy parameter_server"
+            )
+
+    def groups(self, hosts: Sequence[Sequence[str]]) -> list[list[str]]:
+        """Returns the devices of each replica.
+
+        Args:
+            hosts: The device names of each host; all hosts have the same number.
+
+        Raises:
+            ValueError: If the number of devices differs from the layout's, or the layout cannot be
+                divided over the hosts.
+        """
+        available = sum(map(len, hosts))
+        if available != self.devices:
             names = ", ".join(device for host in hosts for device in host)
             raise ValueError(
-                f"{self} is for {self.devices} devices and there are {there_are} ({names}): name "
-                "as many, or take another layout"
+                f"{self} is for {self.devices} devices and there are {available} ({names}): name "
+                f"{self.devices}, or use another layout"
             )
         size = self.group_size
         if self.between == "model":
             if size % len(hosts):
                 raise ValueError(
                     f"{self}: the {size} devices of a replica cannot be divided over {len(hosts)} "
-                    "hosts; take another layout, or leave between out"
+                    "hosts; use another layout, or leave between out"
                 )
             part = size // len(hosts)
             parts = [[host[n * part : (n + 1) * part] for host in hosts] for n in range(self.data)]
@@ -156,21 +231,29 @@ class Layout:
         return [devices[first : first + size] for first in range(0, len(devices), size)]
 
     def __str__(self):
-        said = [
+        fields = [
             f"{field.name}={str(getattr(self, field.name)).lower()}"
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         ]
-        return ",".join(said) or "data=1"
+        return ",".join(fields) or "data=1"
+
+
+_FLAGS = tuple(field.name for field in dataclasses.fields(Layout) if field.default is False)
+
+
+def _check_degree(name, degree):
+    if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+        raise ValueError(f"{name}={degree!r}: a degree must be a whole number of at least 1")
 
 
 def _value(text):
-    """What is written: a number, true, false or a name."""
+    """Returns the number, boolean, or name in a text."""
     if text.isdecimal():
         return int(text)
     return {"true": True, "false": False}.get(text, text)
 
 
-def _meant(name, names):
+def _suggestion(name, names):
     close = difflib.get_close_matches(name, names, n=1)
     return f" (did you mean {close[0]}?)" if close else ""

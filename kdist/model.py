@@ -1,38 +1,67 @@
-"""`kdist.Model`: a `keras.Model` whose fit, evaluate and predict work under every strategy.
+"""`kdist.Model`: a `keras.Model` whose `fit`, `evaluate`, and `predict` work under every strategy.
 
     with strategy.scope():
         inputs = keras.Input((28, 28, 1))
         outputs = keras.layers.Dense(10)(keras.layers.Flatten()(inputs))
         model = kdist.Model(inputs, outputs)      # functional
         model = MyModel()                         # or: class MyModel(kdist.Model)
-        model = kdist.Model.of(keras_model)       # or a model that somebody else wrote
+        model = kdist.Model.of(keras_model)       # or an existing model
         model.compile(...)
     model.fit(train, validation_data=test)
 
-A script that is there already needs one line: after `kdist.patch_keras()`, every Keras model
-trains so.
+An existing script needs one line: after `kdist.patch_keras()`, every Keras model trains this way.
 
-Only training is added. A saved functional or sequential model is a plain Keras file.
+Only training changes. A saved functional or sequential model is a plain Keras file.
 """
 
 import functools
+import warnings
 
 import keras
 import tensorflow as tf
 
-from kdist.backend import check_is_tensorflow
-from kdist.training.keras_internals import Functional as KerasFunctional
-from kdist.training.keras_internals import TensorFlowTrainer, recompute_constants, save_as
-from kdist.training.replicated import ReplicatedTrainer
-from kdist.training.together import outside_of_scope
+from kdist.compat.backend import check_is_tensorflow
+from kdist.compat.keras import Functional as KerasFunctional
+from kdist.compat.keras import TensorFlowTrainer, cloning_module, recompute_constants, save_as
+from kdist.training.trainer import Trainer, readable_without_kdist
+
+# Former attributes of models, now in `TrainingState`. `__getattr__` keeps them out of `dir(model)`,
+# whose attributes Keras reads when it saves a model.
+_MOVED = frozenset(
+    (
+        *("accumulate", "average_replicas", "clock", "data_facts", "epoch_results"),
+        *("first_nonfinite_step", "global_batch_size", "is_paused", "is_tuning", "local_slots"),
+        *("local_steps", "local_steps_done", "max_staleness", "position", "staleness"),
+        "steps_in_epoch",
+    )
+)
 
 
-class Model(ReplicatedTrainer, keras.Model):
-    """A `keras.Model` that trains under `tf.distribute`; constructed in the same three ways.
+class Model(Trainer, keras.Model):
+    """A `keras.Model` that trains under `tf.distribute`.
 
-    `kdist.Model(inputs, outputs)` is a functional model; a subclass writes `__init__` and `call`;
-    `kdist.Model.of(keras_model)` takes over an existing one. Arguments, methods and errors are
-    those of `keras.Model`.
+    There are three ways to create one. `kdist.Model(inputs, outputs)` is a functional model. A
+    subclass defines `__init__` and `call`. `kdist.Model.of(keras_model)` converts an existing
+    model.
+
+    Args:
+        *args: as in `keras.Model`: inputs and outputs, for a functional model.
+        **kwargs: as in `keras.Model`.
+
+    Attributes:
+        training_state: a `TrainingState`: progress, timing, and settings of `compile`.
+
+    Raises:
+        RuntimeError: Keras's backend is not TensorFlow.
+
+    Example:
+
+        strategy = kdist.create_strategy("mirrored")
+        with strategy.scope():
+            inputs = keras.Input((784,))
+            model = kdist.Model(inputs, keras.layers.Dense(10, activation="softmax")(inputs))
+            model.compile("adam", "sparse_categorical_crossentropy")
+        model.fit(x, y)
     """
 
     def __new__(cls, *args, **kwargs):
@@ -46,47 +75,55 @@ class Model(ReplicatedTrainer, keras.Model):
             _derive_from_functional(type(self))
         super().__init__(*args, **kwargs)
 
-    def save(self, *args, **kwargs):
-        """Keras's. With several workers one of them can save alone, inside the scope as well."""
-        return outside_of_scope(functools.partial(super().save, *args, **kwargs))
+    def __getattr__(self, name):
+        if name not in _MOVED:
+            return object.__getattribute__(self, name)  # raises the original error
+        warnings.warn(
+            f"model.{name} is deprecated; use model.training_state.{name}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(self.training_state, name)
 
-    def save_weights(self, *args, **kwargs):
-        """Keras's; alone as `save`."""
-        return outside_of_scope(functools.partial(super().save_weights, *args, **kwargs))
+    def __reduce__(self):
+        # The file in a pickle names Keras's own class.
+        return Model._unpickle_model, super().__reduce__()[1]
 
-    def get_compile_config(self):
-        """What a file says about the compilation; nothing, if plain Keras could not read it.
-
-        A model that is compiled with a schedule of kdist is saved as not compiled, so that its
-        file opens without kdist; after opening it, call `compile` with a schedule again.
-        """
-        return _readable_without_kdist(super().get_compile_config())
+    @classmethod
+    def _unpickle_model(cls, file):
+        return Model.of(super()._unpickle_model(file))
 
     @classmethod
     def of(cls, model: keras.Model) -> "Model":
-        """A kdist model with the layers and weights of `model`.
+        """Converts a Keras model to a kdist model with the same layers and weights.
 
-        Under the strategy that `model` was made in, it is `model` itself, which from then on
-        trains as kdist does; its weights, compilation and optimizer state stay. Called in the
-        scope of another strategy, it is a copy whose variables live in that strategy,
-        not yet compiled.
+        Under the strategy in which `model` was created, the result is `model` itself, with its
+        weights, compilation, and optimizer state. In the scope of another strategy, the result is a
+        copy whose variables belong to that strategy, and which is not compiled.
 
         Args:
             model: any Keras model: functional, Sequential, or a subclass.
 
+        Returns:
+            A `kdist.Model`.
+
         Raises:
             TypeError: `model` is not a `keras.Model`.
-            ValueError: `model` has to be copied and cannot be: it is not built, or a subclass
+            ValueError: `model` must be copied and cannot be: it is not built, or it is a subclass
                 without `get_config`.
+
+        Example:
+
+            with strategy.scope():
+                model = kdist.Model.of(keras.applications.MobileNetV2(weights=None))
         """
         check_is_tensorflow("kdist.Model")
         if not isinstance(model, keras.Model):
-            raise TypeError(f"Model.of takes a keras.Model, got {type(model).__name__}")
+            raise TypeError(f"Model.of expects a keras.Model, got {type(model).__name__}")
         if model._distribute_strategy is not _current_strategy():
             model = _copy_into_scope(model)
         if not isinstance(model, Model):
             model.__class__ = _trained_by_kdist(type(model))  # type: ignore[arg-type]
-            model.train_function = model.test_function = model.predict_function = None
         return model
 
 
@@ -94,56 +131,69 @@ class Model(ReplicatedTrainer, keras.Model):
 def patch_keras():
     """Makes all Keras models of this process train as `kdist.Model` does.
 
-    For scripts and libraries whose models derive from `keras.Model`, `keras.Sequential` or the
-    functional API, and shall stay as they are. Models that exist already are included; nothing but
-    training changes. There is no way back.
+    For scripts and libraries whose models derive from `keras.Model`, `keras.Sequential`, or the
+    functional API. It also applies to existing models, changes only training, and cannot be undone.
+
+    Raises:
+        RuntimeError: Keras's backend is not TensorFlow.
+
+    Example:
+
+        kdist.patch_keras()
+        with kdist.create_strategy("mirrored").scope():
+            model = keras.Sequential([keras.layers.Dense(10)])
+            model.compile("sgd", "mse")
+        model.fit(x, y)
     """
     check_is_tensorflow("kdist.patch_keras()")
     Model.__bases__ = (keras.Model,)
     keras.Model.__bases__ = tuple(
-        ReplicatedTrainer if base is TensorFlowTrainer else base for base in keras.Model.__bases__
+        Trainer if base is TensorFlowTrainer else base for base in keras.Model.__bases__
     )
 
 
 @save_as(KerasFunctional, f"{KerasFunctional.__module__}.{KerasFunctional.__name__}")
 class Functional(Model, KerasFunctional):
-    """What `kdist.Model(inputs, outputs)` makes, as `keras.Model(inputs, outputs)` does."""
+    """Functional model that `kdist.Model(inputs, outputs)` creates."""
 
 
 @save_as(keras.Sequential, "keras.Sequential")
 class Sequential(Model, keras.Sequential):
-    """What `kdist.Model.of` makes of a `keras.Sequential`."""
+    """Sequential model that `kdist.Model.of` creates from a `keras.Sequential`."""
 
 
 @save_as(KerasFunctional, f"{KerasFunctional.__module__}.{KerasFunctional.__name__}")
 class JaxFunctional(KerasFunctional):
-    """What builders make where Keras computes with JAX: Keras's own model, and its trainer."""
+    """Functional model that builders create on the JAX backend, with Keras's own trainer."""
 
     def get_compile_config(self):
-        """As that of `Model`."""
-        return _readable_without_kdist(super().get_compile_config())
+        """Returns the compile configuration for a file, as `Model.get_compile_config` does."""
+        return readable_without_kdist(super().get_compile_config())
 
 
-def _readable_without_kdist(config):
-    return {} if _names_kdist(config) else config
+def _clones_train_alike(name):
+    """Lets `keras.models.clone_model` return a kdist model if it copies one."""
+    keras_function = getattr(cloning_module, name)
+
+    @functools.wraps(keras_function)
+    def clone(model, *args, **kwargs):
+        copy = keras_function(model, *args, **kwargs)
+        return Model.of(copy) if isinstance(model, Model) else copy
+
+    setattr(cloning_module, name, clone)
+
+
+for _name in ("_clone_sequential_model", "_clone_functional_model"):
+    _clones_train_alike(_name)
 
 
 def _current_strategy():
-    """The strategy whose scope this is, if any; as Keras notes it in a model."""
+    """Returns the strategy of the current scope, or None, as Keras stores it in a model."""
     return tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
 
 
-def _names_kdist(config):
-    """Whether a serialised object holds one of kdist's own classes."""
-    if isinstance(config, dict):
-        return str(config.get("module")).startswith("kdist") or any(
-            map(_names_kdist, config.values())
-        )
-    return isinstance(config, list | tuple) and any(map(_names_kdist, config))
-
-
 def _are_functional(args, kwargs):
-    """Whether a model's arguments are (inputs, outputs)."""
+    """Returns True if a model's arguments are (inputs, outputs)."""
     return (
         len(args) == 2
         or (len(args) == 1 and "outputs" in kwargs)
@@ -152,7 +202,7 @@ def _are_functional(args, kwargs):
 
 
 def _derive_from_functional(cls):
-    """Puts the functional model where `cls` derives from `Model`, as Keras does for its own."""
+    """Replaces the base `Model` of `cls` by the functional model, as Keras does for its own."""
     if cls is Model:
         return Functional
     if issubclass(cls, Model):
@@ -162,11 +212,12 @@ def _derive_from_functional(cls):
 
 @functools.cache
 def _trained_by_kdist(keras_class):
-    """The class that is `keras_class` in everything but training."""
+    """Returns a class like `keras_class` that trains as `kdist.Model` does."""
     known = {KerasFunctional: Functional, keras.Sequential: Sequential}
     if keras_class in known:
         return known[keras_class]
-    derived = type(keras_class.__name__, (Model, keras_class), {"__doc__": keras_class.__doc__})
+    # The class comes first, so that its own `train_step`, `fit`, and other methods are kept.
+    derived = type(keras_class.__name__, (keras_class, Model), {"__doc__": keras_class.__doc__})
     derived.__module__ = keras_class.__module__
     return save_as(keras_class, f"{keras_class.__module__}.{keras_class.__name__}")(derived)
 
@@ -174,8 +225,8 @@ def _trained_by_kdist(keras_class):
 def _copy_into_scope(model):
     if not model.built:
         raise ValueError(
-            f"{model.name!r} was made outside the strategy's scope and has no variables yet; call "
-            "it on a batch, or `build` it, first, or make it inside `with strategy.scope():`"
+            f"{model.name!r} was created outside the strategy's scope and has no variables yet; "
+            "call it on a batch or `build` it first, or create it in `with strategy.scope():`"
         )
     try:
         copy = type(model).from_config(model.get_config())
@@ -185,7 +236,7 @@ def _copy_into_scope(model):
         recompute_constants(copy)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{model.name!r} was made outside the strategy's scope and cannot be copied into it "
-            f"({error}). Make it inside `with strategy.scope():`, or give its class a `get_config`"
+            f"{model.name!r} was created outside the strategy's scope and cannot be copied into it "
+            f"({error}). Create it in `with strategy.scope():`, or define `get_config` in its class"
         ) from error
     return copy

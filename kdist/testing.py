@@ -1,7 +1,7 @@
-"""Helpers for tests of training on several devices: kdist's own, and its users'.
+"""Helpers for tests of training on several devices, for kdist and for its users.
 
-result = python("print(40 + 2)")       # in a process of its own
-results = python_tasks(code, {"worker": 2})   # a process for each task of a job
+result = python("print(40 + 2)")              # in a new process
+results = python_tasks(code, {"worker": 2})   # one process per task of a job
 assert_same_weights(model.get_weights(), reference.get_weights())
 """
 
@@ -12,33 +12,40 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from kdist.cluster import Cluster
-from kdist.launch.ports import addresses, reserved
+from kdist.launch.local_engine import loopback_addresses, reserve_ports
 
-# After one task of a job has failed, the others have so long to say something.
+# After a task of a job fails, the others get this time to report their own errors.
 _GRACE_SECONDS = 5.0
 
 
 def assert_same_weights(weights: Sequence, reference: Sequence, tolerance: float = 1e-5):
-    """Fails unless both lists hold arrays of equal shapes that differ by `tolerance` at most.
+    """Asserts that two lists of arrays have equal shapes and differ by at most `tolerance`.
 
     Args:
-        weights: arrays, as of `model.get_weights()`.
-        reference: the same of the model to compare with.
-        tolerance: the largest absolute difference of any element. Defaults to 1e-5.
+        weights: list of arrays, such as `model.get_weights()`.
+        reference: the expected arrays.
+        tolerance: largest allowed absolute difference of any element. Defaults to 1e-5.
+
+    Raises:
+        AssertionError: a shape differs, or an element differs by more than `tolerance`.
+
+    Example:
+
+        assert_same_weights(model.get_weights(), reference.get_weights(), tolerance=1e-6)
     """
     shapes = [np.shape(w) for w in weights], [np.shape(w) for w in reference]
-    assert shapes[0] == shapes[1], f"different shapes: {shapes[0]} and {shapes[1]}"
+    assert shapes[0] == shapes[1], f"shapes differ: {shapes[0]} and {shapes[1]}"
     worst = largest_difference(weights, reference)
-    assert worst <= tolerance, f"weights differ by {worst:.3g}, allowed is {tolerance:.3g}"
+    assert worst <= tolerance, f"weights differ by {worst:.3g}, allowed are {tolerance:.3g}"
 
 
 def largest_difference(weights: Sequence, reference: Sequence) -> float:
-    """The largest absolute difference between two lists of arrays; NaN if any differs by NaN."""
+    """Returns the largest absolute difference of two lists of arrays, or NaN if one is NaN."""
     differences = [
         float(np.max(np.abs(np.asarray(a, "float64") - np.asarray(b, "float64"))))
         for a, b in zip(weights, reference, strict=True)
@@ -53,14 +60,27 @@ def python(
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float = 300.0,
 ):
-    """Runs `code` in a new Python process and gives what its last line of output holds, as JSON.
+    """Runs code in a new Python process.
 
-    Logical devices can be configured once a process, and a failed collective spoils all later
-    strategies of its process: what needs another number of devices runs in its own.
+    Logical devices can be configured only once per process, and a failed collective breaks all
+    later strategies of its process. Tests with other devices therefore need a new process.
+
+    Args:
+        code: the program; its last line of output must be JSON.
+        arguments: command-line arguments. Defaults to none.
+        environment: additional environment variables. Defaults to none.
+        timeout_seconds: time limit in seconds. Defaults to 300.
+
+    Returns:
+        The value of the last line of output, decoded from JSON.
 
     Raises:
-        AssertionError: the process failed; the message holds the end of its output.
-        subprocess.TimeoutExpired: it ran longer than `timeout_seconds`.
+        AssertionError: the process failed; the message contains the end of its output.
+        subprocess.TimeoutExpired: the time limit was exceeded.
+
+    Example:
+
+        assert python("print(40 + 2)") == 42
     """
     process = subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -80,29 +100,34 @@ def python_tasks(
     arguments: Sequence[str] = (),
     timeout_seconds: float = 300.0,
 ) -> list:
-    """Runs `code` in a process for each task of a job on loopback; TF_CONFIG tells them of it.
+    """Runs code in one process per task of a job on this machine, with TF_CONFIG set.
 
     Args:
-        code: the same for all.
-        tasks: role -> how many, such as `{"worker": 2}`.
-        arguments: of the command line.
-        timeout_seconds: for all of them together; then they are killed.
+        code: the program, the same for all tasks.
+        tasks: number of tasks per role, such as `{"worker": 2}`.
+        arguments: command-line arguments. Defaults to none.
+        timeout_seconds: time limit for the job in seconds. Defaults to 300.
 
     Returns:
-        What each one's last line of output holds, as JSON, in the order of `tasks`; None for a
-        task that only serves.
+        One value per task, in the order of `tasks`: the last line of its output that is JSON, or
+        None if the task, such as a parameter server, prints none.
 
     Raises:
-        AssertionError: a process failed; the message holds the end of its output.
-        subprocess.TimeoutExpired: they ran too long.
+        AssertionError: a process failed; the message contains the end of its output.
+        subprocess.TimeoutExpired: the time limit was exceeded.
+
+    Example:
+
+        code = "import os; print(os.environ['TF_CONFIG'])"
+        configs = python_tasks(code, {"worker": 2})
     """
     processes = []
     deadline = time.monotonic() + timeout_seconds
-    with reserved(sum(tasks.values())) as ports, tempfile.TemporaryDirectory() as directory:
-        job = addresses(tasks, ports)
-        everyone = [Cluster(job, role, n) for role in job for n in range(len(job[role]))]
+    with reserve_ports(sum(tasks.values())) as ports, tempfile.TemporaryDirectory() as directory:
+        job = loopback_addresses(tasks, ports)
+        clusters = [Cluster(job, role, n) for role in job for n in range(len(job[role]))]
         try:
-            for cluster in everyone:
+            for cluster in clusters:
                 environment = {"TF_CPP_MIN_LOG_LEVEL": "2", **os.environ}
                 cluster.publish(environment)
                 output = pathlib.Path(directory) / cluster.name
@@ -110,34 +135,46 @@ def python_tasks(
                     command = [sys.executable, "-c", code, *arguments]
                     process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
                 processes.append((process, output))
-            _wait([process for process, _ in processes], deadline)
+            wait_for_exit(lambda: [process.poll() for process, _ in processes], deadline)
         finally:
             for process, _ in processes:
                 process.kill()
                 process.wait()
-        failed = [
-            f"{output.name} ended with {process.returncode}: {output.read_text()[-3000:]}"
-            for process, output in processes
-            if process.returncode
-        ]
-        assert not failed, "\n---\n".join(failed)
-        return [_last_json(output.read_text()) for _, output in processes]
+        return read_results([(output, process.returncode) for process, output in processes])
 
 
-def _wait(processes, deadline):
-    """Returns when all have ended, or a little after one has failed."""
-    while any(process.poll() is None for process in processes):
+def wait_for_exit(exit_codes: Callable[[], Sequence[int | None]], deadline: float):
+    """Waits until all processes exit, or for a grace period after one has failed.
+
+    `exit_codes` returns the exit code of each process, or None while it runs. `deadline` is on the
+    clock of `time.monotonic`.
+
+    Raises:
+        subprocess.TimeoutExpired: the time limit was exceeded.
+    """
+    while None in (codes := exit_codes()):
         left = deadline - time.monotonic()
-        if left <= 0:
-            raise subprocess.TimeoutExpired("the tasks of a job", timeout=0)
-        if any(process.poll() for process in processes):
+        if any(codes):
             deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
             if left < 0.2:
                 return
+        elif left <= 0:
+            raise subprocess.TimeoutExpired("the tasks of a job", timeout=0)
         time.sleep(0.05)
 
 
+def read_results(tasks: Sequence[tuple[pathlib.Path, int | None]]) -> list:
+    """Returns the last JSON line of the outputs of tasks, pairs of a file and an exit code."""
+    failed = [
+        f"{output.name} exited with {code}: {output.read_text()[-3000:]}"
+        for output, code in tasks
+        if code != 0
+    ]
+    assert not failed, "\n---\n".join(failed)
+    return [_last_json(output.read_text()) for output, _ in tasks]
+
+
 def _last_json(text):
-    """What the last line holds that begins as JSON does; TensorFlow may say something after it."""
+    """Returns the last line that starts like JSON, decoded; TensorFlow may log lines after it."""
     lines = [line for line in text.splitlines() if line.startswith(("{", "["))]
     return json.loads(lines[-1]) if lines else None

@@ -1,16 +1,16 @@
-"""Says what works on this machine: versions, devices, and one step of training per strategy.
+"""Reports what works on this machine: versions, devices, and one training step per strategy.
 
   python scripts/check.py
   python scripts/check.py --strategies=mirrored --num_devices=4
 
-  # how fast a pipeline is by itself: the most that any training from it can reach
+  # throughput of an input pipeline alone: the upper limit of any training that reads from it
   python scripts/check.py --input --dataset=path/to/PetImages --operations="resize(160, 160)"
 
-  # a model that is split over devices: what lies where, and what ran where in one step
+  # a split model: the device of each layer, weight, and operation in one step
   python scripts/check.py --layout=data=2,branch=2 --model=inception
 
-Exits with 0 if every strategy asked for works. Without --strategies, one_device and mirrored have
-to work; central_storage and tpu are tried, and what they say is reported.
+Exits with 0 if every requested strategy works. Without --strategies, one_device and mirrored are
+required; central_storage and tpu are tried and reported.
 """
 
 import importlib.metadata
@@ -26,31 +26,43 @@ from kdist import program, testing
 
 FLAGS = flags.FLAGS
 
-flags.DEFINE_list("strategies", None, "Which must work; by default one_device and mirrored.")
-flags.DEFINE_integer(
-    "num_devices", None, "Devices for mirrored; by default all GPUs, or 2 logical CPUs.", 1
-)
-flags.DEFINE_integer("timeout_seconds", 300, "For each strategy.", lower_bound=1)
+with program.flag_group("Strategies"):
+    flags.DEFINE_list(
+        "strategies", None, "Strategies that must work; one_device and mirrored by default."
+    )
+    flags.DEFINE_integer(
+        "num_devices",
+        None,
+        "Number of devices for mirrored; all GPUs by default, or 2 logical CPUs without a GPU.",
+        lower_bound=1,
+    )
+    flags.DEFINE_integer(
+        "timeout_seconds", 300, "Time limit for each strategy, in seconds.", lower_bound=1
+    )
 
-flags.DEFINE_boolean("input", False, "Measure a pipeline alone instead, without any training.")
-flags.DEFINE_string("dataset", "fashion_mnist", "--input: as --dataset of scripts/train.py.")
-flags.DEFINE_string("data_dir", None, "--input: as --data_dir of scripts/train.py.")
-flags.DEFINE_boolean("download", True, "--input: whether a data set may be downloaded.")
-flags.DEFINE_string("operations", "", "--input: as --operations of scripts/train.py.")
-flags.DEFINE_integer("batch_size", 128, "--input: the global batch.", lower_bound=1)
-flags.DEFINE_float("seconds", 5.0, "--input: how long it is measured.", lower_bound=0.1)
+with program.flag_group("Input pipeline (--input)"):
+    flags.DEFINE_boolean("input", False, "Measure an input pipeline alone, without training.")
+    flags.DEFINE_string("dataset", "fashion_mnist", "See --dataset of scripts/train.py.")
+    flags.DEFINE_string("data_dir", None, "See --data_dir of scripts/train.py.")
+    flags.DEFINE_boolean("download", True, "Whether to download a missing dataset.")
+    flags.DEFINE_string("operations", "", "See --operations of scripts/train.py.")
+    flags.DEFINE_integer("batch_size", 128, "Global batch size.", lower_bound=1)
+    flags.DEFINE_float("seconds", 5.0, "Duration of the measurement, in seconds.", lower_bound=0.1)
 
-flags.DEFINE_string("layout", None, "Split a model instead: as --layout of scripts/train.py.")
-flags.DEFINE_string("split", "auto", "--layout: as --split of scripts/train.py.")
-flags.DEFINE_string("model", "inception", "--layout: as --model of scripts/train.py.")
-flags.DEFINE_list("input_shape", ["28", "28", "1"], "--layout: of an example, such as 224,224,3.")
-flags.DEFINE_integer("num_classes", 10, "--layout: that the model tells apart.", lower_bound=2)
+with program.flag_group("Split models (--layout)"):
+    flags.DEFINE_string(
+        "layout", None, "Inspect a split model; see --layout of scripts/train.py for the format."
+    )
+    flags.DEFINE_string("split", "auto", "See --split of scripts/train.py.")
+    flags.DEFINE_string("model", "inception", "See --model of scripts/train.py.")
+    flags.DEFINE_list("input_shape", ["28", "28", "1"], "Shape of one example: 224,224,3.")
+    flags.DEFINE_integer("num_classes", 10, "Number of classes of the model.", lower_bound=2)
 
 REQUIRED = ["one_device", "mirrored"]
 OPTIONAL = ["central_storage", "tpu"]
 PACKAGES = ["kdist", "tensorflow", "keras", "numpy", "tensorflow-datasets", "wandb", "absl-py"]
 
-# Each strategy is tried in a process of its own: what fails in one cannot spoil the next.
+# Each strategy runs in its own process, so that a failure cannot affect the next one.
 ONE_STEP = """
 import json, sys
 import kdist, keras, numpy as np, tensorflow as tf
@@ -99,7 +111,7 @@ def main(_):
 
 
 def check_input():
-    """Reads batches for some seconds and prints how many came."""
+    """Reads batches for --seconds and prints the throughput."""
     train, _ = kdist.data.load(
         FLAGS.dataset,
         batch=kdist.Batch(FLAGS.batch_size),
@@ -112,27 +124,31 @@ def check_input():
     megabytes = found.batch_bytes / 1e6
     print(
         f"{found.examples_per_second:,.0f} examples/s, in {found.batches} batches of "
-        f"{megabytes:,.2f} MB; the first one after {found.first_batch_seconds:.2f} s"
+        f"{megabytes:,.2f} MB; first batch after {found.first_batch_seconds:.2f} s"
     )
-    print("a training that takes fewer examples a second does not wait for this input")
+    print(
+        "a training run that needs fewer examples per second does not wait for this input pipeline"
+    )
     return 0
 
 
 def check_layout():
-    """Splits a model, trains one step on zeros and prints what lies and ran where."""
+    """Splits a model, trains one step on zeros, and prints the placement."""
     import numpy as np
 
-    from kdist.parallel.placement import what_lies_where
+    from kdist.parallel.inspect.operation_devices import profile_devices
 
     layout = kdist.Layout.parse(FLAGS.layout)
     strategy = kdist.create_strategy(layout)
     shape = tuple(map(int, FLAGS.input_shape))
     plain = kdist.models.create(FLAGS.model, input_shape=shape, num_classes=FLAGS.num_classes)
     with strategy.scope():
-        model = kdist.parallel.split_as(plain, layout, FLAGS.split)
+        model = kdist.parallel.split(
+            plain, kdist.parallel.resolve_placement(plain, layout, FLAGS.split)
+        )
         model.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
     rows = 2 * layout.data * layout.micro_batches
-    found = what_lies_where(model, np.zeros((rows, *shape), "uint8"), np.zeros(rows, "int32"))
+    found = profile_devices(model, np.zeros((rows, *shape), "uint8"), np.zeros(rows, "int32"))
     print(f"{FLAGS.model} {shape}, {plain.count_params():,} parameters, {layout}, Adam")
     for name, place in model.places.items():
         print(f"  {name:40} device {place} of each replica")
@@ -146,21 +162,21 @@ def check_layout():
             f"{row.slot_bytes / 1e6:9.2f} {row.forward:8} {row.backward:9} {row.other:7} "
             f"{row.received:9} {held(row):>9} {row.live_micro_batches:5}"
         )
-    print("forward, backward, other: operations of one step; received: tensors of other devices")
+    print("forward, backward, other: operations of one step; received: tensors from other devices")
     print(
-        f"held: activations that wait for the backward pass, at most, of {rows} examples; live: "
-        "micro-batches that they are of"
+        f"held: peak bytes of activations stored for the backward pass ({rows} examples); live: "
+        "the number of micro-batches they belong to"
     )
     return 0
 
 
 def held(row):
-    """Megabytes of activations; "?" where sizes are not known."""
+    """Returns megabytes of activations; "?" if their size is unknown."""
     return "?" if row.activation_bytes is None else f"{row.activation_bytes / 1e6:.3f}"
 
 
 def version(package):
-    """The installed version, or that there is none."""
+    """Returns the installed version, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -168,15 +184,15 @@ def version(package):
 
 
 def check(name):
-    """Trains one step under the strategy and prints how that went."""
+    """Returns whether one training step works under the strategy, and prints the outcome."""
     try:
         arguments = [json.dumps([name, FLAGS.num_devices])]
-        works, says = testing.python(ONE_STEP, arguments, timeout_seconds=FLAGS.timeout_seconds)
-    except AssertionError as error:  # the process died, which the step itself cannot report
-        works, says = False, str(error).strip().splitlines()[-1]
+        works, details = testing.python(ONE_STEP, arguments, timeout_seconds=FLAGS.timeout_seconds)
+    except AssertionError as error:  # the process died and could not report it
+        works, details = False, str(error).strip().splitlines()[-1]
     except subprocess.TimeoutExpired:
-        works, says = False, f"no answer within {FLAGS.timeout_seconds} s (--timeout_seconds)"
-    print(f"  {name:16} {'works' if works else 'no':6} {says}", flush=True)
+        works, details = False, f"no answer within {FLAGS.timeout_seconds} s (--timeout_seconds)"
+    print(f"  {name:16} {'works' if works else 'no':6} {details}", flush=True)
     return works
 
 

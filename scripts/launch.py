@@ -1,28 +1,29 @@
 """Starts the tasks of a job on this machine: a program, once for each task.
 
-  # two workers, each with half of the GPUs, or of the cores where there are none
+  # two workers; they share the GPUs, or the cores if there is no GPU
   python scripts/launch.py --workers=2 -- scripts/train.py --strategy=multi_worker --run_dir=runs/a
 
-  # two workers and a parameter server; a chief, which coordinates them, is added
+  # two workers and a parameter server, plus a chief, which coordinates them
   python scripts/launch.py --workers=2 --ps=1 -- scripts/train.py --strategy=parameter_server
 
-  # a job that survives what kills a task: it goes on from its last checkpoint
+  # a job that survives the death of a task: it resumes from its last checkpoint
   python scripts/launch.py --workers=2 --max_restarts=5 -- scripts/train.py \
     --strategy=multi_worker --run_dir=runs/a --checkpoint_steps=100
 
-  # any program: TF_CONFIG says which task it is
+  # any program: TF_CONFIG tells it which task it is
   python scripts/launch.py --workers=3 --timeout_seconds=60 -- sh -c 'echo $TF_CONFIG'
 
-What stands after -- is the same for all tasks. Each line that a task writes is shown after its
-name, such as [worker 1], and kept without it in logs/worker-1.log in the run directory: that of the
-program's own --run_dir, else of the launcher's, else a new one under runs/.
+The command after -- is the same for all tasks. Each line of output is shown with the name of its
+task, such as [worker 1]. It is also written to logs/worker-1.log in the run directory: the
+program's own --run_dir, or the launcher's, or a new one below runs/.
 
-The job ends when the deciding task (the chief, or worker 0 without one) has ended, or when any task
-fails. Then it exits with that task's code (128 + n if signal n ended it); Ctrl-C is 130, a second
-one kills at once; --timeout_seconds is 124. No process of the job outlives it. A task that hangs
-(--hang_seconds) has failed as well. With --max_restarts a job that failed is started again, the
-same program with the same flags, until so many restarts in a row have brought no new checkpoint in
-the run directory; under parameter servers a worker that failed is started again alone.
+The job ends when the chief (worker 0 without one) has ended, or when any task fails. No process of
+the job outlives it. The exit code is that of the task that failed (128 + n if signal n ended it),
+130 after Ctrl-C, and 124 after --timeout_seconds. A second Ctrl-C kills all tasks at once.
+
+A task that hangs (--hang_seconds) counts as failed. With --max_restarts, a failed job is started
+again with the same flags, until that many restarts in a row have produced no new checkpoint in the
+run directory. A failed worker of parameter servers is restarted alone.
 """
 
 import os
@@ -32,53 +33,63 @@ import time
 from absl import flags
 
 from kdist import program
-from kdist.launch import here
-from kdist.launch.job import Limits, last_words, stopped_by_signals
+from kdist.launch.local_engine import local_job
 from kdist.launch.output import Screen
-from kdist.launch.restarts import Restarts
-from kdist.run_directory import RUN_DIR, RunDirectory, new_path
+from kdist.launch.restarts import RestartPolicy
+from kdist.launch.task_group import Timeouts, failure_report, stop_on_signals
+from kdist.run_directory import RUN_DIR, RunDirectory, new_run_path
 
 FLAGS = flags.FLAGS
 
-# Which tasks.
-flags.DEFINE_integer("workers", 1, "How many tasks train.", lower_bound=1)
-flags.DEFINE_integer("ps", 0, "Parameter servers; with any, a chief is added.", lower_bound=0)
-flags.DEFINE_boolean("chief", False, "A chief beside the workers, which trains as they do.")
-flags.DEFINE_boolean("evaluator", False, "A task that follows checkpoints and evaluates.")
-flags.DEFINE_boolean("share_gpus", False, "Whether more workers than GPUs may share them.")
+with program.flag_group("Tasks"):
+    flags.DEFINE_integer("workers", 1, "Number of workers.", lower_bound=1)
+    flags.DEFINE_integer(
+        "ps", 0, "Number of parameter servers. If there are any, a chief is added.", lower_bound=0
+    )
+    flags.DEFINE_boolean("chief", False, "Add a chief, which trains like a worker.")
+    flags.DEFINE_boolean("evaluator", False, "Add a task that evaluates each new checkpoint.")
+    flags.DEFINE_boolean("share_gpus", False, "Allow several workers to share one GPU.")
+    flags.DEFINE_string(
+        "run_dir", None, "Directory of logs/, unless the program has a --run_dir of its own."
+    )
 
-# How long.
-flags.DEFINE_float("timeout_seconds", None, "For the whole job.", lower_bound=0)
-flags.DEFINE_float(
-    "wait_seconds",
-    30.0,
-    "For the others to end by themselves, when the deciding task has.",
-    lower_bound=0,
-)
-flags.DEFINE_float(
-    "end_seconds", 5.0, "For a task that is asked to end, before it is killed.", lower_bound=0
-)
-flags.DEFINE_float(
-    "hang_seconds",
-    60.0,
-    "For a step of kdist's fit (ten times that for an epoch's first one, five times the longest in "
-    "any case), and for a task's sign of life. Then the task that others wait for is ended, and "
-    "shows where it was. 0: for ever.",
-    lower_bound=0,
-)
+with program.flag_group("Restarts"):
+    flags.DEFINE_integer(
+        "max_restarts",
+        0,
+        "Maximum number of restarts in a row of a failed job without a new checkpoint.",
+        lower_bound=0,
+    )
 
-flags.DEFINE_integer(
-    "max_restarts",
-    0,
-    "How often a job that failed is started again without getting to a new checkpoint.",
-    lower_bound=0,
-)
-flags.DEFINE_string("run_dir", None, "Gets logs/, if the program has no --run_dir of its own.")
+with program.flag_group("Time limits"):
+    flags.DEFINE_float(
+        "timeout_seconds", None, "Time limit of the whole job; none by default.", lower_bound=0
+    )
+    flags.DEFINE_float(
+        "hang_seconds",
+        60.0,
+        "A task is ended if a training step makes no progress, or its heartbeat stops, for this "
+        "many seconds. The first step of an epoch may take ten times as long, and any step five "
+        "times the longest one so far. The task prints its stack first. 0: no limit.",
+        lower_bound=0,
+    )
+    flags.DEFINE_float(
+        "wait_seconds",
+        30.0,
+        "Time that the other tasks have to end by themselves after the chief has ended.",
+        lower_bound=0,
+    )
+    flags.DEFINE_float(
+        "end_seconds",
+        5.0,
+        "Time between the signal that asks a task to end and the one that kills it.",
+        lower_bound=0,
+    )
 
 
 def main(arguments):
-    program_and_flags = arguments[1:]
-    run_dir = run_directory(program_and_flags)
+    command = arguments[1:]
+    run_dir = run_directory(command)
     log_dir = run_dir / "logs"
     counts = {
         "chief": int(FLAGS.chief),
@@ -87,42 +98,43 @@ def main(arguments):
         "evaluator": int(FLAGS.evaluator),
     }
     screen = Screen()
-    restarts = Restarts(FLAGS.max_restarts, RunDirectory(run_dir).checkpoints)
+    policy = RestartPolicy(FLAGS.max_restarts, RunDirectory(run_dir).checkpoints, screen.announce)
     began, seconds = time.monotonic(), FLAGS.timeout_seconds
     while True:
-        job_here = here.job(
+        job = local_job(
             counts,
-            program_and_flags,
+            command,
             log_dir,
-            limits=Limits(FLAGS.end_seconds, FLAGS.wait_seconds, seconds, FLAGS.hang_seconds),
+            timeouts=Timeouts(FLAGS.end_seconds, FLAGS.wait_seconds, seconds, FLAGS.hang_seconds),
             screen=screen,
-            several_on_one_gpu=FLAGS.share_gpus,
-            # scripts/train.py takes it: tasks that follow each other's files mean the same ones.
+            share_one_gpu=FLAGS.share_gpus,
+            # Read by scripts/train.py, so that all tasks use the same run directory.
             environment={RUN_DIR: str(run_dir), **os.environ},
-            may_replace=lambda name: restarts.may_replace(name, screen.say),
+            may_replace=policy.may_replace,
         )
-        with job_here as job, stopped_by_signals(job):
-            screen.say(f"{job.tasks[0].cluster.counts()} on this machine; output also in {log_dir}")
-            code = job.run()
-        if not job.failed:
+        with job as tasks, stop_on_signals(tasks):
+            counted = tasks.tasks[0].cluster.counts()
+            screen.announce(f"{counted} on this machine; output also in {log_dir}")
+            code = tasks.run()
+        if not tasks.failed:
             return code
-        screen.say(last_words(job.failed))  # last, as the others' complaints come after its own
-        if not restarts.wait_for_next(screen.say):
+        screen.announce(failure_report(tasks.failed))  # last, after the errors of other tasks
+        if not policy.wait_before_restart():
             return code
         if FLAGS.timeout_seconds is not None:
             seconds = max(0.0, FLAGS.timeout_seconds - (time.monotonic() - began))
 
 
 def run_directory(arguments):
-    """The program's own, or the launcher's, or a new one."""
+    """Returns the run directory of the program, of the launcher, or a new one."""
     for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = flag.lstrip("-").partition("=")
         if flag.startswith("-") and name == "run_dir" and (value if equals else following):
             return pathlib.Path(value if equals else following)
     if FLAGS.run_dir:
         return pathlib.Path(FLAGS.run_dir)
-    return new_path(pathlib.Path(arguments[0]).stem)
+    return new_run_path(pathlib.Path(arguments[0]).stem)
 
 
 if __name__ == "__main__":
-    program.run(main, takes="the program to start, after --")
+    program.run(main, positional="the program to start, after --")

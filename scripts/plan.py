@@ -1,34 +1,35 @@
-"""Plans a training before anything is rented: which strategy, which machine, how long, how much.
+"""Plans a training run: recommends a strategy and machine, and predicts time, memory, and cost.
 
   python scripts/plan.py --model=resnet50 --examples=1281167 --epochs=90 --max_usd=100
 
-  # four K80s on an n1-standard-4: where does a step go, and what would a faster link change?
+  # four K80s on an n1-standard-4: the time of each part of a step, and the effect of a faster link
   python scripts/plan.py --model=mobilenet_v2 --input_shape=224,224,3 --examples=18610 --epochs=10 \
     --machine="n1-standard-4 + 4 x K80" --explain
   python scripts/plan.py … --link="nvlink2 nvswitch" --precision=mixed_float16 --accumulate=4
 
-  # what was planned is what runs; what it measured sharpens the next plan
+  # run the plan, and use its measurement to correct later predictions
   python scripts/plan.py --model=resnet18 --examples=60000 --epochs=10 --output=plan.json
   python scripts/train.py --plan=plan.json --run_dir=runs/planned
   python scripts/plan.py --learn=runs/planned
 
-  # a machine of which nobody has published figures: small networks are timed on it for two minutes
+  # a machine without published figures: times small networks on it for two minutes
   python scripts/plan.py --calibrate=here.json --num_devices=2
   python scripts/plan.py --calibration=here.json --model=lenet --examples=60000
 
-  # how far the predictions are off: against published rates, or rates of your own machines
-  python scripts/plan.py --validate=scaling.csv --machines=machines.csv
+  # prediction errors against published rates, or rates of your own machines
+  python scripts/plan.py --validate=rates.csv --machines=machines.csv
 
-It prints a ranked table, says why the first is first, and writes a page with the plots: time
-against money, and efficiency against devices from 1 to 4,096. Nothing is rented, and TensorFlow is
-not imported. Prices are those of kdist/planner/tables/vm_prices.csv, with their dates; --prices
-takes your own.
+It prints a ranked table, explains the first plan, and writes a page with plots: time against cost,
+and efficiency against 1 to 4,096 devices. It rents nothing and does not import TensorFlow. Prices
+and their dates are in kdist/planner/tables/vm_prices.csv; --prices replaces them.
 """
 
 import functools
+import importlib
 import json
 import pathlib
 import re
+import sys
 
 from absl import flags
 
@@ -40,95 +41,142 @@ from kdist.run_directory import RunDirectory
 
 FLAGS = flags.FLAGS
 
-# What is to be trained.
-flags.DEFINE_string("model", None, "A known model, such as resnet50; --model=list names all.")
-flags.DEFINE_list("input_shape", None, "Of one example, such as 224,224,3; by default the model's.")
-flags.DEFINE_integer("examples", None, "Of an epoch.")
-flags.DEFINE_float("epochs", 1.0, "Times through the examples.")
-flags.DEFINE_enum(
-    "precision", "float32", ["float32", "mixed_bfloat16", "mixed_float16"], "Keras's dtype policy."
-)
-flags.DEFINE_enum("optimizer", "momentum", ["sgd", "momentum", "adam"], "Whose slots need memory.")
-flags.DEFINE_boolean("jit_compile", False, "Compile the step with XLA.")
-flags.DEFINE_string(
-    "source_image",
-    None,
-    "Pixels of the JPEGs that are decoded, such as 500x375; none where examples lie in memory. By "
-    "default 500x375 for models of photographs, and none for others.",
-)
+with program.flag_group("Model and data"):
+    flags.DEFINE_string(
+        "model", None, "Name of a known model, such as resnet50; --model=list prints all names."
+    )
+    flags.DEFINE_integer("examples", None, "Number of examples per epoch.")
+    flags.DEFINE_float("epochs", 1.0, "Passes over the examples.")
+    flags.DEFINE_list(
+        "input_shape", None, "Shape of one example, such as 224,224,3; by default the model's own."
+    )
+    flags.DEFINE_string(
+        "source_image",
+        None,
+        "Size of the JPEG images to decode, such as 500x375; none for examples that are in memory. "
+        "By default 500x375 for models of photographs and none for others.",
+    )
 
-# On what.
-flags.DEFINE_string("gpu", None, "Only machines with this GPU, such as V100.")
-flags.DEFINE_string("cloud", None, "Only machines of this cloud: gcp, aws, azure or lambda.")
-flags.DEFINE_string("machine", None, "Only machines with this in their names, such as dgx1.")
-flags.DEFINE_string("link", None, "What if all GPUs were linked so: pcie4, 'nvlink3 nvswitch' …")
-flags.DEFINE_string("machines", None, "A table of your own machines, as machines.csv.")
-flags.DEFINE_string("prices", None, "A table of prices, in the place of vm_prices.csv.")
-flags.DEFINE_float(
-    "price_usd_per_hour",
-    0.0,
-    "What each of your own --machines costs, or a --machine of a published benchmark.",
-    lower_bound=0.0,
-)
+with program.flag_group("Budget and ranking"):
+    flags.DEFINE_float("max_usd", None, "Maximum cost of the run, in US dollars.")
+    flags.DEFINE_float("max_hours", None, "Maximum duration of the run, in hours.")
+    flags.DEFINE_boolean(
+        "spot", False, "Use spot VMs, including the cost of the restarts to expect."
+    )
+    flags.DEFINE_enum(
+        "rank",
+        "auto",
+        ["auto", "time", "money", "both"],
+        "Order of the plans. both is hours × dollars. auto is time if only --max_usd is given, "
+        "money if only --max_hours is given, otherwise both.",
+    )
+    flags.DEFINE_integer("top", 10, "Number of plans to print.", lower_bound=1)
 
-# Within which limits.
-flags.DEFINE_float("max_usd", None, "Of the whole run.")
-flags.DEFINE_float("max_hours", None, "Of the whole run.")
-flags.DEFINE_boolean(
-    "spot", False, "On VMs that may be taken away: cheaper, with the restarts to be expected."
-)
-flags.DEFINE_integer("max_machines", 8, "Of one kind.")
-flags.DEFINE_integer(
-    "max_global_batch",
-    None,
-    "Examples behind an update. By default 1/156 of an epoch, at most 8192: with more, a model "
-    "needs other learning rates and more epochs.",
-)
-flags.DEFINE_list("local_batch_sizes", None, "To choose from; by default powers of two, 8 to 1024.")
-flags.DEFINE_integer("accumulate", None, "Micro-steps before an update; by default 1, 2, 4 or 8.")
-flags.DEFINE_list(
-    "strategies",
-    ["one_device", "mirrored", "multi_worker"],
-    "To choose from; parameter_server and local_sgd train in other ways and come only when asked.",
-)
-flags.DEFINE_enum(
-    "rank",
-    "auto",
-    ["auto", "time", "money", "both"],
-    "both is hours times dollars. auto: time with --max_usd alone, money with --max_hours alone.",
-)
+with program.flag_group("Machines"):
+    flags.DEFINE_string("gpu", None, "Restrict to machines with this GPU, such as V100.")
+    flags.DEFINE_string("cloud", None, "Restrict to this cloud: gcp, aws, azure, or lambda.")
+    flags.DEFINE_string(
+        "machine", None, "Restrict to machines whose name contains this, such as dgx1."
+    )
+    flags.DEFINE_integer("max_machines", 8, "Maximum number of machines of one kind.")
+    flags.DEFINE_string(
+        "link",
+        None,
+        "Assume this link between GPUs on all machines, such as pcie4 or 'nvlink3 nvswitch'.",
+    )
+    flags.DEFINE_string(
+        "machines", None, "Table of your own machines, in the form of machines.csv."
+    )
+    flags.DEFINE_string("prices", None, "Table of prices that replaces vm_prices.csv.")
+    flags.DEFINE_float(
+        "price_usd_per_hour",
+        0.0,
+        "Price in US dollars per hour of each of your own --machines, or of a --machine of a "
+        "published benchmark.",
+        lower_bound=0.0,
+    )
 
-# What is shown, and written.
-flags.DEFINE_integer("top", 10, "How many plans are shown.", lower_bound=1)
-flags.DEFINE_boolean("explain", False, "Show the arithmetic of the first plan, line by line.")
-flags.DEFINE_string("output", None, "Write the first plan here, for scripts/train.py --plan.")
-flags.DEFINE_string("page", "plan.html", "Write the page here; '' writes none.")
+with program.flag_group("Strategy and batch"):
+    flags.DEFINE_list(
+        "strategies",
+        ["one_device", "mirrored", "multi_worker"],
+        "Strategies to choose from. parameter_server and local_sgd change the training, so they "
+        "are considered only if they are listed here.",
+    )
+    flags.DEFINE_list(
+        "local_batch_sizes",
+        None,
+        "Local batch sizes to choose from; by default powers of two from 8 to 1024.",
+    )
+    flags.DEFINE_integer(
+        "max_global_batch",
+        None,
+        "Maximum number of examples per optimizer update. By default 1/156 of an epoch "
+        "(8192 of ImageNet), at most 8192: larger batches need other learning rates and more "
+        "epochs.",
+    )
+    flags.DEFINE_integer(
+        "accumulate", None, "Micro-steps per optimizer update; by default 1, 2, 4, or 8."
+    )
+    flags.DEFINE_enum(
+        "precision",
+        "float32",
+        ["float32", "mixed_bfloat16", "mixed_float16"],
+        "Keras dtype policy.",
+    )
+    flags.DEFINE_enum(
+        "optimizer",
+        "momentum",
+        ["sgd", "momentum", "adam"],
+        "Optimizer, which determines the memory for its slots.",
+    )
+    flags.DEFINE_boolean("jit_compile", False, "Compile the training step with XLA.")
 
-# What was measured.
-flags.DEFINE_string(
-    "measurements", measurements.DEFAULT_PATH, "Your own table of measured runs; '' for none."
-)
-flags.DEFINE_string("learn", None, "Add this planned run's measured rate to --measurements.")
-flags.DEFINE_string("validate", None, "Predict the rates of this table, and say how far off.")
-flags.DEFINE_string(
-    "trainings", None, "Predict hours and dollars of this table, as time_to_accuracy.csv."
-)
-flags.DEFINE_string("calibrate", None, "Time small networks on this machine; write it here.")
-flags.DEFINE_integer("num_devices", 1, "With --calibrate: devices that train together.", 1)
-flags.DEFINE_string("calibration", None, "Plan for the machine of this file, and for no other.")
+with program.flag_group("Output"):
+    flags.DEFINE_boolean("explain", False, "Print each step of the cost model for the first plan.")
+    flags.DEFINE_string("output", None, "File for the first plan, for scripts/train.py --plan.")
+    flags.DEFINE_string("page", "plan.html", "File for the page with plots; '' writes none.")
+
+with program.flag_group("Measurements and validation"):
+    flags.DEFINE_string(
+        "measurements",
+        measurements.DEFAULT_PATH,
+        "Table of your own measured runs, which corrects predictions; '' for none.",
+    )
+    flags.DEFINE_string(
+        "learn", None, "Run directory of a planned run whose rate is added to --measurements."
+    )
+    flags.DEFINE_string(
+        "validate", None, "Table of measured rates to predict; prints the prediction errors."
+    )
+    flags.DEFINE_string(
+        "trainings",
+        None,
+        "Table of training runs, in the form of time_to_accuracy.csv, whose hours and dollars are "
+        "predicted.",
+    )
+    flags.DEFINE_string(
+        "calibrate", None, "Time small networks on this machine and write the result to this file."
+    )
+    flags.DEFINE_integer("num_devices", 1, "Number of devices for --calibrate.", 1)
+    flags.DEFINE_string(
+        "calibration", None, "File that --calibrate wrote. Only its machine is considered."
+    )
+
 flags.mark_flags_as_mutual_exclusive(["machines", "prices"])
 flags.mark_flags_as_mutual_exclusive(["learn", "validate", "calibrate", "trainings"])
 
 
-# Models that scripts/train.py builds.
-TRAINED = ("mlp", "lenet", "resnet18", "mobilenet_v2", "inception")
+# Models that scripts/train.py can build.
+TRAINABLE = ("mlp", "lenet", "resnet18", "mobilenet_v2", "inception")
 
 
 def main(_):
     if FLAGS.validate:
-        print(planner.validate(FLAGS.validate, FLAGS.machines))
+        print(validation("validate").validate(FLAGS.validate, FLAGS.machines))
     elif FLAGS.trainings:
-        print(planner.trainings_text(planner.check_trainings(FLAGS.trainings, machines())))
+        trainings = validation("time_to_accuracy")
+        print(trainings.trainings_text(trainings.check_trainings(FLAGS.trainings, machines())))
     elif FLAGS.calibrate:
         calibrate()
     elif FLAGS.learn:
@@ -137,8 +185,8 @@ def main(_):
         print("\n".join(planner.known_workloads()))
     elif FLAGS.model is None or FLAGS.examples is None:
         raise ValueError(
-            "say what to train: --model=resnet50 --examples=1281167 --epochs=90 (--model=list "
-            "names the known models; for one of your own call kdist.plan(model, examples=…))"
+            "pass a model: --model=resnet50 --examples=1281167 --epochs=90 (--model=list prints "
+            "the known models; for your own model call kdist.plan(model, examples=…))"
         )
     elif FLAGS.calibration:
         plan_here()
@@ -146,8 +194,26 @@ def main(_):
         plan()
 
 
+def validation(name):
+    """Returns a module of benchmarks/planner_validation, which is not installed with kdist.
+
+    Raises:
+        ValueError: there is no benchmarks/ next to scripts/.
+    """
+    sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+    try:
+        return importlib.import_module(f"benchmarks.planner_validation.{name}")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("benchmarks"):
+            raise
+        raise ValueError(
+            "--validate and --trainings need benchmarks/planner_validation, which is not part of "
+            "the installed package: run scripts/plan.py in a clone of the repository"
+        ) from None
+
+
 def plan():
-    """Prints plans, and writes the page."""
+    """Prints the plans, and writes the page."""
     planned = kdist.plan(
         FLAGS.model,
         examples=FLAGS.examples,
@@ -167,23 +233,23 @@ def plan():
         print(f"\n{planned.explain()}")
     if FLAGS.output:
         planned.best.save(FLAGS.output)
-        print(f"plan: {FLAGS.output}{who_runs(planned.best)}")
+        print(f"plan: {FLAGS.output}{how_to_run(planned.best)}")
     if FLAGS.page:
         print(f"page: {planned.write_page(FLAGS.page)}")
 
 
-def who_runs(plan):
-    """What a plan of a model that scripts/train.py cannot build is for."""
-    if plan.model in TRAINED:
+def how_to_run(plan):
+    """Returns a hint for the plan of a model that scripts/train.py cannot build."""
+    if plan.model in TRAINABLE:
         return ""
     return (
-        f" (scripts/train.py builds {', '.join(TRAINED)}; in a program of your own, "
-        "create_strategy(kdist.planner.Plan.load(…)) takes it)"
+        f" (scripts/train.py builds {', '.join(TRAINABLE)}; in your own program, "
+        "pass kdist.planner.Plan.load(…) to create_strategy)"
     )
 
 
 def limits():
-    """The flags that limit a plan."""
+    """Returns the constraints of the flags."""
     names = ("max_usd", "max_hours", "max_machines", "max_global_batch", "accumulate", "spot")
     chosen = {name: getattr(FLAGS, name) for name in names}
     if FLAGS.local_batch_sizes:
@@ -192,27 +258,27 @@ def limits():
 
 
 def numbers(name):
-    """The whole numbers of a flag that is a list; None without."""
+    """Returns the integers of a list flag, or None."""
     texts = getattr(FLAGS, name)
     if texts is None:
         return None
     try:
         return tuple(int(text) for text in texts)
     except ValueError:
-        raise ValueError(f"--{name} is whole numbers with commas, not {','.join(texts)}") from None
+        raise ValueError(f"--{name}={','.join(texts)} is not a list of integers") from None
 
 
 def input_work():
-    """What --source_image says of the data; None without."""
+    """Returns the input work of --source_image, or None."""
     if FLAGS.source_image is None:
         return None
-    work = planner.workload_of(FLAGS.model, numbers("input_shape"))
+    work = planner.resolve_workload(FLAGS.model, numbers("input_shape"))
     if FLAGS.source_image == "none":
         return planner.InputWork(host_bytes=work.input_bytes)
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", FLAGS.source_image):
-        raise ValueError(f"--source_image is WIDTHxHEIGHT or none, not {FLAGS.source_image}")
+        raise ValueError(f"--source_image={FLAGS.source_image} is neither WIDTHxHEIGHT nor none")
     if len(work.input_shape) != 3:
-        raise ValueError(f"{FLAGS.model} takes no images; leave --source_image out")
+        raise ValueError(f"{FLAGS.model} has no image input; leave --source_image out")
     width, height = map(int, FLAGS.source_image.split("x"))
     return planner.InputWork(
         source_megapixels=width * height / 1e6,
@@ -222,12 +288,12 @@ def input_work():
 
 
 def offers():
-    """The machines that the flags leave to choose from."""
+    """Returns the offers of machines that the flags select."""
     found = planner.read_offers(FLAGS.prices) if FLAGS.prices else planner.known_offers()
     if FLAGS.machines:
         own = planner.read_machines(FLAGS.machines).values()
-        found = planner.own_offers(own, FLAGS.price_usd_per_hour)
-    return planner.choose(
+        found = planner.make_offers(own, FLAGS.price_usd_per_hour)
+    return planner.select_offers(
         found,
         gpu=FLAGS.gpu,
         cloud=FLAGS.cloud,
@@ -238,10 +304,10 @@ def offers():
 
 
 def learn(run):
-    """Adds what a planned run has measured to the user's table."""
+    """Adds the measured rate of a planned run to the user's table."""
     plan, rate = planned_run(run)
-    row = planner.learned(plan, rate)
-    path = measurements.add(row, FLAGS.measurements or measurements.DEFAULT_PATH)
+    row = planner.make_measurement(plan, rate)
+    path = measurements.add_measurement(row, FLAGS.measurements or measurements.DEFAULT_PATH)
     print(
         f"{row.model} on {row.gpu}: {row.examples_per_second:,.1f} examples/s, "
         f"{row.predicted_examples_per_second:,.1f} predicted; added to {pathlib.Path(path)}"
@@ -249,10 +315,10 @@ def learn(run):
 
 
 def planned_run(run):
-    """The plan of a run that has ended, and its examples a second.
+    """Returns the plan and the measured examples per second of a finished run.
 
     Raises:
-        ValueError: there is no such run, or it ran on other devices than were planned.
+        ValueError: the run does not exist, or ran on other devices than planned.
     """
     try:
         summary = json.loads(run.summary.read_text())
@@ -260,45 +326,45 @@ def planned_run(run):
         devices, replicas = summary["devices"], summary["num_replicas"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{run.path} holds no planned run that has ended ({error!r}); train one with "
+            f"{run.path} holds no finished planned run ({error!r}); create one with "
             "scripts/train.py --plan=plan.json --run_dir=…"
         ) from None
     plan = planner.Plan.from_dict(plan, run.summary)
-    if replicas != plan.layout.batch.replicas or not all("GPU" in name for name in devices):
+    if replicas != plan.layout.devices or not all("GPU" in name for name in devices):
         raise ValueError(
-            f"{run.path} was planned for {plan.layout.batch.replicas} × {plan.machine.gpu} and ran "
-            f"on {', '.join(devices)}: it says nothing of what was planned"
+            f"{run.path} was planned for {plan.layout.devices} × {plan.machine.gpu} and ran "
+            f"on {', '.join(devices)}, so it does not measure the plan"
         )
     return plan, rate
 
 
 def machines():
-    """Kdist's own machines and those of --machines, by name."""
+    """Returns {name: machine} of the built-in table and of --machines."""
     own = planner.read_machines(FLAGS.machines) if FLAGS.machines else {}
     return planner.known_machines() | own
 
 
 def calibrate():
-    """Times small networks on this machine."""
-    from kdist.planner.measuring import calibrate as measure  # imports TensorFlow
+    """Times small networks on this machine and writes the calibration."""
+    from kdist.calibrate.measure import calibrate as measure  # imports TensorFlow
 
     found = measure(FLAGS.num_devices, tell=functools.partial(print, flush=True))
     pathlib.Path(FLAGS.calibrate).write_text(found.to_json())
     print(
-        f"{found.machine}, {found.replicas} devices: each network is predicted from the others "
-        f"with an error of {found.probe_error:.0%} at the median, {found.max_probe_error:.0%} at "
-        f"most; {FLAGS.calibrate}"
+        f"{found.machine}, {found.replicas} devices: the error of predicting one network "
+        f"from the others is {found.probe_error:.0%} (median) and {found.max_probe_error:.0%} "
+        f"(maximum); {FLAGS.calibrate}"
     )
 
 
 def plan_here():
-    """Prints the time of each batch on a machine that was calibrated."""
+    """Prints the step time per batch size on a calibrated machine."""
     path = pathlib.Path(FLAGS.calibration)
     calibration = Calibration.from_json(path.read_text(), path)
-    work = planner.workload_of(FLAGS.model, numbers("input_shape"))
+    work = planner.resolve_workload(FLAGS.model, numbers("input_shape"))
     print(f"{work.name} on {calibration.machine}, {calibration.replicas} devices")
     print(f"{'batch':>6}{'step':>12}{'examples/s':>12}{'hours':>9}  of it")
-    for batch in limits().get("local_batches", planner.Limits().local_batches):
+    for batch in limits().get("local_batches", planner.Constraints().local_batches):
         step = calibrated_step_seconds(
             work, calibration, batch, calibration.replicas, FLAGS.precision
         )

@@ -1,22 +1,78 @@
-"""Four logical CPU devices for every test; set before TensorFlow's context exists."""
+"""Tiers of tests, their time limits, the skips that CI allows, and fixtures of several folders.
 
+* `unit`: the tests in `tests/unit`. They import no TensorFlow and start no processes.
+* `tensorflow`: all other tests without a mark. TensorFlow has four logical CPU devices in them.
+* `slow`: marked by hand, also in `tests/unit`. They start jobs, train, or compute for long.
+"""
+
+import contextlib
+import ctypes
+import functools
 import gc
+import os
+import pathlib
+import re
 
 import pytest
 
-from kdist.devices import find_devices
+UNIT_TESTS = pathlib.Path(__file__).with_name("unit")
+_SLOW_TEST_SECONDS = 900  # pyproject.toml has the limit of all others
 
-find_devices(4)
-gc.freeze()  # TensorFlow's and Keras's own objects, which no collection need look at again
+# The only skips in CI, by (test, reason). Any other skip fails the run there, so that a missing
+# browser, a missing package, or missing rights do not go unnoticed.
+ALLOWED_SKIPS = (
+    # Machines with cgroups of version 2 only.
+    ("tests/faults/test_faults.py", "memory controller, version 1"),
+)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector):
+    if isinstance(collector, pytest.Module) and UNIT_TESTS not in collector.path.parents:
+        _start_tensorflow()
+
+
+@functools.cache
+def _start_tensorflow():
+    """Creates the logical devices. TensorFlow allows this only before its first operation."""
+    from kdist.devices import find_devices
+
+    find_devices(4)
+    gc.freeze()  # Spares later collections TensorFlow's and Keras's own objects.
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("slow"):
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(_SLOW_TEST_SECONDS))
+        else:
+            item.add_marker("unit" if UNIT_TESTS in item.path.parents else "tensorflow")
 
 
 @pytest.fixture(autouse=True)
-def _same_weights_and_names_in_every_test():
+def _same_weights_and_names_in_every_test(request):
+    if UNIT_TESTS in request.path.parents:
+        yield
+        return
     import keras
 
     # A full collection before each test took a third of the suite's time; Python makes its own.
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
+    yield
+    if request.node.get_closest_marker("slow"):
+        _free_memory()
+
+
+def _free_memory():
+    """Frees the graphs of large models, which are reference cycles, and trims the heap.
+
+    Without it, a process that runs half of the slow tests grows to 10 GB.
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 @pytest.fixture(params=[1, 2, 4], ids=lambda n: f"{n} devices")
@@ -34,3 +90,68 @@ def mirrored():
     from kdist.strategies import create_strategy
 
     return create_strategy("mirrored", 2)
+
+
+# Skips. Workers of pytest-xdist send theirs to the controller when they end.
+
+_SKIPS = pytest.StashKey[list]()
+
+
+def pytest_configure(config):
+    config.stash[_SKIPS] = []
+    config.pluginmanager.register(_Skips(config), "kdist-skips")
+
+
+class _Skips:
+    """Fails a session in CI in which a test was skipped that is not in `ALLOWED_SKIPS`."""
+
+    def __init__(self, config):
+        self._config = config
+        self._skips = config.stash[_SKIPS]
+
+    def pytest_runtest_logreport(self, report):
+        self._note(report)
+
+    def pytest_collectreport(self, report):
+        self._note(report)
+
+    def _note(self, report):
+        if report.skipped and not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else ""
+            self._skips.append((report.nodeid, str(reason)))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node):
+        self._skips += map(tuple, getattr(node, "workeroutput", {}).get("skips", ()))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session):
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["skips"] = self._skips
+        elif self._forbidden() and session.exitstatus in (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter):
+        for test, reason in self._forbidden():
+            terminalreporter.write_line(
+                f"SKIPPED BUT NOT ALLOWED IN CI: {test}: {reason}. Install what it needs, or add "
+                "it to ALLOWED_SKIPS in tests/conftest.py",
+                red=True,
+            )
+
+    def _forbidden(self):
+        if os.environ.get("CI", "").lower() not in ("1", "true"):
+            return []
+        return sorted(
+            {
+                (test, reason)
+                for test, reason in self._skips
+                if not any(
+                    test.startswith(allowed) and re.search(why, reason)
+                    for allowed, why in ALLOWED_SKIPS
+                )
+            }
+        )

@@ -1,7 +1,9 @@
+"""Devices of this process."""
+
 import pytest
 
 from kdist.devices import find_devices
-from kdist.testing import python
+from tests.forked import python
 
 
 def test_numbers_and_names():
@@ -11,18 +13,18 @@ def test_numbers_and_names():
 
 
 @pytest.mark.parametrize(
-    ("request_", "says"),
+    ("request_", "message"),
     [
         (0, "at least 1, got 0"),
         (-2, "at least 1, got -2"),
         (["GPU:0"], "no such device: GPU:0.*--num_devices=N"),
-        (["CPU"], "'CPU' names no device; write it as 'GPU:0'"),
+        (["CPU"], "'CPU' is not a device name; write it as 'GPU:0'"),
         (["CPU:0", "CPU:0"], "named twice: CPU:0"),
-        ([], "empty list"),
+        ([], "list of devices is empty"),
     ],
 )
-def test_refuses(request_, says):
-    with pytest.raises(ValueError, match=says):
+def test_rejects(request_, message):
+    with pytest.raises(ValueError, match=message):
         find_devices(request_)
 
 
@@ -30,11 +32,11 @@ def test_more_devices_than_the_running_context_has():
     import tensorflow as tf
 
     tf.constant(0)
-    with pytest.raises(RuntimeError, match="already started with 4.*restart the kernel.*ask for 4"):
+    with pytest.raises(RuntimeError, match="already started with 4.*restart the kernel.*request 4"):
         find_devices(5)
 
 
-def test_a_fresh_process_gets_the_devices_asked_for():
+def test_a_new_process_gets_the_requested_devices():
     code = """
 import json, tensorflow as tf
 from kdist.devices import find_devices
@@ -57,7 +59,7 @@ def test_as_many_devices_as_cores_compute_with_one_thread_each(before, threads):
 import json, os, tensorflow as tf
 from kdist import devices
 {before}
-devices.find_devices(devices._cores())
+devices.find_devices(devices.count_cores(os.environ))
 print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
 """
     assert python(code) == threads
@@ -67,7 +69,7 @@ def test_fewer_devices_than_cores_share_all_of_them():
     code = """
 import json, tensorflow as tf
 from kdist import devices
-devices._cores = lambda: 3
+devices.count_cores = lambda environment: 3
 devices.find_devices(2)
 print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
 """

@@ -4,6 +4,7 @@ import zipfile
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kdist
 from kdist.testing import assert_same_weights, python
@@ -59,7 +60,7 @@ def test_functional_and_subclassed_train_side_by_side(mirrored):
     trains(Subclassed())  # not changed by the functional use of its base
 
 
-def test_of_takes_over_models_where_they_are(mirrored):
+def test_of_converts_models_in_place(mirrored):
     with mirrored.scope():
         sequential = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
         plain = Plain()
@@ -99,8 +100,8 @@ def test_of_copies_into_the_scope_of_another_strategy(mirrored):
             trains(copy)
 
 
-def test_of_refuses(mirrored):
-    with pytest.raises(TypeError, match="takes a keras.Model, got int"):
+def test_of_rejects(mirrored):
+    with pytest.raises(TypeError, match="keras.Model, got int"):
         kdist.Model.of(3)
     unbuilt = Plain()
     with mirrored.scope(), pytest.raises(ValueError, match="has no variables yet"):
@@ -135,7 +136,7 @@ def test_files_are_those_of_plain_keras(tmp_path, kind):
     assert json.loads(configs[0])["module"] == json.loads(configs[1])["module"]
 
 
-def test_a_checkpoint_of_a_replicated_model_goes_on_in_plain_keras(tmp_path, mirrored):
+def test_a_checkpoint_of_a_replicated_model_resumes_in_plain_keras(tmp_path, mirrored):
     with mirrored.scope():
         model = functional(kdist.Model)
         model.compile("adam", "mse")
@@ -148,7 +149,7 @@ def test_a_checkpoint_of_a_replicated_model_goes_on_in_plain_keras(tmp_path, mir
     np.testing.assert_allclose(plain.predict(X, verbose=0), model.predict(X, verbose=0), rtol=1e-6)
 
 
-def test_pipelines_go_into_fit_evaluate_and_predict(strategy):
+def test_fit_evaluate_and_predict_accept_pipelines(strategy):
     batch = kdist.Batch.from_global(16, replicas=strategy.num_replicas_in_sync)
     train, test = kdist.data.load("digits", batch=batch, examples=100)
     with strategy.scope():
@@ -156,7 +157,7 @@ def test_pipelines_go_into_fit_evaluate_and_predict(strategy):
         model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
     history = model.fit(train, validation_data=test, epochs=2, verbose=0).history
     assert int(model.optimizer.iterations.numpy()) == 2 * 6
-    assert model.global_batch_size == 16
+    assert model.training_state.global_batch_size == 16
     result = model.evaluate(test, verbose=0, return_dict=True)
     assert result["accuracy"] == pytest.approx(history["val_accuracy"][-1], abs=1e-7)
     assert model.predict(test, verbose=0).shape == (360, 10)
@@ -164,7 +165,7 @@ def test_pipelines_go_into_fit_evaluate_and_predict(strategy):
         model.fit(test)
 
 
-def test_initial_epoch_goes_on_in_the_order_of_the_data():
+def test_initial_epoch_continues_in_the_order_of_the_data():
     train, _ = kdist.data.load("digits", batch=kdist.Batch(16), examples=100)
 
     def model():
@@ -198,7 +199,52 @@ print(json.dumps([model.compiled, model.predict(np.ones((8, 4)), verbose=0).toli
     np.testing.assert_allclose(outputs, model.predict(X, verbose=0), rtol=1e-5)
 
 
-def test_of_takes_over_a_model_that_is_not_built_yet():
+def test_of_converts_a_model_that_is_not_built():
     model = kdist.Model.of(keras.Sequential([keras.layers.Dense(2)]))
     assert isinstance(model, kdist.Model)
     trains(model)
+
+
+class OwnStep(Plain):
+    """Trains on twice its loss, and calls its own `compile` and `fit`."""
+
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+        self.calls = ["compile"]
+
+    def fit(self, *args, **kwargs):
+        self.calls.append("fit")
+        return super().fit(*args, **kwargs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = 2.0 * keras.ops.mean((self(x, training=True) - y) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"doubled": loss}
+
+
+def test_of_keeps_the_methods_of_the_class():
+    def trained(convert):
+        keras.utils.set_random_seed(1)
+        model = OwnStep()
+        model(X)
+        model = convert(model)
+        model.compile("sgd")
+        history = model.fit(X, Y, batch_size=4, verbose=0).history
+        assert model.calls == ["compile", "fit"]
+        return history, model.get_weights()
+
+    (plain, expected), (ours, weights) = trained(lambda model: model), trained(kdist.Model.of)
+    assert ours.keys() == plain.keys() == {"doubled"}
+    assert_same_weights(weights, expected, 1e-6)
+
+
+def test_former_attributes_are_in_the_training_state():
+    model = kdist.Model.of(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse", accumulate=2)
+    with pytest.warns(DeprecationWarning, match="training_state.accumulate"):
+        assert model.accumulate == 2
+    assert "accumulate" not in dir(model)
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        model.unknown  # noqa: B018

@@ -1,4 +1,4 @@
-"""Parameter servers at work: all at once, with a worker killed, and with threads dealt out."""
+"""Jobs with parameter servers: asynchronous training, and a worker that is killed."""
 
 import contextlib
 import json
@@ -11,8 +11,8 @@ import time
 import pytest
 
 from kdist.cluster import Cluster
-from kdist.launch.ports import reserved
-from kdist.testing import python_tasks
+from kdist.launch.local_engine import reserve_ports
+from tests.forked import python_tasks
 
 TRAINING = """
 import json, pathlib, sys
@@ -28,7 +28,7 @@ source = kdist.data.from_arrays(x, y)
 train = kdist.data.Pipeline(source, batch, seed=1)
 test = kdist.data.Pipeline(source, batch, training=False)
 class Counting(keras.layers.Layer):
-    # Counts the steps that it takes part in, in a variable of its own.
+    # Counts its steps in a variable.
     def build(self, input_shape):
         self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
     def call(self, x, training=False):
@@ -75,17 +75,21 @@ result = {
     "batches": progress.batches,
     "iterations": int(model.optimizer.iterations.numpy()),
     "counted": float(model.layers[-2].count.numpy()),
-    "staleness": [model.staleness.mean, model.staleness.largest],
+    "staleness": [model.training_state.staleness.mean, model.training_state.staleness.largest],
 }
 compile(max_staleness=1)
 model.fit(train, epochs=2, verbose=0)
-result["bounded"] = [model.staleness.steps, model.staleness.largest]
+result["bounded"] = [model.training_state.staleness.steps, model.training_state.staleness.largest]
+try:
+    model.train_on_batch(x[:2], y[:2])
+except RuntimeError as error:
+    result["train_on_batch"] = str(error)
 print(json.dumps(result))
 """
 
 
 @pytest.mark.slow
-def test_all_at_once_they_learn_and_no_update_is_lost(tmp_path):
+def test_asynchronous_training_learns_and_loses_no_update(tmp_path):
     tasks = {"chief": 1, "worker": 2, "ps": 2, "evaluator": 1}
     (tmp_path / "enough").touch()
     outcome, *_, evaluated = python_tasks(TRAINING, tasks, [str(tmp_path)])
@@ -96,7 +100,8 @@ def test_all_at_once_they_learn_and_no_update_is_lost(tmp_path):
     steps, largest = outcome["bounded"]
     assert steps == 2 * outcome["steps"] / 12
     assert largest <= 1
-    # The evaluator saw the last epoch, as the chief knows it, and some before.
+    assert "use fit" in outcome["train_on_batch"]
+    # The evaluator evaluated the last epoch, with the chief's result, and earlier ones.
     assert outcome["logs"] == ["accuracy", "loss"]
     assert evaluated["epochs"][-1] == 11
     assert evaluated["accuracy"][-1] == pytest.approx(outcome["accuracy"], abs=1e-6)
@@ -105,8 +110,8 @@ def test_all_at_once_they_learn_and_no_update_is_lost(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_and_started_again_is_one_again(tmp_path):
-    with reserved(4) as ports, contextlib.ExitStack() as running:
+def test_a_restarted_worker_rejoins(tmp_path):
+    with reserve_ports(4) as ports, contextlib.ExitStack() as running:
         addresses = [f"127.0.0.1:{port}" for port in ports]
         job = {"chief": addresses[:1], "worker": addresses[1:3], "ps": addresses[3:]}
 
@@ -131,11 +136,11 @@ def test_a_worker_that_is_killed_and_started_again_is_one_again(tmp_path):
         (tmp_path / "enough").touch()
         assert chief.wait(60) == 0, _said(tmp_path, "chief")
         assert substitute.wait(30) == 0
-    assert "worker 1 joins a job that runs already" in _said(tmp_path, "worker 1")
+    assert "worker 1 joins a running job" in _said(tmp_path, "worker 1")
     outcome = json.loads(_said(tmp_path, "chief").strip().splitlines()[-1])
     assert outcome["accuracy"] >= 0.95
     assert outcome["batches"] == outcome["steps"]
-    # What the dead worker had done of the bundle that was done again counts as well.
+    # Updates of the dead worker's repeated bundle remain.
     assert outcome["steps"] <= outcome["iterations"] <= outcome["steps"] + 64
 
 

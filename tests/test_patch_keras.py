@@ -1,9 +1,9 @@
-"""A script that knows nothing of kdist, run as it is and with one line changed."""
+"""A plain Keras script, run unchanged and with one added line."""
 
 import numpy as np
 import pytest
 
-from kdist.testing import python
+from tests.forked import python
 
 THE_LINE = "import keras"
 WITH_KDIST = "import keras, kdist; kdist.patch_keras()"
@@ -101,6 +101,7 @@ def on_one_device():
     return python(SCRIPT.replace("DEVICES", "1"))
 
 
+@pytest.mark.slow
 def test_one_line_makes_two_devices_train_as_one(on_one_device):
     assert SCRIPT.count(f"{THE_LINE}\n") == 1
     script = SCRIPT.replace(f"{THE_LINE}\n", f"{WITH_KDIST}\n").replace("DEVICES", "2")

@@ -1,5 +1,5 @@
-"""What `benchmarks.compare_clusters` consists of.
+"""Parts of `benchmarks.compare_clusters`.
 
-`parts` says what is compared, `jobs` starts a trial's tasks and takes its answer, `brake` slows one
-of them, `network` joins two hosts by a slow link, `tables` shows what came out.
+`parts` defines the comparisons, `jobs` runs the tasks of a trial, `brake` slows one of them,
+`network` connects two hosts by a slow link, and `tables` formats the results.
 """

@@ -1,8 +1,8 @@
-"""Slows a process by stopping it most of the time, whatever it does.
+"""Slows a process by stopping it most of the time.
 
 with slowed(task, when=lambda: "warm" in log.read_text()) as brake:
     code = job.run()
-print(brake.share)      # of the time that it ran, about 0.25
+print(brake.share)      # fraction of the time that it ran, about 0.25
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from kdist.launch.task import Task
 
 SLOWDOWN = 4
-# Well below what a step takes, so that each step has its share of the stops.
+# Well below the duration of a step, so that every step is slowed.
 RUNNING_SECONDS = 0.005
 PERIOD_SECONDS = RUNNING_SECONDS * SLOWDOWN
 
@@ -22,11 +22,11 @@ _SECONDS_BETWEEN_LOOKS = 0.02
 
 
 class Brake:
-    """A thread that stops a task and lets it go on, by SIGSTOP and SIGCONT.
+    """Thread that stops and continues a task with SIGSTOP and SIGCONT.
 
     Args:
-        task: that is slowed, with all its processes; it need not have started.
-        when: from when on.
+        task: the task to slow, with all its processes; it need not have started.
+        when: returns whether to begin.
     """
 
     def __init__(self, task: Task, when: Callable[[], bool]):
@@ -37,15 +37,15 @@ class Brake:
 
     @property
     def share(self) -> float:
-        """Of the time under the brake, that in which the task could run; 1 if there was none."""
+        """Returns the fraction of the braked time in which the task ran; 1 if there was none."""
         return self._running / self._total if self._total else 1.0
 
     def start(self):
-        """Begins to wait for `when`."""
+        """Starts waiting for `when`."""
         self._thread.start()
 
     def release(self):
-        """Lets the task run as it likes from now on."""
+        """Lets the task run freely from now on."""
         self._over.set()
         self._thread.join()
 
@@ -55,7 +55,7 @@ class Brake:
                 return
         began = released = time.perf_counter()
         period = 0
-        # By the clock, not by pauses: what one of them takes too long, the next one makes up for.
+        # Follows the clock, so that a pause that was too long is compensated by the next one.
         while not self._over.is_set():
             time.sleep(max(0.0, began + period * PERIOD_SECONDS + RUNNING_SECONDS - _now()))
             self._task.signal(signal.SIGSTOP)
@@ -69,7 +69,7 @@ class Brake:
 
 @contextlib.contextmanager
 def slowed(task: Task, when: Callable[[], bool]) -> Iterator[Brake]:
-    """A context in which the task is slowed as soon as `when` says so."""
+    """Returns a context in which the task is slowed as soon as `when` returns True."""
     brake = Brake(task, when)
     brake.start()
     try:

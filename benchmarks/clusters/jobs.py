@@ -1,9 +1,9 @@
-"""A trial: one training run on the tasks of a job, by one rival.
+"""A trial: one training run of one rival on the tasks of a job.
 
 answer = run(trial, seed=0, timeout_seconds=600)
 
-Tasks end as those of `scripts/launch.py` do: all when one fails, when the program is interrupted,
-or when it is killed.
+Tasks end as those of `scripts/launch.py` do: all of them if one fails, or if the program is
+interrupted or killed.
 """
 
 import contextlib
@@ -23,23 +23,23 @@ from benchmarks.clusters.network import Host
 from benchmarks.measuring import ROOT
 from benchmarks.rivals.cluster_workload import WARM, ClusterWorkload
 from kdist.cluster import Cluster
-from kdist.launch.job import Job, Limits, how_it_failed, stopped_by_signals
-from kdist.launch.orphans import MARKS
+from kdist.launch.local_engine import reserve_ports
 from kdist.launch.output import Screen
-from kdist.launch.ports import reserved
 from kdist.launch.task import Task
+from kdist.launch.task_group import TaskGroup, Timeouts, describe_failure, stop_on_signals
+from kdist.launch.watchdog import MARKS_VARIABLE
 
-# For all tasks of all rivals. The number of operations at once stays TensorFlow's: with one,
-# training by parameter servers stands still for good.
+# For all tasks of all rivals. The number of parallel operations is TensorFlow's default: with
+# one, training with parameter servers deadlocks.
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "-1",
     "TF_NUM_INTRAOP_THREADS": "1",
-    "PYTHONPATH": str(ROOT),  # so that kdist is that of this checkout, whatever is installed
+    "PYTHONPATH": str(ROOT),  # so that kdist is imported from this checkout
     "PYTHONUNBUFFERED": "1",
 }
 _UNSET = ("TF_CONFIG", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS", "KDIST_CORES")
 
-_PORT = 2222  # on a host of one's own, no other is taken
+_PORT = 2222  # every port of a separate host is free
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Trial:
 
     Attributes:
         module: the script in `benchmarks.rivals`.
-        workload: what it is given.
-        tasks: role -> how many; a worker alone is told of no job.
-        slowed: the task that is slowed fourfold, such as "worker 1"; None for none.
+        workload: its workload.
+        tasks: number of tasks by role; a single worker gets no TF_CONFIG.
+        slowed: task that is slowed fourfold, such as "worker 1"; None for none.
     """
 
     module: str
@@ -60,16 +60,16 @@ class Trial:
 
 
 def run(trial: Trial, seed: int, timeout_seconds: float, hosts: Sequence[Host] = ()) -> dict:
-    """What the deciding task answers; of a slowed trial, "share" of the time it ran as well.
+    """Returns the answer of the deciding task, with the "share" of the time that a slowed task ran.
 
     Args:
-        trial: what is run.
-        seed: of its weights and data; a repetition's number, say.
-        timeout_seconds: after which it is given up.
-        hosts: a task runs on each; without any, all run here, on loopback.
+        trial: the trial to run.
+        seed: seed of its weights and data, such as the number of the repetition.
+        timeout_seconds: time limit.
+        hosts: hosts that run one task each; by default all tasks run here, on loopback.
 
     Raises:
-        RuntimeError: a task failed, or it took too long.
+        RuntimeError: a task failed, or the trial exceeded its time limit.
         KeyboardInterrupt: it was interrupted; all tasks have ended.
     """
     trial = dataclasses.replace(trial, workload=dataclasses.replace(trial.workload, seed=seed))
@@ -77,20 +77,20 @@ def run(trial: Trial, seed: int, timeout_seconds: float, hosts: Sequence[Host] =
     with directories as directory, _addresses(trial, hosts) as addresses:
         mark = uuid.uuid4().hex
         tasks = _tasks(trial, addresses, hosts, mark, pathlib.Path(directory))
-        job = Job(tasks, mark, _silent(), Limits(timeout_seconds=timeout_seconds))
-        with stopped_by_signals(job), _slowed(trial, job) as found:
+        job = TaskGroup(tasks, mark, _silent(), Timeouts(timeout_seconds=timeout_seconds))
+        with stop_on_signals(job), _slowed(trial, job) as found:
             job.run()
         _raise_if_it_failed(trial, job, timeout_seconds)
-        return {**_answer(job.deciding), **({"share": found.share} if found else {})}
+        return {**_answer(job.chief), **({"share": found.share} if found else {})}
 
 
 @contextlib.contextmanager
 def _addresses(trial, hosts):
-    """The addresses of the tasks, while ports are held."""
+    """Yields the addresses of the tasks while their ports are reserved."""
     if hosts:
         yield [f"{host.address}:{_PORT}" for host in hosts]
         return
-    with reserved(sum(trial.tasks.values())) as ports:
+    with reserve_ports(sum(trial.tasks.values())) as ports:
         yield [f"127.0.0.1:{port}" for port in ports]
 
 
@@ -117,15 +117,15 @@ def _command(trial):
 
 def _environment(cluster, mark):
     kept = {name: value for name, value in os.environ.items() if name not in _UNSET}
-    marks = ",".join(filter(None, [kept.get(MARKS), mark]))
-    environment = {**kept, **ENVIRONMENT, MARKS: marks}
+    marks = ",".join(filter(None, [kept.get(MARKS_VARIABLE), mark]))
+    environment = {**kept, **ENVIRONMENT, MARKS_VARIABLE: marks}
     if not cluster.is_alone:
         cluster.publish(environment)
     return environment
 
 
 def _silent():
-    """What tasks say is kept for the error, if there is one."""
+    """Keeps the output of the tasks for an error message."""
     return Screen(io.StringIO(), io.StringIO())
 
 
@@ -135,7 +135,7 @@ def _slowed(trial, job):
         yield None
         return
     task = next(task for task in job.tasks if task.name == trial.slowed)
-    with brake.slowed(task, when=lambda: WARM in _lines(job.deciding)) as found:
+    with brake.slowed(task, when=lambda: WARM in _lines(job.chief)) as found:
         yield found
 
 
@@ -143,7 +143,7 @@ def _raise_if_it_failed(trial, job, timeout_seconds):
     what = f"{trial.module} by {trial.workload.strategy}"
     if job.failed:
         lines = "\n    ".join(job.failed.last_lines)
-        raise RuntimeError(f"{what}: {how_it_failed(job.failed)}\n    {lines}")
+        raise RuntimeError(f"{what}: {describe_failure(job.failed)}\n    {lines}")
     if job.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     if job.stopped_by is not None:
@@ -156,7 +156,7 @@ def _raise_if_it_failed(trial, job, timeout_seconds):
 
 
 def _answer(task):
-    """The line of JSON; TensorFlow may say something after it."""
+    """Returns the line of JSON, which output of TensorFlow may follow."""
     return json.loads([line for line in _lines(task) if line.startswith("{")][-1])
 
 

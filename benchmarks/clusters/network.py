@@ -1,4 +1,4 @@
-"""Two hosts on this machine, joined by a slow link: network namespaces, a veth pair, and tc's tbf.
+"""Two hosts on this machine with a slow link: network namespaces, a veth pair, and tc's tbf.
 
 with two_hosts(rate_mbit=100) as hosts:
     subprocess.run([*hosts[0].prefix, "ping", "-c1", hosts[1].address])
@@ -13,8 +13,8 @@ import subprocess
 from collections.abc import Iterator
 
 _SECONDS = 20
-_LINK = "wire"  # its name on either host
-_NETWORK = "10.83.71"  # nobody but the two hosts sees it
+_LINK = "wire"  # its name on both hosts
+_NETWORK = "10.83.71"  # visible to the two hosts only
 _BUFFER = ("burst", "32kbit", "latency", "400ms")
 _REMEDY = "run this as root with iproute2 installed, or leave the part out (--only=…)"
 
@@ -25,7 +25,7 @@ class Host:
 
     Attributes:
         namespace: its name.
-        address: by which the other host reaches it.
+        address: address that the other host uses.
     """
 
     namespace: str
@@ -33,19 +33,19 @@ class Host:
 
     @property
     def prefix(self) -> list[str]:
-        """What stands before a command that is to run there; it becomes that very process."""
+        """Returns the command prefix that runs a program on this host, in the same process."""
         return ["ip", "netns", "exec", self.namespace]
 
 
 def check():
-    """Raises what `two_hosts` would for want of rights or programs, before anything is done.
+    """Checks the rights and programs that `two_hosts` needs.
 
     Raises:
         PermissionError: this is not root.
-        FileNotFoundError: there is no `ip` or no `tc`.
+        FileNotFoundError: `ip` or `tc` is not installed.
     """
     if os.geteuid() != 0:
-        raise PermissionError(f"a slow link between two hosts takes root's rights; {_REMEDY}")
+        raise PermissionError(f"a slow link between two hosts needs root; {_REMEDY}")
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             raise FileNotFoundError(f"a slow link needs the program {program}; {_REMEDY}")
@@ -53,11 +53,11 @@ def check():
 
 @contextlib.contextmanager
 def apart() -> Iterator[tuple[Host, Host]]:
-    """Two hosts without a link; nothing is left of them afterwards.
+    """Yields two hosts without a link, and removes them afterwards.
 
     Raises:
-        PermissionError, FileNotFoundError: as `check`.
-        RuntimeError: the kernel refused; in a container it may, even for root.
+        PermissionError, FileNotFoundError: see `check`.
+        RuntimeError: the kernel refused, as it may in a container, even for root.
     """
     check()
     _remove_leftovers()
@@ -73,13 +73,13 @@ def apart() -> Iterator[tuple[Host, Host]]:
 
 @contextlib.contextmanager
 def two_hosts(rate_mbit: int) -> Iterator[tuple[Host, Host]]:
-    """Two hosts with a link between them.
+    """Yields two hosts with a link between them.
 
     Args:
-        rate_mbit: of the link in either direction, in Mbit/s.
+        rate_mbit: rate of the link in either direction, in Mbit/s.
 
     Raises:
-        PermissionError, FileNotFoundError, RuntimeError: as `apart`.
+        PermissionError, FileNotFoundError, RuntimeError: see `apart`.
     """
     with apart() as hosts:
         _join(*(host.namespace for host in hosts))
@@ -90,12 +90,12 @@ def two_hosts(rate_mbit: int) -> Iterator[tuple[Host, Host]]:
 
 
 def cut(host: Host):
-    """Takes the link away from a host."""
+    """Takes a host's link down."""
     _run("ip", "-netns", host.namespace, "link", "set", _LINK, "down")
 
 
 def heal(host: Host):
-    """Gives it back."""
+    """Brings a host's link up again."""
     _run("ip", "-netns", host.namespace, "link", "set", _LINK, "up")
 
 
@@ -114,13 +114,13 @@ def _name(pid, side):
 
 
 def _join(one, other):
-    """A veth pair; never seen from outside of the two namespaces."""
+    """Creates a veth pair that exists only in the two namespaces."""
     peer = ("peer", "name", _LINK, "netns", other)
     _run("ip", "link", "add", _LINK, "netns", one, "type", "veth", *peer)
 
 
 def set_up(host: Host):
-    """Gives the host its address, once it has an end of the link."""
+    """Gives the host its address, after it got its end of the link."""
 
     def ip(*arguments):
         _run("ip", "-netns", host.namespace, *arguments)
@@ -131,7 +131,7 @@ def set_up(host: Host):
 
 
 def _remove_leftovers():
-    """Those of programs that were killed before they could."""
+    """Removes namespaces of programs that were killed before they could clean up."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
     for match in re.finditer(r"^kdist-(\d+)-[12]\b", listed.stdout, re.MULTILINE):
         if not os.path.exists(f"/proc/{match[1]}"):
@@ -139,7 +139,7 @@ def _remove_leftovers():
 
 
 def _remove(namespace):
-    """Deletes a namespace, and with it its link; nothing if there is none."""
+    """Deletes a namespace and its link, if it exists."""
     command = ["ip", "netns", "delete", namespace]
     subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
 
@@ -149,6 +149,6 @@ def _run(*command):
         subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
     except subprocess.CalledProcessError as error:
         raise RuntimeError(
-            f"{' '.join(command)}: {error.stderr.strip()}; {_REMEDY}; in a container, root needs "
-            "the capabilities NET_ADMIN and SYS_ADMIN as well"
+            f"{' '.join(command)}: {error.stderr.strip()}; {_REMEDY}; in a container, root also "
+            "needs the capabilities NET_ADMIN and SYS_ADMIN"
         ) from error

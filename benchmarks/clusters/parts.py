@@ -1,4 +1,4 @@
-"""What is compared: the trials of each part, and the goals that their ratios are held against."""
+"""The parts of the comparison: their trials, and the goals for their ratios."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,10 @@ from benchmarks.clusters.jobs import Trial
 from benchmarks.rivals.cluster_workload import ClusterWorkload
 
 LOCAL_BATCH_SIZE = 32
-# A step of it takes long beside its messages.
+# Its steps take long compared with its messages.
 HEAVY_BATCH_SIZE = 1024
 LOCAL_STEPS = 8
-# After each call workers tell each other their metrics, and a message takes its time.
+# After each call the workers exchange their metrics, which costs a message.
 NETWORK_STEPS_PER_CALL = 16
 RATE_MBIT = 100
 
@@ -21,15 +21,15 @@ _WITH_SERVER = {"chief": 1, "worker": 2, "ps": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """A number of two trials, within one repetition.
+    """A number computed from two trials within one repetition.
 
     Attributes:
-        what: in words.
-        ours, theirs: the names of the trials.
-        target: in words.
-        at_least: what the number is to reach; None if it is shown only.
-        quantity: of an answer. Of rates the ratio is taken, of accuracies the difference, in
-            points.
+        what: description.
+        ours, theirs: names of the trials.
+        target: description of the target.
+        at_least: the target; None if the number is only shown.
+        quantity: the compared quantity of an answer. Rates are compared by their ratio, accuracies
+            by their difference in points.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Goal:
     quantity: str = "examples_per_second"
 
     def value(self, ours: Mapping, theirs: Mapping) -> float:
-        """The number, of two answers."""
+        """Returns the number for two answers."""
         if self.quantity == "accuracy":
             return 100 * (ours["accuracy"] - theirs["accuracy"])
         return ours[self.quantity] / theirs[self.quantity]
@@ -48,14 +48,14 @@ class Goal:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What is compared with what.
+    """One comparison.
 
     Attributes:
         title: a few words.
         about: what a reader of the table has to know.
-        trials: by the names that the table has.
-        goals: for their numbers.
-        on_hosts: whether a trial's tasks run on two hosts with a slow link.
+        trials: trials by the names that the table shows.
+        goals: goals for their numbers.
+        on_hosts: whether the tasks of a trial run on two hosts with a slow link.
     """
 
     title: str
@@ -67,14 +67,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How much is trained.
+    """Amount of training.
 
     Attributes:
-        steps: of an epoch; None for each part's own.
-        steps_per_call: that are compared, where a part compares several.
-        epochs: of the part on a slow link, the first of which is not timed.
-        local_steps: of local SGD; 0 leaves it out.
-        rate_mbit: of the slow link, in Mbit/s.
+        steps: steps per epoch; None for each part's own number.
+        steps_per_call: compared values, for parts that compare several.
+        epochs: epochs of the part with a slow link, the first of which is not timed.
+        local_steps: steps of local SGD; 0 omits it.
+        rate_mbit: rate of the slow link, in Mbit/s.
     """
 
     steps: int | None = None
@@ -85,45 +85,45 @@ class Sizes:
 
 
 def multi_worker(sizes: Sizes) -> Part:
-    """Two processes beside one with two devices."""
+    """Compares two processes with one process that has two devices."""
     trials, goals = {}, []
     for calls in sizes.steps_per_call:
         workload = ClusterWorkload(
             "mirrored", LOCAL_BATCH_SIZE, sizes.steps or 480, 2, calls, devices=2
         )
-        ours, theirs = f"multi_worker, {calls} a call", f"mirrored, {calls} a call"
+        ours, theirs = f"multi_worker, {calls} per call", f"mirrored, {calls} per call"
         trials[theirs] = Trial("kdist_cluster", workload, _ALONE)
         apart = dataclasses.replace(workload, strategy="multi_worker", devices=None)
         trials[ours] = Trial("kdist_cluster", apart, _TWO_WORKERS)
-        what = f"multi_worker's rate, as a part of mirrored's, {calls} a call"
+        what = f"multi_worker's rate relative to mirrored, {calls} per call"
         goals.append(Goal(what, ours, theirs, "≥ 0.7", 0.7))
     about = (
-        f"LeNet, {LOCAL_BATCH_SIZE} × 2: two processes with a device each, on loopback, beside one "
+        f"LeNet, {LOCAL_BATCH_SIZE} × 2: two processes with a device each, on loopback, and one "
         "process with two logical CPU devices."
     )
-    return Part("multi_worker beside mirrored", about, trials, goals)
+    return Part("multi_worker and mirrored", about, trials, goals)
 
 
 def parameter_server(sizes: Sizes) -> Part:
-    """kdist beside Keras 2, which was the last to train with parameter servers."""
+    """Compares kdist with Keras 2, the last version with parameter servers."""
     trials, goals = {}, []
     for calls in sizes.steps_per_call:
         workload = ClusterWorkload(
             "parameter_server", LOCAL_BATCH_SIZE, sizes.steps or 480, 2, calls
         )
-        ours, theirs = f"kdist, {calls} a call", f"tf-keras, {calls} a call"
+        ours, theirs = f"kdist, {calls} per call", f"tf-keras, {calls} per call"
         trials[ours] = Trial("kdist_cluster", workload, _WITH_SERVER)
         trials[theirs] = Trial("tf_keras_cluster", workload, _WITH_SERVER)
-        goals.append(Goal(f"kdist is × as fast, {calls} a call", ours, theirs, "≥ 1.5", 1.5))
+        goals.append(Goal(f"kdist is × as fast, {calls} per call", ours, theirs, "≥ 1.5", 1.5))
     about = (
-        f"LeNet, a step takes {LOCAL_BATCH_SIZE} examples on one of two workers; one parameter "
+        f"LeNet, a step computes {LOCAL_BATCH_SIZE} examples on one of two workers; one parameter "
         "server, one chief, on loopback. Steps and examples are those of both workers together."
     )
-    return Part("parameter_server beside tf-keras", about, trials, goals)
+    return Part("parameter_server and tf-keras", about, trials, goals)
 
 
 def slowed(sizes: Sizes) -> Part:
-    """One of two workers is four times as slow."""
+    """Slows one of two workers fourfold."""
     apart = ClusterWorkload("parameter_server", HEAVY_BATCH_SIZE, sizes.steps or 120)
     together = dataclasses.replace(apart, strategy="multi_worker", steps=sizes.steps or 40)
     alone = dataclasses.replace(together, strategy="one_device")
@@ -136,24 +136,24 @@ def slowed(sizes: Sizes) -> Part:
         trials[name] = Trial("kdist_cluster", workload, tasks)
         trials[f"{name}, slowed"] = Trial("kdist_cluster", workload, tasks, victim)
     goals = [
-        Goal(f"{name}: part of the rate that is left", f"{name}, slowed", name, target, at_least)
+        Goal(f"{name}: remaining fraction of its rate", f"{name}, slowed", name, target, at_least)
         for name, target, at_least in (
-            ("a worker alone", "0.25; more where others use the cores", None),
+            ("a worker alone", "0.25; more if other programs use the cores", None),
             ("parameter_server", "≥ 0.6", 0.6),
-            ("multi_worker", "about 0.25: all wait for the slowest", None),
+            ("multi_worker", "about 0.25: all workers wait for the slowest", None),
         )
     ]
     milliseconds = brake.RUNNING_SECONDS * 1000, brake.PERIOD_SECONDS * 1000
     about = (
-        f"LeNet, {HEAVY_BATCH_SIZE} examples a worker. Worker 1 of two is slowed once training is "
-        "warm: its process is stopped by SIGSTOP and goes on by SIGCONT, so that it runs "
+        f"LeNet, {HEAVY_BATCH_SIZE} examples per worker. Worker 1 of two is slowed once training "
+        "is warm: its process is stopped by SIGSTOP and continued by SIGCONT, so that it runs "
         f"{milliseconds[0]:.0f} ms of every {milliseconds[1]:.0f}. A worker alone shows its effect."
     )
     return Part("one of two workers slowed fourfold", about, trials, goals)
 
 
 def network(sizes: Sizes) -> Part:
-    """Synchronous training beside local SGD on a slow link."""
+    """Compares synchronous training with local SGD on a slow link."""
     synchronous = ClusterWorkload(
         "multi_worker",
         LOCAL_BATCH_SIZE,
@@ -168,7 +168,7 @@ def network(sizes: Sizes) -> Part:
     goals = [
         Goal("local SGD is × as fast", local, "synchronous", "≥ 3", 3.0),
         Goal(
-            "local SGD's accuracy less the other's, in points",
+            "accuracy of local SGD minus the other's, in points",
             *(local, "synchronous", "within 0.5", -0.5, "accuracy"),
         ),
     ]

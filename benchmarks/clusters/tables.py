@@ -1,4 +1,4 @@
-"""What was measured as Markdown: a table for each part, and its ratios beside their targets."""
+"""Results as Markdown: a table per part, with ratios and targets."""
 
 import dataclasses
 import statistics
@@ -10,11 +10,11 @@ from benchmarks.tables import markdown
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A goal and what became of it.
+    """A goal and its measured values.
 
     Attributes:
-        goal: what was to be reached.
-        values: one for each repetition, in which the machine was the same for both.
+        goal: the goal.
+        values: one value per repetition, during which the machine is the same for both trials.
     """
 
     goal: Goal
@@ -26,13 +26,13 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """Whether the goal is met; "" if it is none that could be missed."""
+        """Returns whether the goal is met; "" if it has no target."""
         if self.goal.at_least is None:
             return ""
         return "met" if self.median >= self.goal.at_least else "missed"
 
     def line(self) -> str:
-        """Such as "- multi_worker's rate …: 0.81 (0.79 to 0.83); target ≥ 0.7: met"."""
+        """Returns "- multi_worker's rate …: 0.81 (0.79 to 0.83); target ≥ 0.7: met"."""
         spread = f"{min(self.values):.2f} to {max(self.values):.2f}"
         verdict = f": {self.verdict}" if self.verdict else ""
         return (
@@ -44,11 +44,11 @@ Answers = Mapping[str, Sequence[Mapping]]
 
 
 def outcomes(part: Part, answers: Answers) -> list[Outcome]:
-    """What became of the part's goals; of those whose trials have all been run.
+    """Returns the outcomes of those goals of the part whose trials have all been run.
 
     Args:
-        part: with its goals.
-        answers: by the name of the trial, one for each repetition.
+        part: the part with its goals.
+        answers: answers by the name of the trial, one per repetition.
     """
     return [
         Outcome(goal, list(map(goal.value, answers[goal.ours], answers[goal.theirs])))
@@ -58,16 +58,16 @@ def outcomes(part: Part, answers: Answers) -> list[Outcome]:
 
 
 def text(part: Part, answers: Answers) -> str:
-    """All that there is to say about a part; arguments as of `outcomes`."""
+    """Returns the complete text about a part; arguments as for `outcomes`."""
     lines = [outcome.line() for outcome in outcomes(part, answers)]
     parts = [f"## {part.title}", part.about, table(part, answers), "\n".join(lines)]
     return "\n\n".join(filter(None, parts))
 
 
 def table(part: Part, answers: Answers) -> str:
-    """A row for each trial: medians of the repetitions."""
+    """Returns a row for each trial: medians of the repetitions."""
     with_accuracy = any("accuracy" in found[0] for found in answers.values())
-    head = ["", "steps a call", "ms a step", "examples/s", "min–max"]
+    head = ["", "steps per call", "ms per step", "examples/s", "min–max"]
     head += ["test accuracy"] if with_accuracy else []
     return markdown([head, *(_row(part, name, found) for name, found in answers.items())])
 

@@ -1,7 +1,7 @@
-"""One script a rival: it trains the workload given as JSON and prints one line of JSON.
+"""One script per rival: it trains the workload given as JSON and prints one line of JSON.
 
     python -m benchmarks.rivals.tf_loop '{"model": "mlp", "precision": "float32", ...}'
 
-Its argument is a `Workload` of `benchmarks.rivals.workload`, its answer what `report` there says.
-Each rival is written as somebody who knows its library well would write it.
+The argument is a `Workload` of `benchmarks.rivals.workload`; `report` there prints the answer. Each
+rival is written as an expert of its library would write it.
 """

@@ -12,7 +12,7 @@ import kdist
 
 
 def main():
-    # Here a server's program ends. The two hosts of a slow link are alone in their network.
+    # The program of a server ends here. The two hosts of a slow link have a private network.
     strategy = kdist.create_strategy(given.strategy, given.devices, allow_remote=True)
     keras.utils.set_random_seed(given.seed)
     batch = kdist.Batch(given.local_batch_size, strategy.num_replicas_in_sync)
@@ -33,14 +33,14 @@ def main():
 
 
 def pipelines(batch):
-    """To train on, and to test with; None for the latter if the data are random."""
+    """Returns the training and test pipelines; random data have no test pipeline."""
     if given.dataset == "random":
         return kdist.data.Pipeline(kdist.data.from_arrays(*given.arrays()), batch), None
     return kdist.data.load(given.dataset, batch=batch, seed=given.seed, download=False)
 
 
 def compile_model(model, batch, steps):
-    """Compiles it; local steps are named only where there are any."""
+    """Compiles the model; sets local_steps only if the workload has any."""
     rate = given.learning_rate
     if given.dataset != "random":
         examples = (1 + given.epochs) * steps * batch.global_size

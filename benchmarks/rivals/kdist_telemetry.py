@@ -1,12 +1,12 @@
-"""kdist's `fit` with its measurements going somewhere, or nowhere; or with checkpoints.
+"""kdist's `fit` with one destination of measurements, or with checkpoints.
 
-Where to, as `telemetry` of the workload says:
-  off        nowhere
-  checkpoint nowhere, and a checkpoint is written, from the middle of the steps on
-  run        to the run directory
-  offline    and to W&B, offline
-  healthy    and to W&B, online, at a stand-in for its server in a process of its own
-  frozen, refusing, dead   the same, with a server that has come to this before the clock starts
+The workload's `telemetry` selects the destination:
+  off        none
+  checkpoint none; a checkpoint is written, starting in the middle of the steps
+  run        the run directory
+  offline    the run directory and W&B, offline
+  healthy    the same with W&B online, at a stand-in for its server in a process of its own
+  frozen, refusing, dead   the same, with a server that is in this state when the clock starts
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from benchmarks.rivals import workload
 
 STUB = ROOT / "tests" / "telemetry" / "wandb_stub.py"
 
-# W&B's process starts beside the first training; the clock runs when it is there.
+# W&B's process starts during the first training; the clock starts when it is ready.
 START_SECONDS = 60.0
 
 
 class Server:
-    """A stand-in for W&B's server."""
+    """Stand-in for W&B's server."""
 
     def __init__(self):
         self._process = subprocess.Popen(
@@ -35,7 +35,7 @@ class Server:
         self.url = self._process.stdout.readline().strip()
 
     def become(self, mode: str):
-        """Answers in another way from now on."""
+        """Changes how the server answers from now on."""
         self._process.stdin.write(f"{mode}\n")
         self._process.stdin.flush()
         self._process.stdout.readline()
@@ -47,7 +47,7 @@ class Server:
 
 
 def wait_for(writer):
-    """Until W&B has a run.
+    """Waits until W&B has created a run.
 
     Raises:
         RuntimeError: it has none after START_SECONDS.
@@ -55,12 +55,12 @@ def wait_for(writer):
     deadline = time.monotonic() + START_SECONDS
     while writer.location is None:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"wandb has made no run in {START_SECONDS:.0f} s")
+            raise RuntimeError(f"wandb has created no run in {START_SECONDS:.0f} s")
         time.sleep(0.1)
 
 
 def main():
-    """Times what the workload asks for."""
+    """Times the workload."""
     given = workload.read()
 
     import kdist
@@ -73,7 +73,7 @@ def main():
         run = RunDirectory(ends.enter_context(directory))
         callbacks, between = [], lambda: None
         if given.telemetry == "checkpoint":
-            # The rest of the steps is there for the writing, which goes on beside them.
+            # The checkpoint is written in the background during the remaining steps.
             middle = given.steps // 2 + 1
             callbacks = [kdist.callbacks.Checkpoint(run.checkpoints, every_steps=middle)]
         elif given.telemetry != "off":
@@ -89,7 +89,7 @@ def main():
                         "NO_PROXY": "127.0.0.1",
                         "no_proxy": "127.0.0.1",
                     }
-                # How long it takes to end is not what is timed.
+                # The time to end is not measured.
                 mode = "online" if online else "offline"
                 wandb = WandbWriter(run.path, mode, close_seconds=3.0)
                 writers.append(wandb)

@@ -1,6 +1,6 @@
-"""Plain Keras's `fit` under MirroredStrategy, as TensorFlow's guide writes it.
+"""Plain Keras's `fit` under MirroredStrategy, as in TensorFlow's guide.
 
-One step a call: Keras's own groups of steps fail under MirroredStrategy.
+One step per call: Keras's own step groups fail under MirroredStrategy.
 """
 
 from benchmarks.rivals import workload

@@ -1,4 +1,4 @@
-"""Which TensorFlow operations a piece of training consists of, and how long they take."""
+"""Profiles the TensorFlow operations of a piece of training."""
 
 import collections
 import pathlib
@@ -13,8 +13,8 @@ def during(run) -> list[tuple[str, int, float]]:
     """Calls `run` under TensorFlow's profiler.
 
     Returns:
-        (type of operation, calls, milliseconds), the longest first. Operations run at the same time
-        on several cores, so that the milliseconds may add up to more than what has passed.
+        (type of operation, calls, milliseconds), the longest first. Operations run in parallel on
+        several cores, so the milliseconds may add up to more than the elapsed time.
     """
     with tempfile.TemporaryDirectory() as directory:
         options = tf.profiler.experimental.ProfilerOptions(
@@ -43,6 +43,6 @@ def _summed(space):
 
 
 def _operation(name):
-    """The type in an event called "name:Type"; None for one that is no operation."""
+    """Returns the type in an event named "name:Type"; None if the event is not an operation."""
     match = re.fullmatch(r"[^:\s]+:([A-Za-z_]\w*)", name)
     return match and match[1]

@@ -1,11 +1,11 @@
-"""What the rivals on TensorFlow share: devices, model, and the clock around `fit`."""
+"""Devices, model, and timing of `fit` for all rivals on TensorFlow."""
 
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # all rivals compute on the same CPU cores
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # all rivals use the same CPU cores
 
 import keras
 import tensorflow as tf
@@ -19,7 +19,7 @@ PRECISIONS = {"float32": "float32", "bfloat16": "mixed_bfloat16"}
 
 
 def logical_cpus(workload: Workload) -> list[str]:
-    """A CPU device for each replica, made as TensorFlow's guides do."""
+    """Returns a logical CPU device for each replica, created as in TensorFlow's guides."""
     tf.config.threading.set_intra_op_parallelism_threads(workload.threads_per_operation)
     tf.config.set_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0],
@@ -29,7 +29,7 @@ def logical_cpus(workload: Workload) -> list[str]:
 
 
 def new_model(workload: Workload) -> keras.Model:
-    """A model of `kdist.models`; to be called in the strategy's scope."""
+    """Returns a model of `kdist.models`; call it in the strategy's scope."""
     return kdist.models.create(
         workload.model,
         input_shape=IMAGE_SHAPE,
@@ -39,13 +39,12 @@ def new_model(workload: Workload) -> keras.Model:
 
 
 def as_keras(model: keras.Model) -> keras.Model:
-    """The same network as a plain Keras model, which knows nothing of kdist."""
+    """Returns the same network as a plain Keras model."""
     return keras.Model.from_config(model.get_config())
 
 
 def dataset(arrays) -> tf.data.Dataset:
-    """The batches, endlessly: a slice of what is in memory each, so that reading costs next to
-    nothing."""
+    """Returns an endless dataset of slices of the arrays, so that reading costs almost nothing."""
     return tf.data.Dataset.from_tensor_slices(arrays).repeat().prefetch(tf.data.AUTOTUNE)
 
 
@@ -55,13 +54,13 @@ def time_fit(
     more_callbacks: Sequence[keras.callbacks.Callback] = (),
     between: Callable[[], None] = lambda: None,
 ):
-    """Compiles the model, trains it once, and then reports how long it trains, in each turn.
+    """Compiles the model, trains it once, and then reports the training time of each turn.
 
     Args:
-        workload: what to train.
+        workload: the workload.
         model: the model, not compiled.
-        more_callbacks: those of all trainings.
-        between: what is done after the first.
+        more_callbacks: callbacks of all trainings.
+        between: called after the first training.
     """
     model.compile(
         keras.optimizers.SGD(LEARNING_RATE),
@@ -95,14 +94,14 @@ def time_fit(
 
 
 def report_profile(workload: Workload, train):
-    """Reports a run of `train` with the operations that it consists of."""
+    """Reports a run of `train` with its operations."""
     started = time.perf_counter()
     table = operations.during(train)
     report(workload, time.perf_counter() - started, 0.0, VERSIONS, operations=table)
 
 
 class _Clock(keras.callbacks.Callback):
-    """From an epoch's begin to its end: tf.data's autotuning may hold fit up after it."""
+    """Times epochs only, because tf.data's autotuning may delay the return of `fit`."""
 
     def on_epoch_begin(self, epoch, logs=None):
         self._began = time.perf_counter()

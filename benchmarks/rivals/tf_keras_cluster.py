@@ -1,6 +1,6 @@
-"""Keras 2's `fit` (tf-keras) under TensorFlow's ParameterServerStrategy, as its guide writes it.
+"""Keras 2's `fit` (tf-keras) under TensorFlow's ParameterServerStrategy, as in its guide.
 
-Batches are cut once and lie in memory, so that a worker's input costs next to nothing.
+Batches are sliced once and kept in memory, so that the input of a worker costs almost nothing.
 """
 
 import os
@@ -9,7 +9,7 @@ from benchmarks.rivals import cluster_workload
 
 if __name__ == "__main__":
     given = cluster_workload.read()
-    os.environ["GRPC_FAIL_FAST"] = "use_caller"  # as the guide has it; before TensorFlow starts
+    os.environ["GRPC_FAIL_FAST"] = "use_caller"  # as in the guide; set before TensorFlow starts
 
 import tensorflow as tf
 import tf_keras
@@ -43,9 +43,9 @@ def main():
 
 
 def serve(resolver):
-    """Works for the chief until this process is ended."""
+    """Serves the chief until this process is ended."""
     spec, config = resolver.cluster_spec(), tf.compat.v1.ConfigProto()
-    # The guide's remedy for machines with few cores, where training else stands still.
+    # The guide's remedy for machines with few cores, where training would deadlock.
     if os.cpu_count() < spec.num_tasks("worker") + 1:
         config.inter_op_parallelism_threads = spec.num_tasks("worker") + 1
     server = tf.distribute.Server(
@@ -59,7 +59,7 @@ def serve(resolver):
 
 
 def lenet():
-    """The network of `kdist.models.lenet`."""
+    """Returns the network of `kdist.models.lenet`."""
     layers = tf_keras.layers
     return tf_keras.Sequential(
         [
@@ -73,7 +73,7 @@ def lenet():
 
 
 def dataset(_):
-    """A worker's batches, endlessly, in a random order."""
+    """Returns a worker's batches, endlessly, in a random order."""
     size = given.local_batch_size
     batches = len(given.arrays()[0]) // size
     arrays = [a[: batches * size].reshape(batches, size, *a.shape[1:]) for a in given.arrays()]

@@ -1,11 +1,10 @@
-"""The training loop that one writes by hand for MirroredStrategy: nothing but the training itself.
+"""A custom training loop for MirroredStrategy without anything but the training itself.
 
 The loss is computed from the logits; loss and accuracy stay on the devices until the end. Three
-choices were the fastest of all with LeNet and MLP: gradients are added up on one device, not by
-TensorFlow's collectives or hierarchical copies; each replica cuts its rows out of the whole batch,
-which costs less than the threads of `distribute_datasets_from_function` and
-`experimental_distribute_dataset`; and where there are as many replicas as cores, an operation runs
-on one thread.
+choices were fastest with LeNet and MLP. Gradients are summed on one device, not by TensorFlow's
+collectives or hierarchical copies. Each replica slices its rows out of the whole batch, which costs
+less than the threads of `distribute_datasets_from_function` and `experimental_distribute_dataset`.
+With as many replicas as cores, an operation runs on one thread.
 """
 
 import time
@@ -22,14 +21,14 @@ from benchmarks.rivals import tensorflow_parts as parts
 
 
 class Loop:
-    """Trains a model by steps of its own.
+    """Trains a model with custom steps.
 
     Args:
         strategy: the MirroredStrategy.
-        model: what is trained, made in the strategy's scope.
-        learning_rate: of plain SGD.
-        local_batch_size: examples that a replica takes in a step.
-        takes_whole_batches: a replica gets the whole batch and cuts its rows out of it.
+        model: the model, created in the strategy's scope.
+        learning_rate: rate of plain SGD.
+        local_batch_size: examples per replica and step.
+        takes_whole_batches: whether a replica gets the whole batch and slices its rows out of it.
     """
 
     def __init__(self, strategy, model, learning_rate, local_batch_size, takes_whole_batches):
@@ -43,7 +42,7 @@ class Loop:
             self._loss, self._correct = _sum_on_read(), _sum_on_read()
 
     def run(self, iterator, calls):
-        """Makes the steps of `calls`; gives the mean loss and the accuracy since it was made."""
+        """Runs the steps of `calls`; returns the mean loss and the accuracy since creation."""
         for steps in calls:
             if steps == 1:
                 self._one_step(iterator)
@@ -89,7 +88,7 @@ class Loop:
 
 
 def _sum_on_read():
-    """A counter of which each replica has its own, added up when it is read."""
+    """Returns a counter that each replica keeps separately and that is summed on reading."""
     return tf.Variable(
         0.0,
         trainable=False,

@@ -1,7 +1,8 @@
-"""PyTorch's DistributedDataParallel: a process a replica, gradients added up by Gloo on loopback.
+"""PyTorch's DistributedDataParallel: one process per replica, gradients summed by Gloo on loopback.
 
-Cores are divided among the processes, one thread a core. Running statistics of BatchNorm are not
-sent around, and gradients lie where they are added up: DDP's fastest settings for such a model.
+Cores are divided among the processes, with one thread per core. Running statistics of BatchNorm
+are not broadcast, and gradients are views of the reduction buckets: DDP's fastest settings for
+such a model.
 """
 
 import os
@@ -29,7 +30,7 @@ def main():
 
 
 def replica(rank, given, port):
-    """What one process does; the first one reports."""
+    """Trains one replica in its process; the first one reports."""
     torch.set_num_threads(max(1, given.cores // given.replicas))
     torch.set_num_interop_threads(1)
     torch.manual_seed(0)
@@ -50,13 +51,13 @@ def replica(rank, given, port):
     if rank == 0:
         workload.report(given, seconds, loss, {"PyTorch": torch.__version__})
     sys.stdout.flush()
-    # Now and then a process of PyTorch 2.15 with Gloo aborts when it ends by itself: "terminate
-    # called without an active exception".
+    # Sometimes a process of PyTorch 2.15 with Gloo aborts at exit: "terminate called without an
+    # active exception".
     os._exit(0)
 
 
 class Trainer:
-    """One replica's model, optimizer and data."""
+    """One replica's model, optimizer, and data."""
 
     def __init__(self, given, rank):
         self._given = given
@@ -72,7 +73,7 @@ class Trainer:
         self._batches = [self._batch(*arrays) for arrays in zip(*given.arrays(rank), strict=True)]
 
     def run(self):
-        """Makes the steps; gives this replica's mean loss."""
+        """Runs the steps and returns this replica's mean loss."""
         loss_sum, correct = torch.zeros(()), torch.zeros((), dtype=torch.int64)
         for step in range(self._given.steps):
             images, labels = self._batches[step % len(self._batches)]

@@ -5,14 +5,14 @@ from torch import nn
 
 
 class Scaled(nn.Sequential):
-    """Layers after pixels from 0 to 255 are brought to 0 to 1, on the device."""
+    """Layers on pixels that are scaled from 0–255 to 0–1 on the device."""
 
     def forward(self, images):
         return super().forward(images.to(torch.float32) * (1 / 255))
 
 
 class Residual(nn.Module):
-    """Two 3×3 convolutions beside a shortcut, which halves the image if they do."""
+    """Two 3×3 convolutions and a shortcut, which halves the image if they do."""
 
     def __init__(self, channels, filters, stride):
         super().__init__()

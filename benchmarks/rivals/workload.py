@@ -1,4 +1,4 @@
-"""What every rival is given, and what it answers. Needs NumPy alone, so that PyTorch's venv can."""
+"""Input and output of every rival. Needs only NumPy, which the environment of PyTorch has."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ import numpy as np
 
 IMAGE_SHAPE, CLASSES, LEARNING_RATE = (28, 28, 1), 10, 0.01
 
-# So many batches are in memory and come again and again: reading data is not what is compared.
+# Number of batches that are kept in memory and repeated; reading data is not compared.
 BATCHES = 4
 
 
@@ -19,21 +19,21 @@ class Workload:
     """One training run to be timed.
 
     Attributes:
-        model: "mlp", "lenet" or "resnet18", as in `kdist.models`.
+        model: "mlp", "lenet", or "resnet18", as in `kdist.models`.
         precision: "float32", or "bfloat16" for Keras's mixed_bfloat16 and PyTorch's autocast.
-        local_batch_size: examples that a replica takes in a step.
-        replicas: how many there are.
-        cores: CPU cores that all replicas together may use.
-        steps: steps that are timed; as many are run before them.
-        steps_per_call: steps in one call from Python, for rivals that can do so.
-        threads_per_operation: TensorFlow's threads for one operation, where the rival sets them;
-            0 leaves it to TensorFlow.
-        distributed_data: whether TensorFlow's loop takes a distributed data set, as in guides.
+        local_batch_size: examples per replica and step.
+        replicas: number of replicas.
+        cores: CPU cores that all replicas share.
+        steps: timed steps; as many warm-up steps run before them.
+        steps_per_call: steps in one call from Python, for rivals that support it.
+        threads_per_operation: TensorFlow's threads for one operation, for rivals that set them; 0
+            leaves it to TensorFlow.
+        distributed_data: whether TensorFlow's loop uses a distributed dataset, as in guides.
         channels_last: whether PyTorch keeps the channels of images last.
         compiled: whether PyTorch compiles the model.
-        profile: whether to answer with the operations and their times as well.
-        telemetry: where measurements go; see `kdist_telemetry`.
-        turns: how often it is timed; if more than once, each time after a line on standard input.
+        profile: whether the answer includes the operations and their times.
+        telemetry: destination of measurements; see `kdist_telemetry`.
+        turns: number of measurements; if more than one, each waits for a line on standard input.
     """
 
     model: str
@@ -52,10 +52,10 @@ class Workload:
     turns: int = 1
 
     def arrays(self, replica: int | None = None):
-        """Batches of images, uint8 (N, B, 28, 28, 1), and labels, int32 (N, B).
+        """Returns batches of images, uint8 (N, B, 28, 28, 1), and labels, int32 (N, B).
 
         Args:
-            replica: gives only what this replica has of each batch; None gives all.
+            replica: returns only the rows of this replica; None returns all.
         """
         rng = np.random.default_rng(0)
         shape = (BATCHES, self.local_batch_size * self.replicas)
@@ -67,20 +67,20 @@ class Workload:
         return images[:, rows], labels[:, rows]
 
     def calls(self) -> list[int]:
-        """Steps of each call: `steps_per_call`, and what is left in the last one."""
+        """Returns the steps of each call: `steps_per_call`, and the remainder in the last one."""
         full, rest = divmod(self.steps, self.steps_per_call)
         return [self.steps_per_call] * full + [rest] * bool(rest)
 
 
 def read() -> Workload:
-    """The workload on the command line; the process keeps to its cores from then on.
+    """Returns the workload on the command line, and restricts the process to its cores.
 
-    To be called before TensorFlow or PyTorch is imported: they count the cores when they start.
+    Call it before TensorFlow or PyTorch is imported: they count the cores when they start.
     """
     workload = Workload(**json.loads(sys.argv[1]))
     allowed = sorted(os.sched_getaffinity(0))
     if workload.cores > len(allowed):
-        raise ValueError(f"--cores={workload.cores}, but only {len(allowed)} are to be had")
+        raise ValueError(f"--cores={workload.cores}, but only {len(allowed)} are available")
     os.sched_setaffinity(0, allowed[: workload.cores])
     return workload
 
@@ -89,17 +89,17 @@ def report(workload: Workload, seconds: float, loss: float, versions: dict, **mo
     """Prints the answer.
 
     Args:
-        workload: what was trained.
-        seconds: what all timed steps took.
-        loss: their mean; a rival whose loss is not finite has not trained.
+        workload: the trained workload.
+        seconds: time of all timed steps.
+        loss: mean loss of the steps; a rival whose loss is not finite has not trained.
         versions: names and versions of its libraries.
-        more: what else there is to say.
+        more: additional entries of the answer.
 
     Raises:
         ArithmeticError: the loss is not finite.
     """
     if not math.isfinite(loss):
-        raise ArithmeticError(f"the loss is {loss}: this is no training that could be compared")
+        raise ArithmeticError(f"the loss is {loss}: this training is not comparable")
     milliseconds = seconds / workload.steps * 1000
     print(
         json.dumps({"ms_per_step": milliseconds, "loss": loss, "versions": versions, **more}),

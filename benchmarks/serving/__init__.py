@@ -1,4 +1,4 @@
-"""Servers under load: clients that count and check answers, our server, and its rivals.
+"""Servers under load: clients that check and count responses, kdist's server, and its rivals.
 
-Rivals run in environments of their own, without kdist: this module imports nothing.
+Rivals run in their own environments without kdist, so this module imports nothing.
 """

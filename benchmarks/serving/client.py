@@ -1,6 +1,6 @@
-"""A process of clients: python -m benchmarks.serving.client '{"port": 8501, …}' (`Order`).
+"""Process of clients: python -m benchmarks.serving.client '{"port": 8501, …}' (`Order`).
 
-Prints the outcome as a line of JSON. Imports TensorFlow for gRPC alone.
+Prints the outcome as a line of JSON. Imports TensorFlow only for gRPC.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from benchmarks.serving.outcomes import Outcome
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What a process of clients is to do.
+    """Work order of a process of clients.
 
     Attributes:
         examples: a file of `Examples.save`.
@@ -45,14 +45,14 @@ class Order:
 
 
 def run(order: Order, root: str) -> dict:
-    """`Outcome.summary` of an order, carried out by a process of its own.
+    """Runs an order in a new process, and returns its `Outcome.summary`.
 
     Args:
-        order: what to do.
+        order: the work order.
         root: of the repository.
 
     Raises:
-        RuntimeError: it failed, or took a minute longer than its limits allow.
+        RuntimeError: the process failed, or exceeded its limits by a minute.
     """
     limits = Limits(**order.limits)
     most = limits.seconds + limits.warm_up_seconds + limits.timeout_seconds + 60
@@ -68,8 +68,8 @@ def run(order: Order, root: str) -> dict:
     return json.loads(process.stdout.strip().splitlines()[-1])
 
 
-async def carried_out(order: Order) -> Outcome:
-    """Carries out an order, in this process."""
+async def execute(order: Order) -> Outcome:
+    """Executes an order in this process, and returns its outcome."""
     spoken = dialect(order.dialect, order.model, order.input_name)
     requests = Requests(Examples.load(order.examples), spoken)
     connect = _connect(order, spoken.is_grpc)
@@ -92,11 +92,11 @@ def _connect(order, is_grpc):
 def _main(given):
     order = Order(**json.loads(given))
     if order.dialect == "grpc":
-        outcome = asyncio.run(carried_out(order))  # gRPC's own loop goes with asyncio's
+        outcome = asyncio.run(execute(order))  # gRPC's own loop goes with asyncio's
     else:
         import uvloop
 
-        outcome = uvloop.run(carried_out(order))
+        outcome = uvloop.run(execute(order))
     print(json.dumps(outcome.summary()))
 
 

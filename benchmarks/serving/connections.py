@@ -1,10 +1,10 @@
-"""Connections that cost a client little, so that the server under load has the cores.
+"""Cheap client connections, which leave the cores to the server under load.
 
     ask = await HttpConnection.open("127.0.0.1", 8501, "/v1/models/fashion:predict")
     status, body = await ask(body)
     ask.close()
 
-httptools, which uvicorn is made with, reads the answers.
+httptools, the parser of uvicorn, parses the responses.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ import httptools
 
 
 class HttpConnection(asyncio.Protocol):
-    """One connection kept alive; one request at a time.
+    """Persistent connection that sends one request at a time.
 
     Attributes:
-        is_open: whether it may be asked again.
+        is_open: whether the connection can send another request.
     """
 
     def __init__(self, host: str, port: int, path: str):
@@ -32,39 +32,39 @@ class HttpConnection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, host: str, port: int, path: str) -> "HttpConnection":
-        """Raises OSError where nothing listens."""
+        """Opens a connection; raises OSError if nothing listens."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: cls(host, port, path), host, port)
         return connection
 
     async def __call__(self, body: bytes) -> tuple[str, bytes]:
-        """The answer's status and body.
+        """Sends a request, and returns the status and body of the response.
 
         Raises:
-            ConnectionError: the connection ended before the answer.
+            ConnectionError: the connection closed before the response.
         """
         self.send(self.message(body))
         return await self.answer()
 
     def message(self, body: bytes) -> bytes:
-        """A whole request, for those who send it in parts."""
+        """Returns the bytes of a request, for clients that send it in parts."""
         return f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
     def send(self, part: bytes):
-        """Sends a request, or a part of one."""
+        """Sends a request or a part of one."""
         if self._answer is None:
             self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(part)
 
     async def answer(self) -> tuple[str, bytes]:
-        """Waits for the answer to what was sent; raises as a call does."""
+        """Waits for the response; raises the same errors as a call."""
         try:
             return await self._answer
         finally:
             self._answer = None
 
     def close(self):
-        """Ends the connection at once, wherever it is."""
+        """Closes the connection immediately, in whatever state."""
         self.is_open = False
         if self._transport:
             self._transport.abort()
@@ -102,10 +102,10 @@ class HttpConnection(asyncio.Protocol):
 
 
 class GrpcConnection:
-    """TensorFlow Serving's Predict, on a channel of its own.
+    """Channel that calls TensorFlow Serving's Predict.
 
     Attributes:
-        is_open: True; a channel connects again by itself.
+        is_open: always True, since channels reconnect automatically.
     """
 
     is_open = True
@@ -120,12 +120,12 @@ class GrpcConnection:
         self._predict = self._channel.unary_unary("/tensorflow.serving.PredictionService/Predict")
 
     async def __call__(self, body: bytes) -> tuple[str, bytes]:
-        """The answer's status and message: "200", or gRPC's code, such as "RESOURCE_EXHAUSTED"."""
+        """Returns (status, message); the status is "200" or a gRPC code."""
         try:
             return "200", await self._predict(body)
         except self._grpc.aio.AioRpcError as error:
             return error.code().name, b""
 
     def close(self):
-        """Ends it, soon."""
+        """Closes the channel."""
         self._closing = asyncio.ensure_future(self._channel.close())

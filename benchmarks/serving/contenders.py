@@ -1,4 +1,4 @@
-"""Our server and its rivals: how each is started, asked, and set."""
+"""kdist's server and its rivals: commands, protocols, and settings."""
 
 import dataclasses
 import pathlib
@@ -13,12 +13,12 @@ _PACKAGE = "benchmarks.serving.rivals"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is common to all of a session.
+    """Options that all servers of a session share.
 
     Attributes:
-        max_batch: rows of a batch at most.
-        program: ours, a file; `scripts/serve.py` of some checkout.
-        workers: processes that compute, of ours.
+        max_batch: rows of the largest batch.
+        program: `scripts/serve.py` of a checkout.
+        workers: worker processes of kdist's server.
         rivals: directory of the rivals' environments.
     """
 
@@ -30,10 +30,10 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Contender:
-    """One server.
+    """Server that takes part in a comparison.
 
     Attributes:
-        title: its name in tables.
+        title: name in tables.
         dialect: of `benchmarks.serving.dialects`.
         path: of the URL that predicts; "{model}" stands for the model's name.
         command: from interpreter, setting, directory of the model and options.
@@ -55,7 +55,7 @@ class Contender:
     is_rival: bool = False
 
     def said(self, setting: str) -> str:
-        """Its title, with a setting."""
+        """Returns the title with a setting."""
         return f"{self.title}, {setting}{self.unit}" if setting else self.title
 
 
@@ -145,10 +145,10 @@ CONTENDERS = {
 
 
 def with_timeout(contender: Contender, timeout_us: str) -> Contender:
-    """Ours, with another `--batch_timeout_us`."""
+    """Returns kdist's server with another `--batch_timeout_us`."""
     return dataclasses.replace(contender, settings=[timeout_us])
 
 
 def this_python() -> str:
-    """The interpreter of those that need no environment of their own."""
+    """Returns the interpreter of servers that need no separate environment."""
     return sys.executable

@@ -1,4 +1,4 @@
-"""How servers want to be asked, and how they answer."""
+"""Formats of requests and responses."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import orjson
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-    """A protocol's bodies.
+    """Request and response format of a protocol.
 
     Attributes:
-        said: what it is, in words.
-        body: of a request, from instances (rows, …).
-        predictions: the first output's rows (rows, outputs), from an answer's body.
-        is_grpc: whether bodies are messages of gRPC.
+        said: description.
+        body: function of instances `(rows, …)` that returns a request body.
+        predictions: function of a response body that returns the first output `(rows, outputs)`.
+        is_grpc: whether bodies are gRPC messages.
     """
 
     said: str
@@ -54,9 +54,9 @@ DIALECTS = {
 
 
 def dialect(name: str, model: str = "", input_name: str = "") -> Dialect:
-    """One of `DIALECTS`, or "grpc": TensorFlow Serving's, for a model and the name of its input.
+    """Returns one of `DIALECTS`, or "grpc" for a model and the name of its input.
 
-    The latter imports TensorFlow, for its messages.
+    "grpc" is TensorFlow Serving's protocol; it imports TensorFlow for the messages.
     """
     return _grpc(model, input_name) if name == "grpc" else DIALECTS[name]
 

@@ -1,4 +1,4 @@
-"""Environments of rivals, each with what its own file pins, so that no two get in their way."""
+"""Separate virtual environments of the rivals, each with its own pinned packages."""
 
 import pathlib
 import subprocess
@@ -10,7 +10,7 @@ _INSTALLED = "installed.txt"  # the requirements, once they are there
 
 
 def python(directory: pathlib.Path, name: str) -> str | None:
-    """The interpreter of an environment; None if it is not there, or made from other pins."""
+    """Returns the interpreter of an environment; None if it is missing or has other pins."""
     installed = directory / name / _INSTALLED
     if not installed.exists() or installed.read_text() != _pins(name).read_text():
         return None
@@ -18,10 +18,10 @@ def python(directory: pathlib.Path, name: str) -> str | None:
 
 
 def prepare(directory: pathlib.Path, name: str, timeout_seconds: float = 1800.0):
-    """Makes an environment, or brings it to what is pinned.
+    """Creates an environment, or updates it to the pinned packages.
 
     Raises:
-        RuntimeError: its packages cannot be had.
+        RuntimeError: the packages cannot be installed.
     """
     if python(directory, name):
         return

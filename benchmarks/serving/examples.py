@@ -1,4 +1,4 @@
-"""Requests made before the clock starts, each with the answer that is right for it."""
+"""Requests that are prepared before a measurement, each with its correct response."""
 
 import os
 import pathlib
@@ -12,10 +12,10 @@ TOLERANCE = 1e-4
 
 
 class Examples:
-    """Inputs (N, …) as whole numbers, and the right predictions (N, outputs).
+    """Integer inputs `(N, …)` and the correct predictions `(N, outputs)`.
 
     Raises:
-        ValueError: two examples are answered so much alike that they cannot be told apart.
+        ValueError: the predictions of two examples are too similar to distinguish.
     """
 
     def __init__(self, inputs: np.ndarray, predictions: np.ndarray):
@@ -31,21 +31,21 @@ class Examples:
         return len(self.inputs)
 
     def save(self, path: str | os.PathLike):
-        """To a file of NumPy's, for a process of clients."""
+        """Writes a NumPy file for a process of clients."""
         np.savez(pathlib.Path(path), inputs=self.inputs, predictions=self.predictions)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Examples":
-        """From such a file."""
+        """Reads a file that `save` wrote."""
         with np.load(path) as file:
             return cls(file["inputs"], file["predictions"])
 
 
 class Requests:
-    """Examples in one server's dialect; a request is one example.
+    """Examples in the format of one server; a request holds one example.
 
     Attributes:
-        bodies: of the requests, in order.
+        bodies: bodies of the requests, in order.
     """
 
     def __init__(self, examples: Examples, dialect: Dialect):
@@ -57,7 +57,7 @@ class Requests:
         return len(self.bodies)
 
     def is_right(self, index: int, answer: bytes) -> bool:
-        """Whether a body is the right answer to the request `index`."""
+        """Returns whether a body is the correct response to the request `index`."""
         try:
             found = self._dialect.predictions(answer)
         except Exception:  # whatever a server may send that is no answer
@@ -69,7 +69,7 @@ class Requests:
 
 
 def _nearest(predictions):
-    """The largest difference in any output, between the two examples where it is smallest."""
+    """Returns the smallest distance (maximum norm) between predictions of two examples."""
     return min(
         (
             np.abs(predictions[index + 1 :] - row).max(axis=1).min()

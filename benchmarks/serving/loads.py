@@ -1,4 +1,4 @@
-"""Clients that put a load on a server: in a closed loop, or in an open one.
+"""Clients that load a server, in a closed or an open loop.
 
     connect = functools.partial(HttpConnection.open, "127.0.0.1", 8501, path)
     outcome = await closed_loop(connect, requests, clients=32, limits=Limits(seconds=5))
@@ -23,12 +23,12 @@ Connect = Callable[[], Awaitable]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """When a load ends, at the latest.
+    """Limits that end a load.
 
     Attributes:
-        seconds: of sending, the warm-up left out.
-        count: requests at most, those of the warm-up left out; None for no limit.
-        warm_up_seconds: at the beginning, that are left out of account. Defaults to 0.
+        seconds: seconds of sending, without the warm-up.
+        count: largest number of requests, without the warm-up; None for no limit.
+        warm_up_seconds: seconds at the start that are not counted. Defaults to 0.
         timeout_seconds: after which an answer is no longer waited for. Defaults to 30.
     """
 
@@ -39,7 +39,7 @@ class Limits:
 
 
 class Client:
-    """Asks on a connection that is opened again when it has ended, and counts the answers."""
+    """Client that counts responses, and reopens its connection when it has closed."""
 
     def __init__(self, connect: Connect, requests: Requests, tally: Tally, timeout_seconds: float):
         self._connect, self._requests, self._tally = connect, requests, tally
@@ -47,11 +47,11 @@ class Client:
         self._connection = None
 
     async def ask(self, index: int, since: float | None = None) -> str:
-        """Has one example predicted; gives the kind of the answer, as `Outcome.answers` counts.
+        """Requests a prediction, and returns the kind of response that `Outcome.answers` counts.
 
         Args:
             index: of the example.
-            since: when the request was due (`time.perf_counter`). Defaults to now.
+            since: due time of the request (`time.perf_counter`). Defaults to now.
         """
         since = time.perf_counter() if since is None else since
         try:
@@ -66,7 +66,7 @@ class Client:
         return kind
 
     def close(self):
-        """Ends the connection."""
+        """Closes the connection."""
         if self._connection:
             self._connection.close()
         self._connection = None
@@ -84,7 +84,7 @@ class Client:
 async def closed_loop(
     connect: Connect, requests: Requests, clients: int, limits: Limits
 ) -> Outcome:
-    """As many clients, each of which asks again as soon as it is answered."""
+    """Runs clients that each send a request as soon as the last is answered."""
     tally = Tally()
     indices = itertools.cycle(range(len(requests)))
     clock = _Clock(limits, tally)
@@ -110,12 +110,12 @@ async def open_loop(
     most_connections: int = 512,
     seed: int = 0,
 ) -> Outcome:
-    """Requests that come whether or not earlier ones were answered, as a Poisson process.
+    """Sends requests as a Poisson process, whether or not earlier ones were answered.
 
     Args:
         connect: opens a connection.
         requests: what is sent.
-        rate: requests a second, on average.
+        rate: mean number of requests per second.
         limits: when it ends.
         most_connections: that are open at a time; requests that find none are "unsent".
         seed: of the times between requests.
@@ -156,7 +156,7 @@ def _poisson(rate: float, seed: int) -> Iterator[float]:
 
 
 class _Clock:
-    """Ends the warm-up, and then the load."""
+    """Clock that ends the warm-up, and then the load."""
 
     def __init__(self, limits, tally):
         self._limits, self._tally = limits, tally
@@ -164,7 +164,7 @@ class _Clock:
         self._restart()
 
     def goes_on(self):
-        """Whether another request may be sent; counts it."""
+        """Counts a request, and returns whether it may be sent."""
         passed = time.perf_counter() - self._began
         if not self._warm and passed >= self._limits.warm_up_seconds:
             self._warm, passed = True, 0.0

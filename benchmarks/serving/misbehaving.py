@@ -1,7 +1,7 @@
-"""Clients as servers meet them outside: slow ones, ones that leave, and floods.
+"""Misbehaving clients: slow clients, clients that disconnect, and floods.
 
-Each runs for some seconds and counts what it saw; what the server's other clients see at the same
-time is for `benchmarks.serving.loads` to say.
+Each runs for some seconds and counts its responses. `benchmarks.serving.loads` measures what other
+clients see at the same time.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ async def slow_clients(
     pause_seconds: float = 0.1,
     timeout_seconds: float = 30.0,
 ) -> Answers:
-    """Clients that send each request in so many parts, with pauses between them.
+    """Runs clients that send each request in parts, with pauses between them.
 
-    A server may refuse them (408), or end the connection; if it answers, then rightly.
+    A server may reject them (408) or close the connection. Any response must be correct.
     """
 
     async def ask(connection, index):
@@ -56,9 +56,9 @@ async def leaving_clients(
     share_sent: float = 0.5,
     pause_seconds: float = 0.02,
 ) -> Answers:
-    """Clients that end the connection after a share of a request; 1 for the whole of it.
+    """Runs clients that disconnect after a fraction of a request; 1 sends all of it.
 
-    After the whole, the server computes for nobody, or finds out in time.
+    After a whole request, the server may notice the disconnect or compute in vain.
     """
 
     async def ask(connection, index):
@@ -73,7 +73,7 @@ async def leaving_clients(
 async def flood(
     connect: Connect, requests: Requests, number: int, timeout_seconds: float = 30.0
 ) -> Outcome:
-    """So many requests at once, each on a connection of its own; 429 is an answer like others."""
+    """Sends concurrent requests, each on its own connection; 429 is a valid response."""
     tally = Tally()
     clients = [Client(connect, requests, tally, timeout_seconds) for _ in range(number)]
     began = time.perf_counter()
@@ -86,7 +86,7 @@ async def flood(
 
 
 async def _repeat(connect, examples, clients, seconds, ask: Callable) -> Answers:
-    """Has clients ask, on a new connection each time, until the time is over."""
+    """Sends requests until the time is over, each on a new connection."""
     answers: Answers = collections.Counter()
     end = time.perf_counter() + seconds
 

@@ -1,4 +1,4 @@
-"""The models that are served, exported once, with examples and the right answers to them."""
+"""Models to serve, exported once, with examples and correct predictions."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ _SEED = 0
 def small_resnet():
     """A ResNet of three blocks with 16, 32 and 64 channels: pixels (B, 28, 28, 1) to (B, 10).
 
-    About a millisecond a call on two cores.
+    A call takes about a millisecond on two cores.
     """
     import keras
 
@@ -51,10 +51,10 @@ INPUT_NAME = "inputs"  # what `export` calls it
 
 
 def prepared(name: str, directory: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
-    """A model's directory for servers, and the file of its examples; made if they are not there.
+    """Returns (directory of a model, file of its examples); creates them if needed.
 
-    Statistics of BatchNorm are those of the examples: with those of a new model, a deep one would
-    answer everything alike, and wrong answers would not be seen.
+    BatchNorm statistics are computed from the examples. With those of a new model, a deep model
+    would predict the same for every input, and wrong responses would go unnoticed.
     """
     directory = pathlib.Path(directory)
     models, examples = directory / name, directory / f"{name}.npz"
@@ -62,7 +62,7 @@ def prepared(name: str, directory: str | os.PathLike) -> tuple[pathlib.Path, pat
         return models, examples
     import keras
 
-    from kdist.serving.exporting import export
+    from kdist.serving.exporting.export import export
 
     keras.utils.set_random_seed(_SEED)
     model = MODELS[name]()
@@ -75,7 +75,7 @@ def prepared(name: str, directory: str | os.PathLike) -> tuple[pathlib.Path, pat
 
 
 def _pictures(shape):
-    """Whole numbers from 0 to 255 (EXAMPLES, …): waves, of other lengths and directions each."""
+    """Returns integer images `(EXAMPLES, …)` from 0 to 255: waves of various lengths and angles."""
     generator = np.random.default_rng(_SEED)
     rows, columns = np.mgrid[0 : shape[0], 0 : shape[1]] / shape[0]
     pictures = np.empty((EXAMPLES, *shape))

@@ -1,4 +1,4 @@
-"""What clients saw of a server."""
+"""Responses and latencies that clients measured."""
 
 import collections
 import dataclasses
@@ -13,7 +13,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclasses.dataclass
 class Outcome:
-    """Counts and times of requests.
+    """Counts and latencies of requests.
 
     Attributes:
         seconds: in which they were sent.
@@ -31,30 +31,30 @@ class Outcome:
 
     @property
     def errors(self) -> dict[str, int]:
-        """All that is no right answer, by kind."""
+        """Responses that were not correct, by kind."""
         return {kind: number for kind, number in self.answers.items() if kind != RIGHT}
 
     @property
     def per_second(self) -> float:
-        """Right answers a second."""
+        """Correct responses per second."""
         return self.answers.get(RIGHT, 0) / self.seconds
 
     @property
     def mean_ms(self) -> float:
-        """Mean latency in milliseconds; NaN if nothing was answered."""
+        """Mean latency in milliseconds; NaN without responses."""
         return float(np.mean(self.latencies)) * 1e3 if len(self.latencies) else float("nan")
 
     def percentile_ms(self, percent: float) -> float:
-        """A latency in milliseconds that `percent` % of the answers do not exceed, by nearest rank.
+        """Returns a percentile of the latency in milliseconds, by nearest rank.
 
-        NaN if nothing was answered.
+        NaN without responses.
         """
         if not len(self.latencies):
             return float("nan")
         return float(np.percentile(self.latencies, percent, method="inverted_cdf")) * 1e3
 
     def summary(self) -> dict:
-        """All figures as JSON can hold them; latencies only as mean and percentiles."""
+        """Returns all numbers in a JSON-compatible form; latencies as mean and percentiles."""
         return {
             "seconds": self.seconds,
             "answers": dict(self.answers),
@@ -66,23 +66,23 @@ class Outcome:
 
 
 class Tally:
-    """Gathers answers while clients run."""
+    """Counter of responses while clients run."""
 
     def __init__(self):
         self.latencies: list[float] = []
         self.answers: collections.Counter[str] = collections.Counter()
 
     def add(self, kind: str, seconds: float | None = None):
-        """One answer; `seconds` is the latency of a right one."""
+        """Adds a response; `seconds` is the latency of a correct one."""
         self.answers[kind] += 1
         if kind == RIGHT:
             self.latencies.append(seconds)
 
     def clear(self):
-        """Forgets all so far: the server was warming up."""
+        """Discards all responses of the warm-up."""
         self.latencies.clear()
         self.answers.clear()
 
     def outcome(self, seconds: float, client_cores: float | None = None) -> Outcome:
-        """What was gathered in so many seconds."""
+        """Returns the outcome of the given number of seconds."""
         return Outcome(seconds, np.array(self.latencies), dict(self.answers), client_cores)

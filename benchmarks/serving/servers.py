@@ -1,4 +1,4 @@
-"""A server's process and its children: started, waited for, weighed, and ended."""
+"""Starts, measures, and ends the processes of a server."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ _COMMON = {
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """How a server is started.
+    """Command that starts a server.
 
     Attributes:
         line: program and arguments; "{port}", "{grpc_port}" and "{other_port}" stand for free ports
@@ -42,15 +42,15 @@ class Command:
 
 
 class Server:
-    """Runs until `end`, or the end of a `with` block.
+    """Running server; ends with `end` or the `with` block.
 
     Args:
-        command: how it is started.
+        command: command that starts the server.
         cores: threads that TensorFlow may compute with.
-        timeout_seconds: by when it has to be ready.
+        timeout_seconds: time limit for the start.
 
     Attributes:
-        port, grpc_port: where it listens, on 127.0.0.1.
+        port, grpc_port: ports on 127.0.0.1.
 
     Raises:
         RuntimeError: it ended, or is not ready in time; says the end of its output.
@@ -85,7 +85,7 @@ class Server:
         self.end()
 
     def memory(self) -> int:
-        """Bytes of resident memory of all its processes; what they share counts once each."""
+        """Returns the resident bytes of all processes; memory that they share counts for each."""
         total = 0
         for process in self._family():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -93,14 +93,14 @@ class Server:
         return total
 
     def workers(self) -> list[psutil.Process]:
-        """The processes in which our server computes: children of the one that makes them."""
+        """Returns kdist's worker processes: the children of the fork server."""
         with contextlib.suppress(psutil.NoSuchProcess):
             children = psutil.Process(self._process.pid).children()
             return [each for child in children for each in child.children()]
         return []
 
     def end(self, patience_seconds: float = 15.0):
-        """Asks it to end, waits, and kills what is left of it and of its children."""
+        """Terminates the server, waits, and kills all remaining processes."""
         self._family()
         if self._process.poll() is None:
             self._process.terminate()
@@ -146,7 +146,7 @@ def _answers(url):
 
 
 def _free_ports(number):
-    """Ports that were free just now."""
+    """Returns ports that are currently free."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(number)]
         for each in sockets:

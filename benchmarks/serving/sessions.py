@@ -1,4 +1,4 @@
-"""All servers under the same loads, in turns."""
+"""Measures all servers under the same loads, in turns."""
 
 import dataclasses
 import pathlib
@@ -13,11 +13,11 @@ from benchmarks.serving.servers import ROOT, Server
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A load.
+    """Load of a server.
 
     Attributes:
-        clients: of a closed loop; or
-        rate: of an open one, in requests a second.
+        clients: number of clients of a closed loop, or
+        rate: rate of an open loop, in requests per second.
     """
 
     clients: int | None = None
@@ -31,12 +31,12 @@ class Load:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A contender that takes part.
+    """Server that takes part in a session.
 
     Attributes:
-        contender: which.
-        python: the interpreter that runs it.
-        setting: one of the contender's.
+        contender: the contender.
+        python: interpreter that runs it.
+        setting: one of the contender's settings.
     """
 
     contender: Contender
@@ -50,12 +50,12 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """A model for servers, and what clients ask.
+    """Model to serve, and its examples.
 
     Attributes:
-        name: the model's.
-        directory: of its versions.
-        examples: a file of `Examples.save`.
+        name: name of the model.
+        directory: directory of its versions.
+        examples: file that `Examples.save` wrote.
     """
 
     name: str
@@ -65,12 +65,12 @@ class Served:
 
 @dataclasses.dataclass
 class Measured:
-    """Of one server under one load, a value a round.
+    """Measurements of one server under one load, one value per round.
 
     Attributes:
         entry: the server.
-        outcomes: `Outcome.summary` each.
-        memory: bytes, after the load.
+        outcomes: `Outcome.summary` of each round.
+        memory: resident bytes after the load.
     """
 
     entry: Entry
@@ -78,19 +78,19 @@ class Measured:
     memory: list[int] = dataclasses.field(default_factory=list)
 
     def values(self, key: str) -> list[float]:
-        """One figure of all rounds."""
+        """Returns one measure in all rounds."""
         return [outcome[key] for outcome in self.outcomes]
 
 
 class Session:
-    """Measures contenders with one model.
+    """Session that measures servers with one model.
 
     Args:
         served: the model.
-        options: of all servers.
+        options: options of all servers.
         cores: threads that TensorFlow computes with.
-        limits: of every load.
-        start_seconds: by when a server has to be ready.
+        limits: limits of each load.
+        start_seconds: time limit for the start of a server.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Session:
         seconds: float,
         say: Callable[[str], None],
     ) -> list[Entry]:
-        """Each contender, on its interpreter, with the setting that answers most requests."""
+        """Returns each contender with the setting that answers the most requests."""
         limits = dataclasses.replace(self._limits, seconds=seconds)
         entries = []
         for contender, python in contenders.items():
@@ -134,10 +134,10 @@ class Session:
         rounds: int,
         say: Callable[[str], None],
     ) -> dict[Load, list[Measured]]:
-        """All entries under all loads.
+        """Measures all servers under all loads.
 
-        A round starts every server once, so that a slow phase of the machine hits all of them; each
-        round begins with another one.
+        A round starts every server once, so that a slow phase of the machine affects all of them.
+        Each round begins with another server.
         """
         measured = {load: [Measured(entry) for entry in entries] for load in loads}
         for number in range(rounds):

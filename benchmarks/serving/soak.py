@@ -1,10 +1,10 @@
-"""A server under load for long, while versions change, workers are killed and clients misbehave.
+"""Soak test: long load while versions change, workers are killed, and clients misbehave.
 
     story = await soak(server, directory, requests, Plan(count=200_000))
     story.steady.errors, story.memory
 
 What the steady clients see is what counts: each request that the server takes is answered rightly,
-whatever happens beside it.
+whatever happens background it.
 """
 
 import asyncio
@@ -33,23 +33,23 @@ from benchmarks.serving.outcomes import RIGHT, Outcome, Tally
 from benchmarks.serving.servers import Server
 
 _SAMPLE_SECONDS = 1.0
-# A refused client comes again after so long: sooner than it is told, to keep the load up.
+# A rejected client retries after this time, sooner than Retry-After, to keep the load up.
 _AGAIN_SECONDS = 0.05
 _LINE_SECONDS = 10.0
-# For a new version to be served.
+# Time limit for a new version to be served.
 _LOAD_SECONDS = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How long, and how bad.
+    """Length and events of a soak test.
 
     Attributes:
-        count: right answers to reach; more where each kind of event takes longer to have come.
-        clients: that behave.
-        pause_seconds: between events.
-        flood_size: connections of a flood.
-        seed: of the order of events.
+        count: correct responses to reach; more if some kind of event has not occurred yet.
+        clients: number of steady clients.
+        pause_seconds: seconds between events.
+        flood_size: number of connections of a flood.
+        seed: seed of the order of events.
         events: that are drawn from; each comes once before any comes twice.
     """
 
@@ -63,13 +63,13 @@ class Plan:
 
 @dataclasses.dataclass
 class Story:
-    """What happened.
+    """Result of a soak test.
 
     Attributes:
-        steady: what the steady clients saw.
-        others: answers to misbehaving clients, by the kind of event.
-        events: how many of each kind there were.
-        memory: (right answers so far, bytes of all the server's processes).
+        steady: outcome of the steady clients.
+        others: responses to misbehaving clients, by kind of event.
+        events: number of events of each kind.
+        memory: pairs of (correct responses so far, bytes of all processes of the server).
     """
 
     steady: Outcome
@@ -79,33 +79,35 @@ class Story:
 
 
 async def soak(server: Server, directory: pathlib.Path, requests: Requests, plan: Plan) -> Story:
-    """Carries out a plan.
+    """Runs a soak test.
 
     Args:
-        server: with worker processes.
-        directory: of the served model's versions; new ones are copies of the first.
-        requests: of the model.
-        plan: what is to happen.
+        server: server with worker processes.
+        directory: versions of the served model; new versions are copies of the first.
+        requests: requests for the model.
+        plan: length and events.
     """
     path = f"/v1/models/{directory.name}:predict"
     connect = functools.partial(HttpConnection.open, "127.0.0.1", server.port, path)
     tally, events = Tally(), _Events(server, directory, connect, requests, plan)
     memory: list[tuple[int, int]] = []
     began = time.perf_counter()
-    beside = [asyncio.ensure_future(each) for each in (events.run(), _watch(server, tally, memory))]
+    background = [
+        asyncio.ensure_future(each) for each in (events.run(), _watch(server, tally, memory))
+    ]
     indices = itertools.cycle(range(len(requests)))
 
     def ended():
         enough = tally.answers[RIGHT] >= plan.count and events.each_came
-        return enough or any(task.done() for task in beside)
+        return enough or any(task.done() for task in background)
 
     steady = [_steady(connect, requests, tally, ended, indices) for _ in range(plan.clients)]
     await asyncio.gather(*steady)
-    for task in beside:
+    for task in background:
         if task.done():
             task.result()  # raises what ended it
         task.cancel()
-    await asyncio.gather(*beside, return_exceptions=True)
+    await asyncio.gather(*background, return_exceptions=True)
     outcome = tally.outcome(time.perf_counter() - began)
     return Story(outcome, events.answers, events.number, memory)
 
@@ -139,7 +141,7 @@ class _Events:
 
     @property
     def each_came(self) -> bool:
-        """Whether each kind has come, and has ended."""
+        """Returns whether events of each kind have occurred and ended."""
         return all(self.number[kind] for kind in self._plan.events)
 
     async def run(self):
@@ -154,7 +156,7 @@ class _Events:
                 self.answers[kind].update(answers or {})
 
     async def _swap(self):
-        """A new version, written as `export` does: whole or not at all; the one before goes."""
+        """Replaces the version by a copy, written atomically as `export` does."""
         number = next(self._versions)
         draft = self._directory / f".writing-{number}"
         old = max(int(each.name) for each in self._directory.iterdir() if each.name.isdecimal())
@@ -175,7 +177,7 @@ class _Events:
         raise RuntimeError(f"version {version} is not served after {_LOAD_SECONDS:g} s")
 
     async def _kill(self):
-        """A worker, by its process id, in the middle of what it does."""
+        """Kills a random worker process."""
         workers = self._server.workers()
         with contextlib.suppress(psutil.NoSuchProcess):
             random.choice(workers).send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Servers under load as Markdown tables, and the ratios that count."""
+"""Results of servers under load as Markdown tables, with ratios."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ _HEAD = (
 
 
 def report(title: str, measured: Mapping[Load, Sequence[Measured]]) -> str:
-    """All loads of one model: a table each, and ratios below."""
+    """Returns a table for each load of one model, followed by ratios."""
     parts = [f"## {title}"]
     for load, rows in measured.items():
         ours = _of(rows, OURS)
@@ -26,7 +26,7 @@ def report(title: str, measured: Mapping[Load, Sequence[Measured]]) -> str:
 
 
 def bodies(contenders: Sequence[Contender]) -> str:
-    """In which protocol each is asked."""
+    """Returns the protocol of each server."""
     said = {
         contender.title: DIALECTS[contender.dialect].said
         for contender in contenders
@@ -36,7 +36,7 @@ def bodies(contenders: Sequence[Contender]) -> str:
 
 
 def ratio(one: Measured, other: Measured, key: str) -> float:
-    """The median of the ratios within each round, in which the machine was the same."""
+    """Returns the median of the ratios within each round, as the machine changes between rounds."""
     pairs = zip(one.values(key), other.values(key), strict=True)
     return statistics.median(ours / theirs if theirs else float("nan") for ours, theirs in pairs)
 
@@ -57,7 +57,7 @@ def _line(row, ours):
 
 
 def _not_right(row):
-    """All answers that were not right, of all rounds, by kind."""
+    """Returns the counts of incorrect responses in all rounds, by kind."""
     total: dict[str, int] = {}
     for outcome in row.outcomes:
         for kind, number in outcome["answers"].items():
@@ -67,7 +67,7 @@ def _not_right(row):
 
 
 def _ratios(rows, ours):
-    """What ours is beside the best rival, and beside a server without batches."""
+    """Returns ratios of kdist's server to the best rival and to a server without batching."""
     if not ours:
         return []
     said = []

@@ -1,25 +1,31 @@
-"""Keras callbacks, one a file; they go into `fit(callbacks=[...])` of any Keras model.
+"""Keras callbacks for `fit(callbacks=[...])`, one per file; they also work with plain Keras models.
 
 callbacks = [
     kdist.callbacks.Telemetry("runs/first"),
     kdist.callbacks.StopOnNonFiniteLoss(),
     kdist.callbacks.EpochCheckpoint("runs/first/checkpoints"),
 ]
+
+Names are imported on first use.
 """
 
-from kdist.callbacks.checkpoint import Checkpoint
-from kdist.callbacks.epoch_checkpoint import EpochCheckpoint
-from kdist.callbacks.epoch_seconds import EpochSeconds
-from kdist.callbacks.profile import Profile
-from kdist.callbacks.stop_on_nonfinite_loss import NonFiniteLossError, StopOnNonFiniteLoss
-from kdist.callbacks.telemetry import Telemetry
+from kdist.public_names import import_on_demand
 
-__all__ = [
-    "Checkpoint",
-    "EpochCheckpoint",
-    "EpochSeconds",
-    "NonFiniteLossError",
-    "Profile",
-    "StopOnNonFiniteLoss",
-    "Telemetry",
-]
+_PUBLIC = {
+    "Checkpoint": "checkpoint",
+    "EpochCheckpoint": "epoch_checkpoint",
+    "EpochSeconds": "epoch_seconds",
+    "NonFiniteLossError": "stop_on_nonfinite_loss",
+    "Profile": "profile",
+    "StopOnNonFiniteLoss": "stop_on_nonfinite_loss",
+    "Telemetry": "telemetry",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+__getattr__ = import_on_demand(__name__, _PUBLIC)
+
+
+def __dir__():
+    return sorted(__all__)

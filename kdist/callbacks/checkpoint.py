@@ -1,18 +1,10 @@
-"""A run that is killed at any moment goes on from its last checkpoint, as if nothing had happened.
-
-    model.fit(train, epochs=3, callbacks=[kdist.callbacks.Checkpoint("runs/first/checkpoints")])
-
-The same program, started again, goes on where the newest whole checkpoint was written: weights,
-optimizers, loss scale, metrics of the epoch that was under way, the place in the data, random
-numbers' generators, and what Keras's callbacks remember. With data of `kdist.data` its end is
-bit-equal to that of a run that was never killed.
-"""
+"""Checkpoints within epochs, and exact resumption after a kill at any moment."""
 
 import importlib.metadata
+import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,66 +12,73 @@ from typing import Any
 
 import keras
 
-from kdist import heartbeat
-from kdist.checkpoint import snapshot, surroundings
+from kdist.checkpoint import host_state, snapshot
 from kdist.checkpoint.background import BackgroundWriter
-from kdist.checkpoint.broadcast import of_chief
-from kdist.checkpoint.files import CheckpointError, CheckpointFiles, opened
-from kdist.locks import Lock
-from kdist.run_directory import checkpoint_step
+from kdist.checkpoint.files import FORMAT_VERSION, CheckpointError, CheckpointFiles, open_checkpoint
+from kdist.cluster import heartbeat
+from kdist.run_directory import FileLock, checkpoint_step
 from kdist.strategies import is_chief
-from kdist.training.resume import Position
-from kdist.training.together import are_several_workers
+from kdist.training.broadcast import read_on_chief
+from kdist.training.scopes import is_multi_worker
+from kdist.training.state import Position, training_state_of
 
-_FORMAT = 1
-# What a worker asks of all others: each of these fits into a sum over many workers.
+_logger = logging.getLogger(__name__)
+
+# Requests of a worker to all others. A sum over many workers keeps the two apart.
 _SAVE, _STOP = 1, 1 << 32
 
 
 class Checkpoint(keras.callbacks.Callback):
-    """Writes checkpoints, and lets `fit` go on from the newest.
+    """Writes checkpoints, and resumes `fit` from the newest one.
 
-    One is written at the end of each epoch, before each validation, every so many steps or minutes,
-    and on SIGTERM or SIGINT (Ctrl-C), after which training ends: by `SystemExit` with code 143, or
-    by `KeyboardInterrupt`. A second signal acts as it would without this callback. Steps wait only
-    until the weights are copied; the writing goes on beside them.
+    Run the same program again after it was killed: `fit` restores weights, optimizers, the loss
+    scale, metrics of the running epoch, the position in the data, random number generators, and the
+    state of Keras's callbacks. With data of `kdist.data` the result is bit-equal to that of an
+    uninterrupted run.
 
-    Of callbacks, Keras's own are known that remember something (EarlyStopping, ReduceLROnPlateau,
-    ModelCheckpoint, History); one of your own joins by `get_state()`, which gives what JSON can
-    hold, and `set_state(state)`, called after `on_train_begin`.
+    A checkpoint is written at the end of each epoch, before each validation, after `every_steps` or
+    `every_minutes`, and on SIGTERM or SIGINT (Ctrl-C). A signal then ends training by `SystemExit`
+    with code 143, or by `KeyboardInterrupt`; a second signal acts as without this callback.
+    Training waits only until the weights are copied; a thread writes them. After a NaN or infinite
+    loss no more checkpoints are written.
 
-    Once the loss has become NaN or infinite, no more are written.
+    The state of EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, and History is saved. A custom
+    callback takes part by `get_state()`, which returns JSON-serializable state, and
+    `set_state(state)`, called after `on_train_begin`.
 
-    With several workers all need the callback, and all save at the same step; the chief alone
-    writes, and alone has to see the directory. Going on with another number of replicas is possible
-    where the global batch stays; sums over rows are then added up in another order, so that the
-    last digits differ.
+    With several workers, each of them needs the callback, and all save at the same step. Only the
+    chief accesses the directory. The number of replicas may change if the global batch is the same;
+    results then differ by rounding.
 
     Args:
-        directory: where to; made if it is not there. Each is a directory `step-…` in it.
-        every_steps: write after so many steps; at the end of a call with
-            `steps_per_execution`. By default not by steps.
-        every_minutes: write after so many minutes. By default not by time.
-        keep: how many of the newest stay. Defaults to 3.
-        monitor: of which the best stays as well: a name in the logs of epochs. Defaults to
-            "val_loss", or "loss" where nothing is validated; higher is better for names that hold
-            "acc" or "auc".
-        resume: "auto", the default: go on from the newest checkpoint in `directory`, if there is
-            one; "never"; or the path of the checkpoint to go on from.
-        at_resume: called on the chief with the number of steps that training goes on from, before
-            it does.
+        directory: the directory of the checkpoints `step-…`; created if missing.
+        every_steps: number of steps between checkpoints, rounded to calls with
+            `steps_per_execution`. Defaults to None, no checkpoints by steps.
+        every_minutes: minutes between checkpoints. Defaults to None, no checkpoints by time.
+        keep: number of newest checkpoints to keep. Defaults to 3.
+        monitor: name in the epoch logs whose best checkpoint is also kept; higher is better for
+            names that contain "acc" or "auc". Defaults to "val_loss", or "loss" without
+            validation.
+        resume: "auto" to resume from the newest checkpoint in `directory`, if any; "never"; or the
+            path of a checkpoint. Defaults to "auto".
+        at_resume: function that the chief calls with the step to resume from. Defaults to None.
 
     Attributes:
-        resumed_from: the step that training went on from; None if it began anew.
+        resumed_from: the step that training resumed from; None for a new training.
 
     Raises:
-        ValueError: `keep`, `every_steps` or `every_minutes` is not positive.
-        TypeError: from `fit`, with a model that kdist does not train.
-        CheckpointError: from `fit`, while another process writes into `directory`; or what is there
-            is no whole checkpoint, or of another model or other data.
+        ValueError: `keep`, `every_steps`, or `every_minutes` is not positive.
+        TypeError: from `fit`, if the model is not trained by kdist.
+        CheckpointError: from `fit`, if another process writes to `directory`, or the checkpoint is
+            damaged or of another model or dataset.
+
+    Example:
+
+        checkpoint = kdist.callbacks.Checkpoint("runs/first/checkpoints", every_minutes=10)
+        model.fit(train, epochs=3, callbacks=[checkpoint])
     """
 
-    # So that it knows what the others have decided, and gives them back what they knew.
+    # Runs after all other callbacks, so that it saves and restores their final state.
     comes_last = True
 
     def __init__(
@@ -102,61 +101,63 @@ class Checkpoint(keras.callbacks.Callback):
         self._resume, self._at_resume = resume, at_resume
         self.resumed_from: int | None = None
         self._writer: BackgroundWriter | None = None
-        self._lock: Lock | None = None
+        self._lock: FileLock | None = None
         self._state: Any = None
         self._signal: int | None = None
         self._handlers: dict[int, Any] = {}
 
-    # Going on: called by `fit`, see kdist/training/resume.py.
+    # Resuming: called by `fit`, see kdist/training/state.py.
 
     def load(self, model: keras.Model) -> Position | None:
-        """Where the newest whole checkpoint was written; None if there is none.
+        """Returns the position of the checkpoint to resume from, or None.
 
         Raises:
-            CheckpointError: `resume` names a directory that holds no whole checkpoint.
+            CheckpointError: the checkpoint is missing or damaged.
         """
         strategy = model.distribute_strategy
         self.set_model(model)
         self._is_chief = is_chief(strategy)
-        # Another `fit` of this process goes on with the model as it is.
+        # A second `fit` of this process continues with the model as it is.
         resume, self._resume = self._resume, "never"
-        found = of_chief(strategy, lambda: _read(self._files, resume))
-        self._numbers_from = found["newest"] if found["state"] is None else 0
+        found = read_on_chief(strategy, lambda: _read(self._files, resume), CheckpointError)
+        self._step_offset = found["newest"] if found["state"] is None else 0
         self._state, self._arrays = found["state"], found["arrays"]
         if self._state is None:
             return None
         self.resumed_from = found["step"]
         if self._is_chief:
-            print(f"kdist: going on after step {found['step']}, from {found['path']}", flush=True)
+            _logger.info("resumed after step %d from %s", found["step"], found["path"])
             if self._at_resume:
                 self._at_resume(found["step"])
         return Position(**self._state["position"])
 
     def restore(self, facts: dict[str, Any]):
-        """Gives the model what `load` has found.
+        """Restores the state that `load` has read.
 
         Raises:
-            CheckpointError: it is of another model, of other data or of another global batch.
+            CheckpointError: the model, dataset, or global batch differs.
         """
         state, model = self._state, self.model
         _check(state, facts)
-        snapshot.put(model, self._of("model"))
-        model.local_steps_done = state["local_steps_done"]
-        model.stop_training, model.logs_of_epoch = state["stop_training"], state["logs"]
-        surroundings.to_generators(state["generators"])
+        snapshot.restore(model, self._arrays_of("model"))
+        model.training_state.local_steps_done = state["local_steps_done"]
+        model.stop_training = state["stop_training"]
+        model.training_state.epoch_logs = state["logs"]
+        host_state.restore_rng(state["generators"])
         self._best = state["best"]
         replicas = model.distribute_strategy.num_replicas_in_sync
         if self._is_chief and replicas != state["replicas"]:
-            print(
-                f"kdist: on {replicas} replicas now, {state['replicas']} before: the global batch "
-                "is the same, and sums over it are rounded differently",
-                flush=True,
+            _logger.info(
+                "on %d replicas now, %d before: the global batch is the same, but sums over it are "
+                "rounded differently",
+                replicas,
+                state["replicas"],
             )
 
     def release(self):
-        """Writes what is left to write."""
+        """Writes queued checkpoints, and releases signal handlers and the directory."""
         for number, handler in self._handlers.items():
-            # None: it was installed by other than Python, which cannot put it back.
+            # None: the handler was not installed by Python, which cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._handlers = {}
         if self._writer is not None:
@@ -169,20 +170,20 @@ class Checkpoint(keras.callbacks.Callback):
     # Called by Keras.
 
     def on_train_begin(self, logs=None):
-        if not hasattr(self.model, "position"):
+        if training_state_of(self.model) is None:
             raise TypeError(
-                "Checkpoint goes on within an epoch, which Keras's own fit cannot: make the model "
-                "by kdist.Model.of(model), or call kdist.patch_keras() first"
+                "Checkpoint resumes within an epoch, which Keras's own fit does not support; "
+                "use kdist.Model.of(model), or call kdist.patch_keras() first"
             )
         if self._state is not None:
-            surroundings.to_callbacks(
-                self._others(), self._state["callbacks"], self._of("callbacks")
+            host_state.restore_callbacks(
+                self._others(), self._state["callbacks"], self._arrays_of("callbacks")
             )
             self._state = self._arrays = None
-        self.model.shall_pause = False
-        self._several = are_several_workers(self.model.distribute_strategy)
-        self.model.asked.reset()
-        self._saved = self.model.position.batch
+        self.model.training_state.pause_requested = False
+        self._several = is_multi_worker(self.model.distribute_strategy)
+        self.model.training_state.votes.reset()
+        self._saved = self.model.training_state.position.batch
         self._saved_at = time.monotonic()
         self._trains = True
         self._signal = None
@@ -194,78 +195,77 @@ class Checkpoint(keras.callbacks.Callback):
                 self._handlers[number] = signal.signal(number, self._on_signal)
 
     def on_train_batch_end(self, batch, logs=None):
-        asked = self._asked()
-        if not (asked or self._is_due()):
+        requests = self._requests()
+        if not (requests or self._is_due()):
             return
-        # Under parameter servers steps are under way: a state that goes with a place in the data
-        # there is when all of them are done.
-        self.model.shall_pause = not self.model.is_paused
-        if self.model.shall_pause:
+        # Under parameter servers, wait until no steps are in flight: only then does the state match
+        # a position in the data.
+        self.model.training_state.pause_requested = not self.model.training_state.is_paused
+        if self.model.training_state.pause_requested:
             return
-        # If this was the epoch's last step, they are its logs.
-        self._save(self.model.epoch_results(logs))
-        if asked >= _STOP:
+        # After the last step of an epoch, these are its logs.
+        self._save(self.model.training_state.epoch_results(logs))
+        if requests >= _STOP:
             self._end()
 
     def on_test_begin(self, logs=None):
         if self._trains:
-            self._save(self.model.logs_of_epoch)
+            self._save(self.model.training_state.epoch_logs)
 
     def on_test_batch_end(self, batch, logs=None):
-        # What validation began with is saved. Several workers stop together, in a step.
+        # The state before validation is saved. Several workers stop together, after a step.
         if self._trains and self._signal is not None and not self._several:
             self._end()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._save({}, at_epochs_end=True, is_best=self._is_best(logs or {}))
+        self._save({}, at_epoch_end=True, is_best=self._is_best(logs or {}))
         if self._signal is not None and not self._several:
             self._end()
 
     def on_train_end(self, logs=None):
         self._trains = False
 
-    # When.
+    # Time of a checkpoint.
 
-    def _asked(self):
-        """What the workers ask together."""
+    def _requests(self):
+        """Returns the sum of the requests of all workers."""
         own = _STOP if self._signal is not None else 0
         if self._is_chief and self._every_minutes is not None:
             own += _SAVE * (time.monotonic() - self._saved_at >= 60 * self._every_minutes)
         if not self._several:
             return own
-        asked = self.model.asked.of_all()
-        self.model.asked.ask(0 if 0 < asked < _STOP else own)  # what is done now is done
+        asked = self.model.training_state.votes.total()
+        self.model.training_state.votes.vote(
+            0 if 0 < asked < _STOP else own
+        )  # drops requests that are fulfilled now
         return asked
 
     def _is_due(self):
         if self._every_steps is None:
             return False
-        return self.model.position.batch // self._every_steps > self._saved // self._every_steps
+        batch = self.model.training_state.position.batch
+        return batch // self._every_steps > self._saved // self._every_steps
 
     def _on_signal(self, number, frame):
         if self._signal is None:
             self._signal = number
             name = signal.Signals(number).name
-            # Not by print: the signal may have come in the middle of one.
-            os.write(2, f"kdist: {name}: saving, then ending\n".encode())
+            # Not by logging: the signal may have interrupted a log call.
+            os.write(2, f"kdist: {name}: saving a checkpoint, then ending\n".encode())
             return
         signal.signal(number, self._handlers.get(number) or signal.SIG_DFL)
         signal.raise_signal(number)
 
     def _end(self):
-        """Ends training as the signal asks, once all is written."""
+        """Ends training as the signal requires, after queued checkpoints are written."""
         if self._writer is not None:
             self._writer.wait()
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt
-        print(
-            f"kdist: saved after step {self._saved}; the same command goes on from there",
-            file=sys.stderr,
-            flush=True,
-        )
+        _logger.info("saved after step %d; run the same command again to resume", self._saved)
         raise SystemExit(128 + signal.SIGTERM)
 
-    # What.
+    # Content of a checkpoint.
 
     def _is_best(self, logs):
         name = self._monitor or ("val_loss" if "val_loss" in logs else "loss")
@@ -279,40 +279,43 @@ class Checkpoint(keras.callbacks.Callback):
         self._best = value
         return True
 
-    def _save(self, logs, at_epochs_end=False, is_best=False):
+    def _save(self, logs, at_epoch_end=False, is_best=False):
         model = self.model
-        if model.first_nonfinite_step() is not None:  # nobody wants to go on from there
+        if model.training_state.first_nonfinite_step() is not None:  # not worth resuming from
             return
-        position = model.position.next_epoch if at_epochs_end else model.position
-        with heartbeat.meeting("taking a checkpoint"):
-            arrays = snapshot.take(model)  # by all workers
+        position = model.training_state.position
+        if at_epoch_end:
+            position = position.next_epoch
+        with heartbeat.collective("taking a checkpoint"):
+            arrays = snapshot.capture(model)  # collective
         self._saved, self._saved_at = position.batch, time.monotonic()
         if not self._is_chief:
             return
-        callbacks, more = surroundings.of_callbacks(self._others())
+        callbacks, callback_arrays = host_state.callback_state(self._others())
         state = {
-            "format": _FORMAT,
+            "format": FORMAT_VERSION,
             "version": importlib.metadata.version("kdist"),
             "position": position._asdict(),
-            "examples": position.batch * (model.global_batch_size or 0),
-            "facts": model.data_facts,
+            "examples": position.batch * (model.training_state.global_batch_size or 0),
+            "facts": model.training_state.data_facts,
             "replicas": model.distribute_strategy.num_replicas_in_sync,
-            "local_steps_done": model.local_steps_done,
+            "local_steps_done": model.training_state.local_steps_done,
             "stop_training": model.stop_training,
             "logs": {k: v for k, v in dict(logs).items() if isinstance(v, float)},
             "best": self._best,
             "callbacks": callbacks,
-            "generators": surroundings.of_generators(),
+            "generators": host_state.rng_state(),
         }
         arrays = {f"model/{name}": array for name, array in arrays.items()}
-        arrays.update({f"callbacks/{name}": array for name, array in more.items()})
-        self._writer.put(self._numbers_from + position.batch, arrays, state, is_best)
+        arrays.update({f"callbacks/{name}": array for name, array in callback_arrays.items()})
+        self._writer.put(self._step_offset + position.batch, arrays, state, is_best)
 
     def _others(self):
-        return [callback for callback in self.model.callbacks_of_fit if callback is not self]
+        callbacks = self.model.training_state.callbacks
+        return [callback for callback in callbacks if callback is not self]
 
-    def _of(self, kind):
-        """The arrays of a kind, by their names within it."""
+    def _arrays_of(self, kind):
+        """Returns {name without `kind`: array} of one kind of arrays."""
         prefix = f"{kind}/"
         return {
             name.removeprefix(prefix): array
@@ -322,19 +325,19 @@ class Checkpoint(keras.callbacks.Callback):
 
 
 def _lock(directory):
-    """Keeps others from writing into the directory, and from removing what is in it."""
+    """Locks the directory, so that no other run writes to it."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        return Lock(directory)
+        return FileLock(directory)
     except BlockingIOError as error:
         raise CheckpointError(
-            f"another run writes its checkpoints into {directory}; let it end, or take another "
+            f"another run writes its checkpoints to {directory}; wait for it, or use another "
             "directory"
         ) from error
 
 
 def _read(files, resume):
-    """What a checkpoint holds, for all workers; without a state if there is none to go on from."""
+    """Returns the content of the checkpoint to resume from; its state is None without one."""
     paths = files.paths()
     newest = checkpoint_step(paths[-1]) if paths else 0
     saved = None
@@ -342,28 +345,28 @@ def _read(files, resume):
         saved = files.newest()
         if paths and saved is None:
             raise CheckpointError(
-                f"no checkpoint in {files.directory} is whole; begin anew (--resume=never, or a "
-                "new --run_dir)"
+                f"all checkpoints in {files.directory} are damaged; start a new run "
+                "(--resume=never, or a new --run_dir)"
             )
     elif resume != "never":
-        saved = opened(resume)
+        saved = open_checkpoint(resume)
     if saved is None:
         return {"state": None, "arrays": None, "newest": newest}
-    if saved.state.get("format") != _FORMAT:
+    if saved.state.get("format") != FORMAT_VERSION:
         raise CheckpointError(
             f"{saved.path} was written by kdist {saved.state.get('version')}, in another format; "
-            "go on with that version, or begin anew (--resume=never)"
+            "resume with that version, or start a new run (--resume=never)"
         )
     path = os.fspath(saved.path)
     return {"state": saved.state, "arrays": saved.tensors(), "step": saved.step, "path": path}
 
 
 def _check(state, facts):
-    """Raises a CheckpointError if the data are not those that training began with."""
+    """Raises a CheckpointError if the data differ from those of the checkpoint."""
     for name, value in state["facts"].items():
         if facts.get(name) != value:
             raise CheckpointError(
-                f"the checkpoint was written with {name}={value}, and this is {facts.get(name)}; "
-                "set it as it was (the global batch is local batch × replicas × accumulation), or "
-                "begin anew (--resume=never, a new --run_dir)"
+                f"the checkpoint was written with {name}={value}, but now it is {facts.get(name)}; "
+                "restore the value (the global batch is local batch × replicas × accumulation), or "
+                "start a new run (--resume=never, a new --run_dir)"
             )

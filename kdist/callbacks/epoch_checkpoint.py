@@ -1,5 +1,6 @@
-"""Saves the model at the end of each epoch, whole or not at all."""
+"""Model files at the end of each epoch, written atomically."""
 
+import logging
 import math
 import os
 import pathlib
@@ -8,47 +9,54 @@ import keras
 
 from kdist.telemetry import JsonlWriter
 
+_logger = logging.getLogger(__name__)
+
 
 class EpochCheckpoint(keras.callbacks.Callback):
-    """Writes `epoch-0001.keras` and so on: the model with its optimizer, a file an epoch.
+    """Saves the model with its optimizer after each epoch, as `epoch-0001.keras` and so on.
 
-    A file appears under its name only when it is complete. The state before the first step is
-    `epoch-0000.keras`. A model whose loss is not a number is not saved.
+    The state before the first step is `epoch-0000.keras`. A file is complete as soon as it has its
+    name. A model with a NaN or infinite loss is not saved.
 
     Args:
-        directory: where to; made if it is not there.
-        keep: how many of the newest files stay. Defaults to 2.
+        directory: directory of the files; created if missing.
+        keep: number of newest files to keep. Defaults to 2.
 
     Raises:
-        ValueError: `keep` is smaller than 1.
+        ValueError: `keep` is less than 1.
+
+    Example:
+
+        model.fit(train, epochs=3, callbacks=[kdist.callbacks.EpochCheckpoint("runs/a/models")])
+        model = keras.saving.load_model("runs/a/models/epoch-0003.keras")
     """
 
-    # With several workers, the chief does it.
+    # With several workers, only the chief runs this callback.
     only_writes = True
 
     def __init__(self, directory: str | os.PathLike, keep: int = 2):
         super().__init__()
         if keep < 1:
-            raise ValueError(f"EpochCheckpoint(keep={keep}): keep at least 1 file")
+            raise ValueError(f"EpochCheckpoint: keep={keep} must be at least 1")
         self._directory = pathlib.Path(directory)
         self._keep = keep
 
     def newest(self) -> pathlib.Path | None:
-        """The last file that was completed, if any."""
+        """Returns the newest complete file, or None."""
         return max(self._files(), default=None)
 
     def written(self) -> list[tuple[int, pathlib.Path]]:
-        """(epoch, file) of all files that are complete."""
+        """Returns (epoch, file) of all complete files."""
         return [(int(file.stem.removeprefix("epoch-")), file) for file in self._files()]
 
     def note_evaluation(self, epoch: int, results: dict[str, float]):
-        """Adds a line to `evaluations.jsonl`, beside the files, and says it."""
+        """Appends results to `evaluations.jsonl` in the same directory, and logs them."""
         self._directory.mkdir(parents=True, exist_ok=True)
         writer = JsonlWriter(self._directory / "evaluations.jsonl")
         writer.write({"epoch": epoch, **results})
         writer.close()
         numbers = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
-        print(f"epoch {epoch}: {numbers}", flush=True)
+        _logger.info("epoch %d: %s", epoch, numbers)
 
     def on_train_begin(self, logs=None):
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How long an epoch takes, of any Keras model on any backend."""
+"""Training time of epochs, for any Keras model and backend."""
 
 import time
 
@@ -6,10 +6,18 @@ import keras
 
 
 class EpochSeconds(keras.callbacks.Callback):
-    """Measures the training time of epochs, without validation; the first one compiles as well.
+    """Measures the training time of each epoch, without validation.
+
+    The first epoch includes the compilation.
 
     Attributes:
-        seconds: of each epoch that has ended.
+        seconds: list of the seconds of each completed epoch.
+
+    Example:
+
+        timer = kdist.callbacks.EpochSeconds()
+        model.fit(x, y, epochs=3, callbacks=[timer])
+        print(timer.seconds)
     """
 
     def __init__(self):
@@ -27,6 +35,6 @@ class EpochSeconds(keras.callbacks.Callback):
 
     def _end(self):
         if getattr(self, "_is_training", False):
-            int(self.model.optimizer.iterations)  # what is still under way on the devices
+            int(self.model.optimizer.iterations)  # waits for steps in flight on the devices
             self.seconds.append(time.perf_counter() - self._began)
             self._is_training = False

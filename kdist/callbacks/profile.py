@@ -1,6 +1,7 @@
-"""Traces some steps for TensorBoard and xprof, and names the most expensive operations."""
+"""Profile of some steps for TensorBoard and xprof, and their most expensive operations."""
 
 import dataclasses
+import logging
 import os
 import pathlib
 from typing import Any
@@ -8,27 +9,35 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.telemetry.trace import read_trace
+from kdist.telemetry.steps.trace import read_trace
+from kdist.training.state import training_state_of
+
+_logger = logging.getLogger(__name__)
 
 
 class Profile(keras.callbacks.Callback):
-    """Traces the steps from `first` to `last`, in whole calls of the step function.
+    """Traces the steps from `first` to `last`, rounded to whole calls of the train function.
 
-    Steps are slower while they are traced. A run that ends before `first` has no profile; a line
-    says so.
+    Traced steps are slower. A run that ends before `first` writes no profile and logs a message.
 
     Args:
-        directory: where the trace is written, in TensorBoard's layout
-            (`plugins/profile/<time>/<host>.xplane.pb`); open it with `tensorboard --logdir=…`
+        directory: directory of the trace, in TensorBoard's format
+            (`plugins/profile/<time>/<host>.xplane.pb`). Open it with `tensorboard --logdir=…`
             (package `tensorboard-plugin-profile`) or with `xprof`.
-        first: the first step to trace, counted from 1. Take one after the compilation.
-        last: the last one.
+        first: first step to trace, counted from 1; choose one after the compilation.
+        last: last step to trace.
 
     Attributes:
-        steps: how many were traced.
+        steps: number of traced steps.
 
     Raises:
-        ValueError: `last` comes before `first`, or `first` is less than 1.
+        ValueError: `last` is less than `first`, or `first` is less than 1.
+
+    Example:
+
+        profile = kdist.callbacks.Profile("runs/a/profile", first=10, last=20)
+        model.fit(train, callbacks=[profile])
+        profile.top_operations(3)
     """
 
     only_writes = True
@@ -37,8 +46,8 @@ class Profile(keras.callbacks.Callback):
         super().__init__()
         if not 1 <= first <= last:
             raise ValueError(
-                f"Profile(first={first}, last={last}): steps are counted from 1, and the last one "
-                "does not come before the first (--profile=10:20)"
+                f"Profile(first={first}, last={last}) is invalid; steps are counted from 1, and "
+                "last is at least first (--profile=10:20)"
             )
         self._directory = pathlib.Path(directory)
         self._first, self._last = first, last
@@ -47,7 +56,7 @@ class Profile(keras.callbacks.Callback):
         self.steps = 0
 
     def top_operations(self, number: int = 10) -> list[dict[str, Any]]:
-        """The operations that took the most time, as records; empty if nothing was traced."""
+        """Returns the operations with the most time, as dicts; empty without a trace."""
         work = read_trace(self._directory, self.steps) if self.steps else None
         return [dataclasses.asdict(op) for op in work.operations[:number]] if work else []
 
@@ -69,7 +78,8 @@ class Profile(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         before = self._done
-        self._done = self._done_before + getattr(self.model, "steps_in_epoch", batch + 1)
+        state = training_state_of(self.model)
+        self._done = self._done_before + (state.steps_in_epoch if state else batch + 1)
         if not self._runs:
             return
         self._marker.__exit__(None, None, None)
@@ -81,7 +91,7 @@ class Profile(keras.callbacks.Callback):
         if self._runs:
             self._stop()
         if not self.steps:
-            print(f"kdist: no profile: training ended after {self._done} steps")
+            _logger.warning("no profile: training ended after %d steps", self._done)
 
     def _length(self):
         return getattr(self.model, "steps_per_execution", 1)

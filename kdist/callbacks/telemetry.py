@@ -1,4 +1,4 @@
-"""Measures a training, inside of it: how fast it goes, where the time goes, what devices do."""
+"""Telemetry of a run: throughput, time per part of a step, and utilization of devices."""
 
 import os
 import time
@@ -8,39 +8,47 @@ import keras
 
 from kdist.run_directory import RunDirectory
 from kdist.strategies import is_chief
-from kdist.telemetry import Writer, create_writer
-from kdist.telemetry.collector import collector_of
-from kdist.telemetry.means import DeviceMeans
-from kdist.telemetry.verdict import verdict
-from kdist.telemetry.windows import Windows
+from kdist.telemetry.devices.collector import collector_of
+from kdist.telemetry.steps.verdict import DeviceMeans, verdict
+from kdist.telemetry.steps.windows import TimingWindows
+from kdist.telemetry.writers.base import Writer, create_writer
+from kdist.training.state import training_state_of
 
 
 class Telemetry(keras.callbacks.Callback):
-    """Writes `metrics.jsonl` and `devices.jsonl` of a run, and says what slows the training down.
+    """Writes `metrics.jsonl` and `devices.jsonl` of a run, and diagnoses its bottleneck.
 
-    In `metrics.jsonl` there is a `train` line every so often, an `epoch` line after each epoch, and
-    a `timing` line for each window: examples a second, the share of a step that goes to waiting
-    for input, to callbacks and to the rest, percentiles of the seconds a step. Once in a while
-    a profile of some steps tells the rest apart: computing, and adding gradients up.
-    `devices.jsonl` holds what the GPUs, cores, disks, network and processes of all hosts do.
+    `metrics.jsonl` gets periodic `train` lines, an `epoch` line per epoch, and a `timing` line per
+    window: examples per second, percentiles of the step time, and the fractions of a step for
+    input, callbacks, and the rest. Occasional profiles divide the rest into computation and
+    gradient reduction. `devices.jsonl` gets the utilization of GPUs, cores, disks, network, and
+    processes of all hosts.
 
-    Times are of training alone: from the beginning of an epoch to the end of its last step, without
-    validation. The first call of the first epoch, in which TensorFlow traces and compiles the
-    step, counts in `seconds_per_epoch`, and in nothing else.
+    Times cover training only, from the start of an epoch to the end of its last step, without
+    validation. The first call of the first epoch, which compiles the step, counts in
+    `seconds_per_epoch` only.
 
     Args:
-        run_directory: where to write; made if it is not there.
-        every_seconds: time between two `train` lines. Logs are read from the devices only then.
-            Defaults to 1.
-        window_seconds: time that a `timing` line is about. Defaults to 10.
-        device_seconds: time between two samples of the devices; None samples none. Defaults to 5.
-        profiles: whether some steps are profiled once in a while, at a cost of 0.4 % at most.
-        writer: gets the records in the place of the files of `run_directory`, and is closed by
-            whoever made it. By default the run directory alone is written to.
+        run_directory: the run directory; created if missing.
+        every_seconds: seconds between two `train` lines, the only times at which logs are read
+            from the devices. Defaults to 1.
+        window_seconds: length of the window of a `timing` line, in seconds. Defaults to 10.
+        device_seconds: seconds between two samples of the devices, or None for no samples.
+            Defaults to 5.
+        profiles: whether to profile some steps, which takes at most 0.4 % of the time. Defaults to
+            True.
+        writer: a `kdist.telemetry.Writer` that receives the records; its creator closes it.
+            Defaults to a writer of the files in `run_directory`.
 
     Attributes:
-        epoch_seconds: the training time of each epoch.
-        first_call_seconds: the time of the first call.
+        epoch_seconds: seconds of training of each epoch.
+        first_call_seconds: seconds of the first call, which compiles the step.
+
+    Example:
+
+        telemetry = kdist.callbacks.Telemetry("runs/first")
+        model.fit(train, epochs=3, callbacks=[telemetry])
+        print(telemetry.summary()["verdict"])
     """
 
     def __init__(
@@ -63,28 +71,28 @@ class Telemetry(keras.callbacks.Callback):
         self._profiles = profiles
         self.epoch_seconds: list[float] = []
         self.first_call_seconds: float | None = None
-        self._windows: Windows | None = None
+        self._windows: TimingWindows | None = None
         self._devices = DeviceMeans()
         self._whole_seconds = 0.0
-        # Of the processes that worked at the run before this one.
+        # Seconds of earlier processes of this run, before a restart.
         self._seconds_before = self._useful_before = 0.0
 
     @property
     def seconds_per_epoch(self) -> float | None:
-        """The mean training time of an epoch; None before the first has ended."""
+        """Mean seconds of training per epoch; None before the first epoch has ended."""
         return sum(self.epoch_seconds) / len(self.epoch_seconds) if self.epoch_seconds else None
 
     @property
     def examples_per_second(self) -> float | None:
-        """Examples trained on per second, after the first call; None where it can't be known."""
+        """Training examples per second after the first call; None if unknown."""
         return self._timing().get("examples_per_second")
 
     def summary(self) -> dict[str, Any]:
-        """What was measured, for `summary.json`.
+        """Returns the results for `summary.json`.
 
-        `goodput` is the share of the time since training began in which steps were made that
-        count: not compiling, validating, or saving. Of a run that went on after a kill, the time
-        between, and the steps that were made again, are lost as well.
+        `goodput` is the fraction of the time since the start in which useful steps ran, as opposed
+        to compilation, validation, and saving. For a resumed run, the time between its processes
+        and repeated steps are lost as well.
         """
         timing = self._timing()
         useful, whole = self._useful_seconds(), self._whole_seconds
@@ -97,11 +105,11 @@ class Telemetry(keras.callbacks.Callback):
             "goodput": useful / whole if useful and whole else None,
             "model_flops_utilization": timing.get("model_flops_utilization"),
             **{name: timing[name] for name in timing if name.startswith("step_seconds_")},
-            **self._of_split_model(timing),
+            **self._split_model_figures(timing),
         }
 
-    def _of_split_model(self, timing):
-        """What each device did, and sent; nothing of a model that is not split."""
+    def _split_model_figures(self, timing):
+        """Returns utilization and communication of a split model; empty for other models."""
         crossing = self._windows.crossing_bytes() if self._windows else None
         if crossing is None and "device_busy_share" not in timing:
             return {}
@@ -115,12 +123,12 @@ class Telemetry(keras.callbacks.Callback):
         strategy = self.model.distribute_strategy
         self._writer = self._given_writer or create_writer(self._run, is_chief=is_chief(strategy))
         self._step = int(self.model.optimizer.iterations.numpy())
-        # Other than 0 where another process did an epoch's first steps.
+        # Not 0 if another process ran the first steps of the epoch.
         self._first_step_here = self._steps_in_epoch(-1)
         self._step_at_epoch = self._step - self._first_step_here
         self._began = self._last_line = time.perf_counter()
         self._epoch_ended, self._epoch_so_far = self._began, 0.0
-        self._windows = Windows(self.model, self._window_seconds, self._profiles)
+        self._windows = TimingWindows(self.model, self._window_seconds, self._profiles)
         self._collector = collector_of(strategy)
         if self._device_seconds is not None and is_chief(strategy):
             self._collector.start(self._write_device, self._device_seconds)
@@ -131,7 +139,7 @@ class Telemetry(keras.callbacks.Callback):
         self._epoch_began = time.perf_counter()
 
     def get_state(self):
-        """What another process needs to go on: see `kdist.callbacks.Checkpoint`."""
+        """Returns the state for a resumed run: see `kdist.callbacks.Checkpoint`."""
         now = time.perf_counter()
         here = now - self._began
         epoch_here = now - self._epoch_began if self._epoch_ended is None else 0.0
@@ -145,7 +153,7 @@ class Telemetry(keras.callbacks.Callback):
         }
 
     def set_state(self, state):
-        """Goes on with the clock of the process that `get_state` was called in."""
+        """Restores the clock of the process that called `get_state`."""
         self.epoch_seconds, self._epoch_so_far = state["epoch_seconds"], state["epoch_so_far"]
         self._seconds_before, self._useful_before = state["seconds"], state["useful_seconds"]
         self._whole_seconds = state["whole_seconds"] + time.time() - state["time"]
@@ -194,36 +202,37 @@ class Telemetry(keras.callbacks.Callback):
     def _end_training_part(self):
         if self._epoch_ended is None:
             self._epoch_ended = time.perf_counter()
-            if figures := self._windows.figures():
+            if figures := self._windows.metrics():
                 self._write("timing", figures)
 
     def _useful_seconds(self):
         return self._useful_before + (self._timing().get("window_seconds") or 0.0)
 
     def _timing(self):
-        """The figures of the whole training; empty before there are any."""
-        return self._windows.together() if self._windows else {}
+        """Returns the figures of the whole training; empty before the first window."""
+        return self._windows.total() if self._windows else {}
 
     def _steps_in_epoch(self, batch):
-        return getattr(self.model, "steps_in_epoch", batch + 1)
+        state = training_state_of(self.model)
+        return state.steps_in_epoch if state else batch + 1
 
     def _examples(self, steps):
-        batch = getattr(self.model, "global_batch_size", None)
+        batch = getattr(training_state_of(self.model), "global_batch_size", None)
         return steps * batch if batch else None
 
     def _staleness(self):
-        """Under parameter servers: how old the weights were that steps computed with."""
-        staleness = getattr(self.model, "staleness", None)
+        """Returns the staleness of the weights under parameter servers; otherwise empty."""
+        staleness = getattr(training_state_of(self.model), "staleness", None)
         if staleness is None or not staleness.steps:
             return {}
         return {"staleness_mean": staleness.mean, "staleness_largest": staleness.largest}
 
     def _write_device(self, record):
-        self._devices.note(record)
+        self._devices.add(record)
         self._writer.write_device(record)
 
     def _write(self, kind, values):
-        # Several optimizers in one have no common rate.
+        # A combination of several optimizers has no common rate.
         rate = getattr(self.model.optimizer, "learning_rate", None)
         self._writer.write(
             {
@@ -240,7 +249,7 @@ class Telemetry(keras.callbacks.Callback):
 
 
 def _breakdown(timing):
-    """Which share of a step goes where; they add up to 1."""
+    """Returns {part: fraction of a step}; the fractions add up to 1."""
     names = {"input": "input_share", "callbacks": "callback_share"}
     known = timing.get("compute_share") is not None
     parts = {"compute": "compute_share", "reduce": "reduce_share"} if known else {}

@@ -1,77 +1,79 @@
-"""Checkpoints are written while training goes on.
+"""Background thread that writes checkpoints while training continues.
 
 writer = BackgroundWriter(files)
-writer.put(step, arrays, state)          # returns at once
+writer.put(step, arrays, state)          # returns immediately
 writer.wait()                            # until it is on disk
 writer.close()
 """
 
-import sys
+import logging
 import threading
 from typing import Any
 
 from kdist.checkpoint.files import CheckpointFiles
 
+_logger = logging.getLogger(__name__)
+
 
 class BackgroundWriter:
-    """Writes what it is given, in one thread; of several that wait, the last one.
+    """Writes checkpoints in one thread; a newer checkpoint replaces a queued one.
 
-    A failure (a full disk, say) is said, and training goes on: what was written before is as it
-    was, and the next checkpoint is tried again.
+    A failure, such as a full disk, is logged and training continues. Earlier checkpoints remain
+    intact, and the next checkpoint is tried again.
 
     Args:
-        files: where to.
+        files: destination of the checkpoints.
 
     Attributes:
-        failed: how many could not be written since one was.
+        failed: number of failed writes since the last successful one.
     """
 
     def __init__(self, files: CheckpointFiles):
         self._files = files
         self._changed = threading.Condition()
-        self._waiting: tuple[Any, ...] | None = None
-        self._writes = self._ends = False
+        self._queued: tuple[Any, ...] | None = None
+        self._is_writing = self._is_closing = False
         self.failed = 0
         self._thread = threading.Thread(target=self._run, name="kdist-checkpoint", daemon=True)
         self._thread.start()
 
     def put(self, *checkpoint):
-        """Takes the arguments of `CheckpointFiles.write`.
+        """Queues a checkpoint; the arguments are those of `CheckpointFiles.write`.
 
-        A best one that has not been written yet is not forgotten for one that is not.
+        A queued best checkpoint is not replaced, but written first.
         """
         with self._changed:
-            while self._waiting is not None and self._waiting[3:] == (True,):
+            while self._queued is not None and self._queued[3:] == (True,):
                 self._changed.wait()
-            self._waiting = checkpoint
+            self._queued = checkpoint
             self._changed.notify_all()
 
     def wait(self):
-        """Returns when nothing is left to write."""
+        """Waits until all checkpoints are written."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is None and not self._writes)
+            self._changed.wait_for(lambda: self._queued is None and not self._is_writing)
 
     def close(self):
-        """Writes what is left."""
+        """Waits until all checkpoints are written, and ends the thread."""
         self.wait()
         with self._changed:
-            self._ends = True
+            self._is_closing = True
             self._changed.notify_all()
         self._thread.join()
 
     def _run(self):
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or self._ends)
-                if self._waiting is None:
+                self._changed.wait_for(lambda: self._queued is not None or self._is_closing)
+                if self._queued is None:
                     return
-                checkpoint, self._waiting, self._writes = self._waiting, None, True
+                checkpoint, self._queued, self._is_writing = self._queued, None, True
                 self._changed.notify_all()
             try:
                 self._write(checkpoint)
             finally:
                 with self._changed:
-                    self._writes = False
+                    self._is_writing = False
                     self._changed.notify_all()
 
     def _write(self, checkpoint):
@@ -80,10 +82,10 @@ class BackgroundWriter:
             self.failed = 0
         except OSError as error:
             self.failed += 1
-            print(
-                f"kdist: checkpoint {checkpoint[0]} cannot be written to {self._files.directory} "
-                f"({error}); training goes on, and the next is tried. Make room, or set another "
-                "--run_dir",
-                file=sys.stderr,
-                flush=True,
+            _logger.warning(
+                "cannot write checkpoint %d to %s (%s); training continues and will retry with the "
+                "next one. Free disk space, or use another --run_dir",
+                checkpoint[0],
+                self._files.directory,
+                error,
             )

@@ -1,26 +1,21 @@
-"""Checkpoints as directories: each is whole or not there, and says so itself.
-
-files = CheckpointFiles("runs/first/checkpoints", keep=3)
-files.write(150, {"weights/0": array}, {"epoch": 2})
-saved = files.newest()                       # the newest whole one; None without any
-saved.step, saved.state, saved.tensors()
+"""Checkpoint format: one directory per checkpoint, written atomically, with checksums.
 
 checkpoints/step-0000000150/
   state.json                    numbers and names
-  tensors.index, tensors.data…  TensorFlow's own format (tf.train.load_checkpoint reads it)
+  tensors.index, tensors.data…  arrays in TensorFlow's format (see tf.train.load_checkpoint)
   checksums.json                SHA-256 of the files above
 
-Nothing in it is ever unpickled.
+Reading a checkpoint never unpickles anything.
 """
 
 import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import shutil
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +24,11 @@ import tensorflow as tf
 
 from kdist.run_directory import CHECKPOINT_PREFIX, checkpoint_step
 
+_logger = logging.getLogger(__name__)
+
+# Stored in state.json as "format". Increase it when older code cannot resume from a checkpoint.
+FORMAT_VERSION = 1
+
 _UNFINISHED = "unfinished-"
 _REPLACED = f"{_UNFINISHED}replaced-"
 _STATE, _CHECKSUMS, _TENSORS = "state.json", "checksums.json", "tensors"
@@ -36,16 +36,29 @@ _BLOCK_BYTES = 1 << 20
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be gone on from: torn, of something else, or none at all."""
+    """A checkpoint is missing, damaged, or of another model or dataset.
+
+    Example:
+
+        try:
+            saved = kdist.checkpoint.open_checkpoint("runs/a/checkpoints/step-0000000150")
+        except kdist.checkpoint.CheckpointError as error:
+            print(error)
+    """
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk whose checksums are right.
+class SavedCheckpoint:
+    """A checkpoint on disk with verified checksums; see `open_checkpoint`.
 
     Attributes:
-        path: its directory.
-        state: what `CheckpointFiles.write` was given.
+        path: directory of the checkpoint.
+        state: the `state` passed to `CheckpointFiles.write`.
+
+    Example:
+
+        saved = kdist.checkpoint.CheckpointFiles("runs/a/checkpoints").newest()
+        print(saved.step, list(saved.tensors()))
     """
 
     path: pathlib.Path
@@ -53,14 +66,14 @@ class Saved:
 
     @property
     def step(self) -> int:
-        """The step that it was written after."""
+        """Number of the last step before the checkpoint."""
         step = _step(self.path)
         if step is None:
-            raise CheckpointError(f"{self.path} is not named after its step, as step-0000000150")
+            raise CheckpointError(f"{self.path} has no name such as step-0000000150")
         return step
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """The arrays by their names."""
+        """Returns {name: array} of all arrays."""
         prefix = os.fspath(self.path / _TENSORS)
         types = tf.train.load_checkpoint(prefix).get_variable_to_dtype_map()
         with tf.device("CPU:0"):
@@ -74,19 +87,25 @@ class Saved:
 
 
 class CheckpointFiles:
-    """The checkpoints of a run.
+    """Checkpoint directory of a run.
 
     Args:
-        directory: where they are; made when the first is written.
-        keep: how many of the newest stay, besides the best. Defaults to 3.
+        directory: the directory, created by the first write.
+        keep: number of newest checkpoints to keep, in addition to the best one. Defaults to 3.
 
     Raises:
-        ValueError: `keep` is smaller than 1.
+        ValueError: `keep` is less than 1.
+
+    Example:
+
+        files = kdist.checkpoint.CheckpointFiles("runs/a/checkpoints", keep=3)
+        files.write(150, {"weights/0": array}, {"epoch": 2})
+        saved = files.newest()
     """
 
     def __init__(self, directory: str | os.PathLike, keep: int = 3):
         if keep < 1:
-            raise ValueError(f"keep={keep}: keep at least 1 checkpoint")
+            raise ValueError(f"keep={keep} must be at least 1")
         self.directory = pathlib.Path(directory)
         self._keep = keep
 
@@ -97,29 +116,32 @@ class CheckpointFiles:
         state: Mapping[str, Any],
         is_best: bool = False,
     ) -> pathlib.Path:
-        """Writes a checkpoint, and then removes those that need not stay.
+        """Writes a checkpoint and removes old ones.
 
         Args:
-            step: its number; one of the same number is replaced.
-            tensors: arrays by their names, at least one.
-            state: what JSON can hold.
-            is_best: it stays until a better one comes.
+            step: number of the checkpoint; an existing one is replaced.
+            tensors: {name: array}, at least one.
+            state: JSON-serializable values.
+            is_best: whether to keep the checkpoint until the next best one.
+
+        Returns:
+            The directory of the checkpoint.
 
         Raises:
-            OSError: it cannot be written; what was there before is as it was.
+            OSError: the checkpoint cannot be written; existing ones are unchanged.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         target = self.directory / f"{CHECKPOINT_PREFIX}{step:010d}"
         unfinished = self.directory / f"{_UNFINISHED}{target.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            self._clear_up()
+            self._repair()
             unfinished.mkdir()
             _write_tensors(unfinished, tensors)
             _write_json(unfinished / _STATE, {**state, "is_best": is_best})
             _write_json(unfinished / _CHECKSUMS, _checksums(unfinished))
             for file in [*unfinished.iterdir(), unfinished]:
-                _to_disk(file)
+                _sync(file)
             self._put_in_place(unfinished, target)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -127,17 +149,17 @@ class CheckpointFiles:
         self._remove_old(target if is_best else None)
         return target
 
-    def newest(self) -> Saved | None:
-        """The newest one that is whole; of those that are not, a line on stderr each."""
-        for path in sorted([*self.paths(), *self._put_away()], key=_step, reverse=True):
+    def newest(self) -> SavedCheckpoint | None:
+        """Returns the newest valid checkpoint, or None; logs each damaged one."""
+        for path in sorted([*self.paths(), *self._replaced()], key=_step, reverse=True):
             try:
-                return opened(path)
+                return open_checkpoint(path)
             except CheckpointError as error:
-                print(f"kdist: {error}; looking for the one before", file=sys.stderr)
+                _logger.warning("%s; trying the checkpoint before it", error)
         return None
 
     def paths(self) -> list[pathlib.Path]:
-        """Those that are there, the oldest first."""
+        """Returns the directories of all checkpoints, oldest first."""
         found = self.directory.glob(f"{CHECKPOINT_PREFIX}*")
         return sorted(p for p in found if p.is_dir() and checkpoint_step(p) is not None)
 
@@ -149,16 +171,16 @@ class CheckpointFiles:
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             os.rename(unfinished, target)
-        _to_disk(self.directory)
+        _sync(self.directory)
 
-    def _put_away(self):
-        """Those that were to be replaced when the process was killed, and that none replaces."""
-        return [p for p in self.directory.glob(f"{_REPLACED}*") if not _named(p).exists()]
+    def _replaced(self):
+        """Returns checkpoints without a successor, since the process was killed while replacing."""
+        return [p for p in self.directory.glob(f"{_REPLACED}*") if not _original(p).exists()]
 
-    def _clear_up(self):
-        """What processes have left that were killed while they replaced a checkpoint."""
-        for path in self._put_away():
-            os.rename(path, _named(path))
+    def _repair(self):
+        """Repairs the directory after a process was killed while replacing a checkpoint."""
+        for path in self._replaced():
+            os.rename(path, _original(path))
         for path in self.directory.glob(f"{_REPLACED}*"):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -167,27 +189,38 @@ class CheckpointFiles:
         bests = [best] if best else [path for path in paths if _is_best(path)][-1:]
         for path in old:
             if path not in paths[-self._keep :] and path not in bests:
-                # Out of sight first: a reader finds it whole or not at all.
+                # Renamed first, so that a reader never finds an incomplete checkpoint.
                 gone = path.with_name(f"{_UNFINISHED}{path.name}")
                 with contextlib.suppress(OSError):
                     os.rename(path, gone)
                 shutil.rmtree(gone, ignore_errors=True)
 
 
-def _named(path):
-    """The path that a checkpoint has when it has not been put away."""
+def _original(path):
+    """Returns the path of a checkpoint without the prefix of replaced ones."""
     return path.with_name(path.name.removeprefix(_REPLACED))
 
 
 def _step(path):
-    return checkpoint_step(_named(path))
+    return checkpoint_step(_original(path))
 
 
-def opened(path: str | os.PathLike) -> Saved:
-    """The checkpoint in a directory.
+def open_checkpoint(path: str | os.PathLike) -> SavedCheckpoint:
+    """Opens a checkpoint and verifies its checksums.
+
+    Args:
+        path: directory of the checkpoint, such as `runs/a/checkpoints/step-0000000150`.
+
+    Returns:
+        A `SavedCheckpoint`.
 
     Raises:
-        CheckpointError: there is none, or it is torn.
+        CheckpointError: the directory holds no checkpoint, or a file is damaged.
+
+    Example:
+
+        saved = kdist.checkpoint.open_checkpoint("runs/a/checkpoints/step-0000000150")
+        saved.state["position"]
     """
     path = pathlib.Path(path)
     try:
@@ -195,12 +228,12 @@ def opened(path: str | os.PathLike) -> Saved:
         state = json.loads((path / _STATE).read_bytes())
         found = _checksums(path)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no whole checkpoint ({error})") from error
-    torn = [name for name in expected if expected[name] != found.get(name)]
-    if torn or _STATE not in expected:
-        names = ", ".join(torn or [_CHECKSUMS])
-        raise CheckpointError(f"{path} is torn: {names} is not what was written")
-    return Saved(path, state)
+        raise CheckpointError(f"{path} is not a complete checkpoint ({error})") from error
+    damaged = [name for name in expected if expected[name] != found.get(name)]
+    if damaged or _STATE not in expected:
+        names = ", ".join(damaged or [_CHECKSUMS])
+        raise CheckpointError(f"{path} is damaged: the checksum of {names} does not match")
+    return SavedCheckpoint(path, state)
 
 
 def _write_tensors(directory, tensors):
@@ -233,8 +266,8 @@ def _checksum(path):
     return digest.hexdigest()
 
 
-def _to_disk(path):
-    """Has what was written survive a machine that goes off."""
+def _sync(path):
+    """Flushes a file or directory to disk, so that it survives a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,13 +1,12 @@
-"""What training has made of a model, as arrays: weights, optimizers, metrics, on each replica.
+"""Arrays of a model's training state: weights, optimizer slots, and metrics of all replicas.
 
-arrays = take(model)      # all workers at the same step
-put(model, arrays)        # into a model that is built alike, however it is divided over devices
+arrays = capture(model)   # on all workers, at the same step
+restore(model, arrays)    # into an equal model under any layout
 
-Of a model whose weights are divided they are those of the plain model, so that a checkpoint can be
-gone on from under any layout. What is divided is joined here, on the host, one variable at a time.
-A variable that is the same on all replicas is one array. Of what each replica has for itself (the
-parts of metrics; slots and weights within a round of local SGD) an array has an axis R in front,
-one row a replica of the job.
+Divided weights are merged into those of the plain model, one variable at a time on the host, so
+that a checkpoint can be resumed under any layout. A variable that is equal on all replicas is one
+array. State of single replicas (partial metrics; slots and weights between the averagings of local
+SGD) has a leading axis R with one row per replica of the job.
 """
 
 from collections.abc import Mapping
@@ -17,43 +16,42 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.checkpoint.files import CheckpointError
-from kdist.parallel.tensor import DividedVariable, plain_slots, plain_variables
-from kdist.tensorflow_internals import first_replica
-from kdist.training.accumulation import optimizers_of
-from kdist.training.keras_internals import recompute_constants
-from kdist.training.reduction import sums_over_replicas
-from kdist.training.step import this_replica
-from kdist.training.together import are_several_workers, replicas_here
+from kdist.compat.keras import recompute_constants
+from kdist.compat.tensorflow import first_replica
+from kdist.parallel.tensor.shards import DividedVariable
+from kdist.parallel.tensor.variables import plain_slots, plain_variables
+from kdist.training.replica.accumulation import optimizers_of
+from kdist.training.replica.reduction import sums_over_replicas
+from kdist.training.replica.step import this_replica
+from kdist.training.scopes import is_multi_worker, num_local_replicas
 
 
-def take(model: keras.Model) -> dict[str, np.ndarray]:
-    """The arrays by names such as "weights/12"; copies, which training does not change.
-
-    With several workers it is collective.
-    """
+def capture(model: keras.Model) -> dict[str, np.ndarray]:
+    """Returns copies of all arrays, with names such as "weights/12"; a collective call."""
     shared, own = _by_kind(model)
     arrays = {
-        name: division.joined([_copies(piece)[0].numpy() for piece in division.pieces])
+        name: division.concatenate([_copies(piece)[0].numpy() for piece in division.pieces])
         for name, division in shared.items()
     }
     pieces = [piece for division in own.values() for piece in division.pieces]
-    if are_several_workers(model.distribute_strategy):
-        of_pieces = iter(_of_all_workers(model.distribute_strategy, pieces))
+    if is_multi_worker(model.distribute_strategy):
+        values = iter(_per_replica(model.distribute_strategy, pieces))
     else:
-        of_pieces = ([copy.numpy() for copy in _copies(piece)] for piece in pieces)
+        values = ([copy.numpy() for copy in _copies(piece)] for piece in pieces)
     for name, division in own.items():
-        rows = zip(*(next(of_pieces) for _ in division.pieces), strict=True)
-        arrays[name] = np.stack([division.joined(row) for row in rows])
+        rows = zip(*(next(values) for _ in division.pieces), strict=True)
+        arrays[name] = np.stack([division.concatenate(row) for row in rows])
     return arrays
 
 
-def put(model: keras.Model, arrays: Mapping[str, np.ndarray]):
-    """Gives the model what `take` took, also of another number of replicas.
+def restore(model: keras.Model, arrays: Mapping[str, np.ndarray]):
+    """Assigns the arrays of `capture` to the model's variables.
 
-    Then metrics' parts are added up, and of what replicas kept for themselves all get the mean.
+    If the number of replicas differs, partial metrics are summed, and all replicas get the mean of
+    other per-replica state.
 
     Raises:
-        CheckpointError: the arrays are those of another model or optimizer.
+        CheckpointError: the arrays belong to another model or optimizer.
     """
     shared, own = _by_kind(model)
     replicas = model.distribute_strategy.num_replicas_in_sync
@@ -65,30 +63,31 @@ def put(model: keras.Model, arrays: Mapping[str, np.ndarray]):
     first = _first_replica(model.distribute_strategy)
     for name, division in own.items():
         rows = _for_replicas(arrays[name], replicas, is_sum=name.startswith("metrics/"))
-        of_pieces = zip(*(division.parts(row) for row in rows[first:]), strict=True)
-        for piece, parts in zip(division.pieces, of_pieces, strict=True):
+        values = zip(*(division.parts(row) for row in rows[first:]), strict=True)
+        for piece, parts in zip(division.pieces, values, strict=True):
             for copy, part in zip(_copies(piece), parts, strict=False):
                 copy.assign(part)
     recompute_constants(model)
 
 
 def _by_kind(model):
-    """(variables that are the same everywhere, those that each replica has for itself) by name.
+    """Returns ({name: variable shared by replicas}, {name: per-replica variable}).
 
-    They are the plain model's, as `DividedVariable`s: of one piece each, where nothing is divided.
+    They are `DividedVariable`s of the plain model, with one piece each if nothing is divided.
     """
     metrics = {id(variable) for variable in model.metrics_variables}
-    if model.is_split and model.divisions:
+    if getattr(model, "divisions", None):
         weights = plain_variables(model)
         slots = [slot for each in optimizers_of(model) for slot in plain_slots(model, each)]
     else:
         weights = _whole(model.variables)
         slots = _whole(slot for each in optimizers_of(model) for slot in each.variables)
     weights = [division for division in weights if id(division.pieces[0]) not in metrics]
-    apart = model.local_steps is not None and model.distribute_strategy.num_replicas_in_sync > 1
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    is_local = model.training_state.local_steps is not None and replicas > 1
     same = {**_named("weights", weights), **_named("optimizer", slots)}
     parts = _named("metrics", _whole(model.metrics_variables))
-    return ({}, {**same, **parts}) if apart else (same, parts)
+    return ({}, {**same, **parts}) if is_local else (same, parts)
 
 
 def _whole(variables):
@@ -100,18 +99,18 @@ def _named(kind, divisions):
 
 
 def _copies(variable):
-    """The TensorFlow variables of this process's replicas behind a Keras one."""
+    """Returns the TensorFlow variables of this process's replicas of a Keras variable."""
     value = variable.value
     return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
 
 
-def _of_all_workers(strategy, variables):
-    """For each variable an array (R, …): each replica's part."""
+def _per_replica(strategy, variables):
+    """Returns one array (R, …) per variable, with a row per replica of the job."""
     replicas = strategy.num_replicas_in_sync
 
     def parts():
         replica = this_replica()
-        here = replica % replicas_here(strategy)
+        here = replica % num_local_replicas(strategy)
         rows = []
         for variable in variables:
             value = tf.identity(_copies(variable)[here])
@@ -123,17 +122,17 @@ def _of_all_workers(strategy, variables):
 
 
 def _first_replica(strategy):
-    return first_replica(strategy) if are_several_workers(strategy) else 0
+    return first_replica(strategy) if is_multi_worker(strategy) else 0
 
 
 def _check(arrays, shared, own):
-    """Raises a CheckpointError unless each variable has an array of its shape and type."""
+    """Raises a CheckpointError unless each variable has an array of its shape and dtype."""
     wanted = {**shared, **own}
     if missing := set(wanted) ^ set(arrays):
         raise CheckpointError(
-            f"the checkpoint is of another model, optimizer or metrics: {len(arrays)} variables "
-            f"are in it, and the model has {len(wanted)} ({min(missing)} is in one of them only). "
-            "Build and compile the model as it was, or begin anew (--resume=never, a new --run_dir)"
+            f"the checkpoint is of another model, optimizer, or metrics: it has {len(arrays)} "
+            f"variables and the model has {len(wanted)} (only one of them has {min(missing)}). "
+            "Build and compile the same model, or start a new run (--resume=never, a new --run_dir)"
         )
     for name, division in wanted.items():
         shape = arrays[name].shape[1:] if name in own else arrays[name].shape
@@ -141,13 +140,13 @@ def _check(arrays, shared, own):
         if division.shape != shape or dtype != arrays[name].dtype.name:
             raise CheckpointError(
                 f"the checkpoint is of another model or optimizer: {division.path} is {dtype} "
-                f"{division.shape}, in the checkpoint {arrays[name].dtype.name} {shape}. "
-                "Build the model as it was, or begin anew (--resume=never, a new --run_dir)"
+                f"{division.shape}, but {arrays[name].dtype.name} {shape} in the checkpoint. "
+                "Build the same model, or start a new run (--resume=never, a new --run_dir)"
             )
 
 
 def _for_replicas(rows, replicas, is_sum):
-    """The rows of so many replicas."""
+    """Returns the rows for `replicas` replicas."""
     if len(rows) == replicas:
         return rows
     if is_sum:

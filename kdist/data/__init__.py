@@ -1,29 +1,35 @@
-"""Data sets and the pipelines that feed them to `fit`.
+"""Datasets and the input pipelines that feed them to `fit`.
 
 batch = kdist.Batch(local=64, replicas=2)
 train, test = kdist.data.load("fashion_mnist", batch=batch, operations="random_flip()")
 model.fit(train, validation_data=test)
 plain_keras_model.fit(train.dataset(), steps_per_epoch=train.steps_per_epoch)
 
-source = kdist.data.from_arrays(images, labels)      # data of one's own
+source = kdist.data.from_arrays(images, labels)       # your own data
 train = kdist.data.Pipeline(source, batch)
-kdist.data.measure(train).examples_per_second         # the most that it can feed
+kdist.data.measure(train).examples_per_second         # upper bound of any training on it
 """
 
-from kdist.data.arrays import from_arrays
-from kdist.data.load import load
-from kdist.data.pipeline import Pipeline
-from kdist.data.source import DatasetUnavailable, Source
-from kdist.data.throughput import Throughput, measure
-from kdist.data.weighed import weighed
+from kdist.public_names import import_on_demand
 
-__all__ = [
-    "DatasetUnavailable",
-    "Pipeline",
-    "Source",
-    "Throughput",
-    "from_arrays",
-    "load",
-    "measure",
-    "weighed",
-]
+# Public name -> the module that defines it.
+_PUBLIC = {
+    "DatasetUnavailable": "source",
+    "Pipeline": "pipeline",
+    "Source": "source",
+    "Throughput": "throughput",
+    "from_arrays": "arrays",
+    "load": "datasets",
+    "measure": "throughput",
+    "weighted": "pipeline",
+}
+# Deprecated name -> the public name that replaces it.
+_RENAMED = {"weighed": "weighted"}
+
+__all__ = sorted(_PUBLIC)
+
+__getattr__ = import_on_demand(__name__, _PUBLIC, _RENAMED)
+
+
+def __dir__():
+    return __all__

@@ -1,7 +1,4 @@
-"""Examples in memory: NumPy arrays, and scikit-learn's digits.
-
-source = from_arrays(images, labels)          # uint8 (N, H, W, C), integers (N,)
-"""
+"""Examples in memory: NumPy arrays, and scikit-learn's digits."""
 
 import numpy as np
 import tensorflow as tf
@@ -10,7 +7,7 @@ from kdist.data.source import Source, check_labels
 
 
 class ArraySource(Source):
-    """Images (N, H, W, C) and labels (N,) in memory; `from_arrays` checks and makes it."""
+    """Images (N, H, W, C) and labels (N,) in memory; created by `from_arrays`."""
 
     def __init__(self, images, labels, num_classes, class_names=None):
         self.images, self.labels = images, labels
@@ -19,7 +16,7 @@ class ArraySource(Source):
         self.class_names = class_names
 
     def batch(self, indices: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Images (B, H, W, C) and labels (B,) with these numbers, gathered at once."""
+        """Returns the images (B, H, W, C) and labels (B,) with these numbers."""
         images, labels = self.tensors()
         return tf.gather(images, indices), tf.gather(labels, indices)
 
@@ -36,55 +33,65 @@ class ArraySource(Source):
 
 
 def from_arrays(images, labels, num_classes=None, class_names=None) -> ArraySource:
-    """A source of arrays.
+    """Creates a source from arrays in memory.
 
     Args:
-        images: uint8 or float (N, H, W, C), or (N, H, W) for one channel.
-        labels: whole numbers (N,) from 0.
-        num_classes: by default as many as `class_names`, or the largest label and 1.
-        class_names: a name for each class.
+        images: uint8 or float array (N, H, W, C), or (N, H, W) for one channel.
+        labels: integers (N,), from 0.
+        num_classes: number of classes. Defaults to the number of `class_names`, otherwise to the
+            largest label plus 1.
+        class_names: one name per class. Defaults to none.
+
+    Returns:
+        A `kdist.data.Source` for `kdist.data.Pipeline`.
 
     Raises:
-        ValueError: shapes or lengths that do not fit, no examples, images of another type, labels
-            that are no whole numbers or out of range, or not one name a class.
+        ValueError: shapes, lengths, or types do not match this description, there are no examples,
+            or a label is out of range.
+
+    Example:
+
+        source = kdist.data.from_arrays(np.zeros((100, 28, 28), "uint8"), np.arange(100) % 10)
+        train = kdist.data.Pipeline(source, kdist.Batch(10))
     """
     images, labels = np.asarray(images), np.asarray(labels)
     if images.ndim == 3:
         images = images[..., None]
     if images.ndim != 4:
-        raise ValueError(f"images of shape {images.shape}: give (N, H, W, C) or (N, H, W)")
+        raise ValueError(f"images have the shape {images.shape}; pass (N, H, W, C) or (N, H, W)")
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
-            f"labels of shape {labels.shape} and type {labels.dtype}: give whole numbers (N,)"
+            f"labels have the shape {labels.shape} and type {labels.dtype}; pass integers (N,)"
         )
     if len(images) != len(labels) or not len(labels):
-        raise ValueError(f"{len(images)} images and {len(labels)} labels: give one label an image")
+        raise ValueError(f"{len(images)} images and {len(labels)} labels; pass one label per image")
     if images.dtype != np.uint8:
         images = _as_float32(images)
     num_classes = num_classes or len(class_names or ()) or int(labels.max()) + 1
     check_labels(labels, num_classes, "from_arrays")
     if class_names and len(class_names) != num_classes:
         raise ValueError(
-            f"{len(class_names)} class names for {num_classes} classes: give one name a class"
+            f"{len(class_names)} class names for {num_classes} classes; pass one name per class"
         )
     names = tuple(class_names) if class_names else None
     return ArraySource(images, labels.astype("int32"), num_classes, names)
 
 
 def _as_float32(images):
-    # Whole numbers of other types are refused: whether 255 or 65,535 is white cannot be known.
+    # Other integer types are rejected: their value of white (255 or 65,535) is unknown.
     if not np.issubdtype(images.dtype, np.floating):
         raise ValueError(
-            f"images of type {images.dtype}: give uint8 (0 to 255) or floats, by images.astype(…)"
+            f"images of type {images.dtype} are not supported; pass uint8 (0 to 255) or floats, "
+            "converted by images.astype(…)"
         )
     return images.astype("float32")
 
 
-def digits() -> tuple[ArraySource, ArraySource]:
-    """Scikit-learn's handwritten digits, 8×8×1: always the same 1,437, and 360 to test with."""
-    from sklearn.datasets import load_digits
+def load_digits() -> tuple[ArraySource, ArraySource]:
+    """Returns scikit-learn's handwritten digits (8×8×1): 1,437 for training and 360 for testing."""
+    import sklearn.datasets
 
-    bunch = load_digits()
+    bunch = sklearn.datasets.load_digits()
     images = np.round(bunch.images * (255 / 16)).astype("uint8")
     names = tuple(str(digit) for digit in range(10))
     source = from_arrays(images, bunch.target, class_names=names)

@@ -1,7 +1,4 @@
-"""IDX files, the format of MNIST and Fashion-MNIST (http://yann.lecun.com/exdb/mnist/).
-
-train, test = load_idx("/usr/share/datasets/fashion-mnist")
-"""
+"""IDX files, the format of MNIST and Fashion-MNIST (http://yann.lecun.com/exdb/mnist/)."""
 
 import gzip
 import os
@@ -14,16 +11,8 @@ import numpy as np
 from kdist.data.arrays import ArraySource, from_arrays
 
 FASHION_MNIST_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
 _TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 _PARTS = {
@@ -32,26 +21,23 @@ _PARTS = {
 }
 
 
-def holds_idx(directory: str | os.PathLike) -> bool:
-    """Whether MNIST's four files are there, compressed or not."""
+def has_idx_files(directory: str | os.PathLike) -> bool:
+    """Returns whether the directory holds MNIST's four files, compressed or not."""
     return all(_find(directory, name) for names in _PARTS.values() for name in names)
 
 
 def load_idx(directory, class_names=None) -> tuple[ArraySource, ArraySource]:
-    """Training and test source from MNIST's four files, compressed (`.gz`) or not.
+    """Returns the training and test source of MNIST's four files, compressed (`.gz`) or not.
 
-    Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is no IDX file, is cut short, or does not fit to the others.
+    Raises FileNotFoundError if a file is missing, and ValueError if it does not match the others.
     """
     parts = [
         (read_idx(_require(directory, images), rank=3), read_idx(_require(directory, labels), 1))
         for images, labels in _PARTS.values()
     ]
-    # Of both parts: a small test part need not hold every class.
-    num_classes = len(class_names or ()) or 1 + max(
-        int(labels.max(initial=0)) for _, labels in parts
-    )
+    # Over both parts, since a small test part may lack classes.
+    largest = max(int(labels.max(initial=0)) for _, labels in parts)
+    num_classes = len(class_names or ()) or 1 + largest
     try:
         train, test = (from_arrays(*part, num_classes, class_names) for part in parts)
     except ValueError as error:
@@ -60,32 +46,27 @@ def load_idx(directory, class_names=None) -> tuple[ArraySource, ArraySource]:
 
 
 def read_idx(path: str | os.PathLike, rank: int | None = None) -> np.ndarray:
-    """The array in an IDX file, compressed if its name ends in `.gz`.
+    """Returns the array in an IDX file, which is compressed if its name ends in `.gz`.
 
-    Args:
-        path: the file.
-        rank: how many axes the array must have: 3 for images, 1 for labels. Defaults to any.
-
-    Raises:
-        ValueError: it is no IDX file, is cut short or damaged, or has another number of axes.
+    Raises ValueError if it is not an IDX file, is damaged, or has other than `rank` axes.
     """
     opener = gzip.open if os.fspath(path).endswith(".gz") else open
     try:
         with opener(path, "rb") as file:
             content = file.read()
     except (EOFError, zlib.error, OSError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); fetch the file again") from error
+        raise ValueError(f"{path} cannot be read ({error}); download the file again") from error
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES:
-        raise ValueError(f"{path} is no IDX file: it begins with {content[:4]!r}")
+        raise ValueError(f"{path} is not an IDX file: it begins with {content[:4]!r}")
     dtype, axes = np.dtype(_TYPES[content[2]]), content[3]
     if rank not in (None, axes):
-        raise ValueError(f"{path} holds an array of {axes} axes instead of {rank}; were two mixed?")
+        raise ValueError(f"{path} holds an array of {axes} axes instead of {rank}; check its name")
     start = 4 + 4 * axes
     if len(content) >= start:
         shape = struct.unpack(f">{axes}I", content[4:start])
         if len(content) - start == dtype.itemsize * int(np.prod(shape)):
             return np.frombuffer(content, dtype, offset=start).reshape(shape)
-    raise ValueError(f"{path} is cut short or damaged: {len(content)} bytes; fetch it again")
+    raise ValueError(f"{path} is damaged ({len(content)} bytes); download it again")
 
 
 def _find(directory, name):
@@ -98,5 +79,5 @@ def _find(directory, name):
 def _require(directory, name):
     path = _find(directory, name)
     if path is None:
-        raise FileNotFoundError(f"{directory} holds no {name} or {name}.gz")
+        raise FileNotFoundError(f"{directory} does not contain {name} or {name}.gz")
     return path

@@ -1,26 +1,25 @@
-"""Image files in a folder for each class: `cats/1.jpg`, `dogs/7.jpg`, the layout of cats-vs-dogs.
-
-train, test = load_image_folder("PetImages", seed=0)
-"""
+"""Image files in one folder per class, such as `cats/1.jpg` and `dogs/7.jpg`."""
 
 import concurrent.futures
+import logging
 import os
 import pathlib
-import sys
 
 import numpy as np
 import tensorflow as tf
 
 from kdist.data.source import Source
 
+_logger = logging.getLogger(__name__)
+
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
-_NAMED_AT_MOST = 5
-# Looking at every file takes a minute or so for 25,000: how far it is, is told after so many.
-_TOLD_EACH = 5000
+_MAX_NAMES_SHOWN = 5
+# Checking 25,000 files takes about a minute; progress is logged after this many.
+_PROGRESS_INTERVAL = 5000
 
 
 class ImageFolderSource(Source):
-    """Image files, decoded as they are asked for; of sizes of their own, with 3 channels."""
+    """Image files of any size, decoded on demand to 3 channels."""
 
     image_shape = (None, None, 3)
 
@@ -37,31 +36,24 @@ class ImageFolderSource(Source):
         return ImageFolderSource(self._paths[indices], self._labels[indices], self.class_names)
 
 
-def load_image_folder(directory, seed=0, test_share=0.2):
-    """Training and test source from `train/` and `test/` folders, or from one folder, split.
+def load_image_folder(directory, seed=0, test_fraction=0.2):
+    """Returns the training and test source of `train/` and `test/`, or of one folder that is split.
 
-    Every file is decoded once to find the broken ones, which are left out, counted and named.
-
-    Args:
-        directory: holds a folder for each class, or `train` and `test` that do.
-        seed: of the split.
-        test_share: of the examples of one folder, drawn by `seed`. Defaults to 0.2.
-
-    Raises:
-        FileNotFoundError: there is no such directory.
-        ValueError: it holds no class folders with readable images, or too few to split.
+    Of one folder, `test_fraction` of the examples are for testing. Every file is decoded once;
+    broken files are skipped and logged. Raises FileNotFoundError if the directory does not exist,
+    and ValueError if it contains no class folders with readable images, or too few to split.
     """
     root = pathlib.Path(directory)
     if (root / "train").is_dir() and (root / "test").is_dir():
         train, test = _folder(root / "train"), _folder(root / "test")
         if train.class_names != test.class_names:
             raise ValueError(
-                f"{root}: train holds the classes {train.class_names}, test {test.class_names}; "
-                "give both the same folders"
+                f"{root}: train has the classes {train.class_names}, test {test.class_names}; "
+                "create the same folders in both"
             )
         return train, test
     source = _folder(root)
-    number = round(source.num_examples * test_share)
+    number = round(source.num_examples * test_fraction)
     if not 0 < number < source.num_examples:
         raise ValueError(f"{root}: {source.num_examples} images are too few to split; add more")
     order = np.random.default_rng(seed).permutation(source.num_examples)
@@ -70,7 +62,7 @@ def load_image_folder(directory, seed=0, test_share=0.2):
 
 def _folder(root):
     if not root.is_dir():
-        raise FileNotFoundError(f"{root} is no directory; give one with a folder for each class")
+        raise FileNotFoundError(f"{root} is not a directory; pass one with a folder per class")
     names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
     found = [
         (str(path), label)
@@ -81,15 +73,15 @@ def _folder(root):
     readable = _readable(found)
     if len(names) < 2 or not readable:
         raise ValueError(
-            f"{root} holds no images in class folders; expected {root}/<class>/*.jpg, with two or "
-            f"more classes, found {len(names)} folders and {len(readable)} readable images"
+            f"{root} contains no images in class folders; expected {root}/<class>/*.jpg, with two "
+            f"or more classes, found {len(names)} folders and {len(readable)} readable images"
         )
     paths, labels = zip(*readable, strict=True)
     return ImageFolderSource(paths, labels, names)
 
 
 def _readable(found):
-    """The (path, label) pairs whose file TensorFlow's own decoder takes."""
+    """Returns the (path, label) pairs whose file TensorFlow can decode."""
 
     def is_broken(pair):
         try:
@@ -101,26 +93,27 @@ def _readable(found):
         broken = []
         for is_bad in pool.map(is_broken, found):
             broken.append(is_bad)
-            if len(broken) % _TOLD_EACH == 0:
-                print(f"kdist: {len(broken)} of {len(found)} images looked at", file=sys.stderr)
-    names = [os.path.join(*pathlib.Path(path).parts[-2:]) for path, _ in _where(found, broken)]
+            if len(broken) % _PROGRESS_INTERVAL == 0:
+                _logger.info("checked %d of %d images", len(broken), len(found))
+    names = [os.path.join(*pathlib.Path(path).parts[-2:]) for path, _ in _select(found, broken)]
     if names:
-        more = ", …" if len(names) > _NAMED_AT_MOST else ""
-        print(
-            f"kdist: {len(names)} of {len(found)} images cannot be read and are left out: "
-            f"{', '.join(names[:_NAMED_AT_MOST])}{more}",
-            file=sys.stderr,
+        _logger.warning(
+            "skipped %d of %d images that cannot be decoded: %s%s",
+            len(names),
+            len(found),
+            ", ".join(names[:_MAX_NAMES_SHOWN]),
+            ", …" if len(names) > _MAX_NAMES_SHOWN else "",
         )
-    return _where(found, [not is_bad for is_bad in broken])
+    return _select(found, [not is_bad for is_bad in broken])
 
 
-def _where(items, keep):
+def _select(items, keep):
     return [item for item, kept in zip(items, keep, strict=True) if kept]
 
 
 def _decode(content):
-    """An uint8 image (H, W, 3) from a JPEG, PNG, BMP or GIF file, whatever its name says."""
-    # BMP files with 4 channels cannot be asked for 3, so channels are brought to 3 afterwards.
+    """Returns a uint8 image (H, W, 3) of a JPEG, PNG, BMP, or GIF file, whatever its suffix."""
+    # TensorFlow cannot decode BMP files of 4 channels to 3, so channels are converted afterwards.
     image = tf.io.decode_image(content, expand_animations=False)
     image = tf.ensure_shape(image, [None, None, None])
     channels = tf.shape(image)[-1]

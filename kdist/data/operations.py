@@ -1,11 +1,11 @@
-"""What is done to each image, one line each, composed by name.
+"""Operations on single images, composed by name or by call.
 
     kdist.data.load("cats_vs_dogs", batch=batch, operations="resize(160, 160)|random_flip()")
     kdist.data.load("fashion_mnist", batch=batch, operations=(random_crop(28, 28, padding=4),))
 
-An operation maps one image (H, W, C) to one; random ones also take a seed, which follows from the
-run's seed, the epoch and the example, so that they give the same in every layout. Images keep
-their type: uint8 stays uint8.
+An operation maps one image (H, W, C) to another of the same dtype. A random operation also receives
+a seed that depends only on the run's seed, the epoch, and the example, so that its results are the
+same in every layout.
 """
 
 import ast
@@ -16,26 +16,21 @@ import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
-    """A step of a pipeline.
+class ImageOperation:
+    """One step of an input pipeline."""
 
-    Attributes:
-        name: how it was written, as `resize(160, 160)`.
-        apply: image -> image, or (image, seed) -> image where it is random; a seed is int32 (2,).
-        is_random: whether it differs from epoch to epoch; such are left out in evaluation.
-        size: the (H, W) that comes out, or None if that of the image.
-        smallest: the (H, W) that an image needs at least; (1, 1) where any will do.
-    """
-
-    name: str
+    name: str  # the call that creates it, such as `resize(160, 160)`
+    # Function image -> image, or (image, seed) -> image for a random operation. The seed is int32
+    # (2,).
     apply: Callable
-    is_random: bool = False
+    is_random: bool = False  # the result differs between epochs; evaluation skips it
+    # (H, W) of the result, or None if it equals that of the input
     size: tuple[int, int] | None = None
-    smallest: tuple[int, int] = (1, 1)
+    min_size: tuple[int, int] = (1, 1)  # smallest (H, W) of an input
 
 
-def resize(height: int, width: int) -> Operation:
-    """Bilinear, with antialiasing where the image shrinks; rounded back to whole pixels."""
+def resize(height: int, width: int) -> ImageOperation:
+    """Returns a bilinear resize, with antialiasing; integer pixels are rounded."""
 
     def apply(image):
         resized = tf.image.resize(image, (height, width), antialias=True)
@@ -43,21 +38,21 @@ def resize(height: int, width: int) -> Operation:
         return tf.saturate_cast(tf.round(resized) if is_whole else resized, image.dtype)
 
     _check_size(height, width)
-    return Operation(f"resize({height}, {width})", apply, size=(height, width))
+    return ImageOperation(f"resize({height}, {width})", apply, size=(height, width))
 
 
-def central_crop(height: int, width: int) -> Operation:
-    """The middle of the image; filled up with black where it is smaller."""
+def central_crop(height: int, width: int) -> ImageOperation:
+    """Returns a crop of the center, which pads smaller images with black pixels."""
     _check_size(height, width)
-    return Operation(
+    return ImageOperation(
         f"central_crop({height}, {width})",
         lambda image: tf.image.resize_with_crop_or_pad(image, height, width),
         size=(height, width),
     )
 
 
-def random_crop(height: int, width: int, padding: int = 0) -> Operation:
-    """A part of the image, anywhere, after adding `padding` black pixels on each side."""
+def random_crop(height: int, width: int, padding: int = 0) -> ImageOperation:
+    """Returns a crop at a random position, after adding `padding` black pixels on each side."""
 
     def apply(image, seed):
         padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
@@ -66,33 +61,44 @@ def random_crop(height: int, width: int, padding: int = 0) -> Operation:
 
     _check_size(height, width)
     if padding < 0:
-        raise ValueError(f"random_crop: padding={padding} cannot be negative")
+        raise ValueError(f"random_crop: padding={padding} must not be negative")
     name = f"random_crop({height}, {width}, {padding})"
-    smallest = height - 2 * padding, width - 2 * padding
-    return Operation(name, apply, is_random=True, size=(height, width), smallest=smallest)
+    min_size = height - 2 * padding, width - 2 * padding
+    return ImageOperation(name, apply, is_random=True, size=(height, width), min_size=min_size)
 
 
-def random_flip() -> Operation:
-    """Left and right are exchanged in half of the images."""
-    return Operation("random_flip()", tf.image.stateless_random_flip_left_right, True)
+def random_flip() -> ImageOperation:
+    """Returns a horizontal flip with a probability of one half."""
+    return ImageOperation("random_flip()", tf.image.stateless_random_flip_left_right, True)
 
 
 BY_NAME = {
     operation.__name__: operation for operation in (resize, central_crop, random_crop, random_flip)
 }
+_CALLS = ", ".join(f"{name}(…)" for name in BY_NAME)
 
 
-def parse(text: str) -> tuple[Operation, ...]:
-    """Operations from `"resize(160, 160)|random_flip()"`; none from an empty text.
+def as_operations(operations: str | Sequence[ImageOperation]) -> tuple[ImageOperation, ...]:
+    """Returns operations from text such as `"resize(160, 160)|random_flip()"`, or unchanged.
 
-    Raises:
-        ValueError: an unknown name, or arguments that the operation does not take.
+    Raises TypeError if an item is not an `ImageOperation`, and ValueError if the text names an
+    unknown operation or has invalid arguments.
     """
-    return tuple(_parse_one(part.strip()) for part in text.split("|") if part.strip())
+    if isinstance(operations, str):
+        return tuple(_parse_one(part.strip()) for part in operations.split("|") if part.strip())
+    if isinstance(operations, ImageOperation):
+        return (operations,)
+    for operation in operations:
+        if not isinstance(operation, ImageOperation):
+            raise TypeError(
+                f"{operation!r} is not an operation; pass text such as 'random_flip()', or calls "
+                f"of kdist.data.operations: {_CALLS}"
+            )
+    return tuple(operations)
 
 
 def _parse_one(text):
-    usage = f"{text!r} is no operation; there are {', '.join(f'{name}(…)' for name in BY_NAME)}"
+    usage = f"{text!r} is not an operation; available are {_CALLS}"
     try:
         call = ast.parse(text, mode="eval").body
     except SyntaxError as error:
@@ -109,29 +115,9 @@ def _parse_one(text):
         ) from error
 
 
-def check(operations: str | Sequence[Operation]) -> tuple[Operation, ...]:
-    """The operations of a text, or these operations themselves if they are such.
-
-    Raises:
-        TypeError: something else than operations.
-        ValueError: as `parse`.
-    """
-    if isinstance(operations, str):
-        return parse(operations)
-    if isinstance(operations, Operation):
-        return (operations,)
-    for operation in operations:
-        if not isinstance(operation, Operation):
-            raise TypeError(
-                f"{operation!r} is no operation; give a text such as 'random_flip()', or calls of "
-                f"kdist.data.operations: {', '.join(f'{name}(…)' for name in BY_NAME)}"
-            )
-    return tuple(operations)
-
-
 def _check_size(height, width):
     for name, size in (("height", height), ("width", width)):
         if not isinstance(size, int):
-            raise TypeError(f"{name} must be a whole number of pixels, got {size!r}")
+            raise TypeError(f"{name} must be an integer number of pixels, got {size!r}")
         if size < 1:
-            raise ValueError(f"{name}={size}: it must be at least 1 pixel")
+            raise ValueError(f"{name}={size} must be at least 1 pixel")

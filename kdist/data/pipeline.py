@@ -1,24 +1,22 @@
-"""From a source to batches on their way to the devices.
+"""The input pipeline: from a source to batches on the devices.
 
-    train = Pipeline(source, batch, seed=0, operations=parse("random_flip()"))
+    train = Pipeline(source, batch, seed=0, operations="random_flip()")
     test = Pipeline(test_source, batch, training=False)
 
-Training goes on epoch after epoch. Batch number s, counted over all epochs, is a function of the
-seed and s alone: an epoch's order is a permutation of the examples that the seed and the epoch's
-number give, of which as many as fill whole batches are taken. So any position is reached without
-reading what came before, and the order depends neither on the number of replicas nor on how many
-threads work.
+Training data is endless. Batch number s, counted over all epochs, is a function of the seed and s
+alone: each epoch has its own permutation of the examples, and the remainder that does not fill a
+global batch is dropped. The pipeline therefore starts at any step without reading earlier data, and
+the order depends neither on the number of replicas nor on the number of threads.
 
-In evaluation each example comes once; rows that fill up the last batch are marked as not valid.
+Evaluation visits each example exactly once; padding of the last batch is marked as invalid.
 
-Where several workers train, each asks for its part of every batch and reads no more than that. As
-every example is known by its number, it does not matter how they lie in files: nothing has to be
-sharded by file, and the same examples make up a batch whatever the number of workers.
+With several workers, each worker reads only its rows of every global batch. Files need not be
+sharded, and a batch holds the same examples for any number of workers.
 """
 
 import dataclasses
 import functools
-import sys
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,37 +25,50 @@ import tensorflow as tf
 
 from kdist.batch import Batch
 from kdist.data.arrays import ArraySource, from_arrays
-from kdist.data.operations import Operation, check
+from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.source import Source, check_seed
 
-# A cache may take this share of the memory that is free when it is decided on.
-CACHE_SHARE = 0.5
+_logger = logging.getLogger(__name__)
+
+# Fraction of the free memory that a cache may take.
+MAX_CACHE_FRACTION = 0.5
 
 
 class Pipeline:
-    """Batches of a source, in the order and the shape that training or evaluation needs.
+    """Batches of a source for training or evaluation.
+
+    `model.fit` of a `kdist.Model` accepts a pipeline as it is. A plain Keras model needs
+    `pipeline.dataset()` and `steps_per_epoch=pipeline.steps_per_epoch`.
 
     Args:
         source: the examples.
-        batch: a batch of the pipeline is one global batch.
-        training: endless and shuffled, or each example once, in order. Defaults to True.
-        seed: of the order and of random operations. Defaults to 0.
-        operations: what is done to each image, as operations or as a text such as
-            `"resize(160, 160)|random_flip()"`. In evaluation, random ones are left out.
-        cache: whether the images are decoded and resized once and kept in memory: True, False,
-            or `"auto"`, the default: if they take no more than half of the free memory.
+        batch: sizes of a batch. One element of the pipeline is one global batch.
+        training: True for endless, shuffled batches; False for each example once, in order.
+            Defaults to True.
+        seed: seed of the order and of random operations. Defaults to 0.
+        operations: operations on each image, as text (`"resize(160, 160)|random_flip()"`) or as
+            operations of `kdist.data.operations`. Evaluation skips random ones. Defaults to none.
+        cache: whether to keep images in memory after decoding and resizing them once: True,
+            False, or `"auto"` (if they take at most half of the free memory). Defaults to `"auto"`.
 
     Attributes:
-        num_examples: examples in the source.
-        num_classes, class_names: those of the source.
-        image_shape: (H, W, C) of what comes out.
-        steps_per_epoch: full batches in training, batches with all examples in evaluation.
+        num_examples: number of examples of the source.
+        num_classes: number of classes of the source.
+        class_names: names of the classes, or None.
+        image_shape: (H, W, C) of the images after all operations.
+        steps_per_epoch: full batches per epoch in training; batches that hold all examples in
+            evaluation.
 
     Raises:
-        TypeError: an operation that is none.
-        ValueError: the batch is larger than the training data, images differ in size and no
-            operation brings them to one, images smaller than an operation needs, or a seed or
-            cache that cannot be.
+        TypeError: an item of `operations` is not an operation.
+        ValueError: the batch is larger than the training data, the images differ in size after
+            all operations or are too small for one, or `seed` or `cache` is invalid.
+
+    Example:
+
+        source = kdist.data.from_arrays(images, labels)
+        train = kdist.data.Pipeline(source, kdist.Batch(local=32, replicas=2))
+        model.fit(train, epochs=2)
     """
 
     def __init__(
@@ -67,70 +78,71 @@ class Pipeline:
         *,
         training: bool = True,
         seed: int = 0,
-        operations: str | Sequence[Operation] = (),
+        operations: str | Sequence[ImageOperation] = (),
         cache: bool | str = "auto",
     ):
         if cache not in (True, False, "auto"):
-            raise ValueError(f"cache={cache!r}: give True, False or 'auto'")
-        # Evaluation has nothing to accumulate: it takes what fits at once.
+            raise ValueError(f"cache={cache!r} is not True, False, or 'auto'")
+        # Evaluation computes no gradients to accumulate.
         self.batch = batch if training else dataclasses.replace(batch, accumulate=1)
         self.training, self.seed = training, check_seed(seed)
         self.num_examples, self.num_classes = source.num_examples, source.num_classes
         self.class_names = source.class_names
-        self.steps_per_epoch = (
-            self.batch.steps_per_epoch(self.num_examples)
-            if training
-            else self.batch.steps_to_see_all(self.num_examples)
+        count_steps = self.batch.steps_per_epoch if training else self.batch.steps_to_see_all
+        self.steps_per_epoch = count_steps(self.num_examples)
+        self._operations = tuple(
+            op for op in as_operations(operations) if training or not op.is_random
         )
-        self._operations = tuple(op for op in check(operations) if training or not op.is_random)
         self.image_shape = _shape_after(self._operations, source.image_shape)
         self._source, self._operations = _cached(source, self._operations, cache)
 
     def dataset(self, start_step: int = 0, part: tuple[int, int] = (0, 1)) -> tf.data.Dataset:
-        """The batches from number `start_step` on: (x, y), or (x, y, valid) in evaluation.
-
-        x is (B, H, W, C), uint8 if the source is; y int32 (B,); valid bool (B,), False for
-        padding. B is the global batch G, or what belongs to `part`.
+        """Returns the batches from number `start_step` on as a `tf.data.Dataset`.
 
         Args:
-            start_step: counted over all epochs. Defaults to 0.
-            part: (i, n) for rows G·i // n up to G·(i + 1) // n of each batch, which alone are
-                read: those of worker i of n. Defaults to all rows.
+            start_step: number of the first batch, counted over all epochs. Defaults to 0.
+            part: (i, n) to read only the rows of worker i of n, which are rows G·i // n to
+                G·(i + 1) // n - 1 of each global batch of G. Defaults to all rows.
+
+        Returns:
+            Batches (x, y) in training and (x, y, valid) in evaluation. x is (B, H, W, C) with the
+            source's dtype, y is int32 (B,), and valid is bool (B,), False for padding. B is the
+            number of rows of `part`.
 
         Raises:
-            ValueError: `start_step` is negative, or there is no such part, or it has no rows.
+            ValueError: `start_step` is negative, `part` is invalid, or it has no rows.
         """
         if start_step < 0:
-            raise ValueError(f"start_step={start_step}: batches are counted from 0")
+            raise ValueError(f"start_step={start_step} is negative; batches are counted from 0")
         rows = self._rows_of(*part)
         if self.training:
             steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
         else:
             steps = tf.data.Dataset.range(start_step, self.steps_per_epoch)
-        if self._takes_batches:
+        if self._is_vectorized:
             gather = functools.partial(self._gather, rows=rows)
-            dataset = steps.map(_as_is(gather), num_parallel_calls=tf.data.AUTOTUNE)
+            dataset = steps.map(_without_autograph(gather), num_parallel_calls=tf.data.AUTOTUNE)
         else:
             dataset = self._examples(steps, rows)
         return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
 
     def arrays(self) -> tuple[np.ndarray, ...] | None:
-        """What holds all examples, if they are in memory; None if they are read from disk."""
+        """Returns the arrays that hold all examples, or None if they are read from disk."""
         return self._source.arrays()
 
-    def batch_of(self, step: tf.Tensor, tensors: Sequence[tf.Tensor]):
-        """Batch number `step` as `dataset` gives it, in graph code, drawn from `tensors`.
+    def batch_at(self, step: tf.Tensor, tensors: Sequence[tf.Tensor]):
+        """Returns batch number `step` of `dataset` in graph code, read from `tensors`.
 
-        For a process that has a copy of `arrays` and is told the numbers of its batches.
+        For a parameter-server worker, which holds a copy of `arrays` and receives step numbers.
 
         Args:
             step: int64 scalar.
-            tensors: `arrays`, as tensors.
+            tensors: the arrays of `arrays`, as tensors.
         """
-        with self._source.held_in(tensors):
-            if self._takes_batches:
+        with self._source.using_tensors(tensors):
+            if self._is_vectorized:
                 return self._gather(step)
-            example, signature = _as_is(self._example), self.element_spec
+            example, signature = _without_autograph(self._example), self.element_spec
             return tf.map_fn(
                 lambda number: example(number, step),
                 self._numbers(step),
@@ -140,13 +152,13 @@ class Pipeline:
             )
 
     @property
-    def _takes_batches(self):
-        """Nothing is to be done to single images, so that a batch is drawn at once."""
+    def _is_vectorized(self):
+        """True if batches are gathered at once, since single images need no operation."""
         return not self._operations and isinstance(self._source, ArraySource)
 
     @property
     def element_spec(self):
-        """The specification of a batch."""
+        """Type specification of one batch: nested `tf.TensorSpec`s."""
         return self.dataset().element_spec
 
     def __iter__(self):
@@ -161,20 +173,20 @@ class Pipeline:
             f"{self.batch.global_size}{', ' if steps else ''}{' | '.join(steps)}>"
         )
 
-    # Which examples make up a batch.
+    # Numbers of the examples in a batch.
 
     def _rows_of(self, index, count):
-        """The rows of a batch that make up a part."""
+        """Returns the range of rows of a global batch that belong to one part."""
         size = self.batch.global_size
         if not 0 <= index < count <= size:
             raise ValueError(
-                f"part=({index}, {count}): give (i, n) with i from 0 to n - 1, and n no "
-                f"larger than the global batch of {size}"
+                f"part=({index}, {count}) is invalid; pass (i, n) with i from 0 to n - 1 and n "
+                f"up to the global batch of {size}"
             )
         return range(size * index // count, size * (index + 1) // count)
 
     def _numbers(self, step, rows=None):
-        """int64: the numbers of the examples in `rows` of a batch, by default all; -1: padding."""
+        """Returns the example numbers of `rows` of a batch, int64; -1 for padding."""
         rows = range(self.batch.global_size) if rows is None else rows
         position = tf.range(rows.start, rows.stop, dtype=tf.int64)
         if not self.training:
@@ -186,10 +198,10 @@ class Pipeline:
     def _shuffled(self, position, epoch):
         seed = tf.stack([tf.constant(self.seed, tf.int64), epoch])
         last = tf.constant(self.num_examples - 1, tf.int64)
-        # A permutation that needs no table: the cipher Simon on the numbers up to `last`.
+        # Computes the permutation per index (cipher Simon), without a table in memory.
         return tf.random.experimental.index_shuffle(position, seed, last)
 
-    # A batch at once, where nothing is to be done to single images.
+    # Whole batches.
 
     def _gather(self, step, rows=None):
         numbers = self._numbers(step, rows)
@@ -197,15 +209,14 @@ class Pipeline:
             return self._source.batch(numbers)
         valid = numbers >= 0
         images, labels = self._source.batch(tf.maximum(numbers, 0))
-        return _blank(images, valid), _blank(labels, valid), valid
+        return _zero_invalid(images, valid), _zero_invalid(labels, valid), valid
 
-    # Image by image.
+    # Single images.
 
     def _examples(self, steps, rows):
-        numbered = steps.map(_as_is(functools.partial(self._numbered, rows=rows))).unbatch()
-        examples = numbered.map(
-            _as_is(self._example), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
-        )
+        number = _without_autograph(functools.partial(self._numbered, rows=rows))
+        example = _without_autograph(self._example)
+        examples = steps.map(number).unbatch().map(example, tf.data.AUTOTUNE, deterministic=True)
         return examples.batch(len(rows), drop_remainder=True)
 
     def _numbered(self, step, rows):
@@ -217,7 +228,7 @@ class Pipeline:
         image = tf.ensure_shape(self._operate(image, number, step), self.image_shape)
         if self.training:
             return image, label
-        return _blank(image, valid), _blank(label, valid), valid
+        return _zero_invalid(image, valid), _zero_invalid(label, valid), valid
 
     def _operate(self, image, number, step):
         epoch = step // self.steps_per_epoch
@@ -230,20 +241,20 @@ class Pipeline:
         return image
 
 
-def _as_is(function):
-    """The function without AutoGraph, which would read its source again while a run goes on."""
+def _without_autograph(function):
+    """Returns the function without AutoGraph, which would read its source code during the run."""
     return tf.autograph.experimental.do_not_convert(function)
 
 
 def _seed(seed, epoch, number, place):
-    """int32 (2,): one seed for each operation on each example in each epoch."""
+    """Returns one seed per operation, example, and epoch: int32 (2,)."""
     base = tf.constant([seed & 0x7FFFFFFF, place], tf.int32)
     folded = tf.random.experimental.stateless_fold_in(base, tf.cast(epoch, tf.int32))
     return tf.random.experimental.stateless_fold_in(folded, tf.cast(number, tf.int32))
 
 
-def _blank(values, valid):
-    """`values` with zeros where they are not valid."""
+def _zero_invalid(values, valid):
+    """Returns `values` with zeros in invalid rows."""
     valid = tf.reshape(
         valid, tf.concat([tf.shape(valid), [1] * (values.shape.rank - len(valid.shape))], 0)
     )
@@ -254,47 +265,47 @@ def _shape_after(operations, image_shape):
     height, width, channels = image_shape
     for operation in operations:
         if any(
-            has is not None and has < need
-            for has, need in zip((height, width), operation.smallest, strict=True)
+            size is not None and size < least
+            for size, least in zip((height, width), operation.min_size, strict=True)
         ):
             raise ValueError(
-                f"{operation.name} needs images of {operation.smallest} pixels or more, and they "
-                f"are {(height, width)} there; put a resize before it, or change its arguments"
+                f"{operation.name} needs images of at least {operation.min_size} pixels, but they "
+                f"have {(height, width)}; insert a resize before it, or change its arguments"
             )
         height, width = operation.size or (height, width)
     if None in (height, width):
         raise ValueError(
-            "the images differ in size, and a batch needs one; add an operation such as "
+            "the images differ in size and cannot form a batch; add an operation such as "
             "--operations='resize(160, 160)'"
         )
     return height, width, channels
 
 
 def _cached(source, operations, cache):
-    """The source with its images decoded and resized in memory, and what is left to do to them."""
+    """Returns a source with decoded and resized images in memory, and the remaining operations."""
     count = 0
     while count < len(operations) and not operations[count].is_random:
         count += 1
-    fixed, left = operations[:count], operations[count:]
+    fixed, rest = operations[:count], operations[count:]
     if cache is False or (isinstance(source, ArraySource) and not fixed):
         return source, operations
     try:
         shape = _shape_after(fixed, source.image_shape)
-    except ValueError:  # only a random operation brings the images to one size
+    except ValueError:  # only a random operation makes the sizes equal
         return source, operations
-    gigabytes = source.num_examples * int(np.prod(shape)) * _bytes_per_value(source) / 1e9
+    value_bytes = source.images.itemsize if isinstance(source, ArraySource) else 1
+    gigabytes = source.num_examples * int(np.prod(shape)) * value_bytes / 1e9
     free = psutil.virtual_memory().available / 1e9
-    fits = cache is True or gigabytes <= CACHE_SHARE * free
-    print(
-        f"kdist: {source.num_examples:,} images of {shape} take {gigabytes:.2f} GB of {free:.1f} "
-        f"GB free: {'kept in memory' if fits else 'decoded in each epoch'}",
-        file=sys.stderr,
+    fits = cache is True or gigabytes <= MAX_CACHE_FRACTION * free
+    _logger.info(
+        "%s images of %s take %.2f of %.1f GB free memory: %s",
+        f"{source.num_examples:,}",
+        shape,
+        gigabytes,
+        free,
+        "cached in memory" if fits else "decoded in each epoch",
     )
-    return (_in_memory(source, fixed), left) if fits else (source, operations)
-
-
-def _bytes_per_value(source):
-    return source.images.itemsize if isinstance(source, ArraySource) else 1
+    return (_in_memory(source, fixed), rest) if fits else (source, operations)
 
 
 def _in_memory(source, operations):
@@ -303,10 +314,12 @@ def _in_memory(source, operations):
         return functools.reduce(lambda image, op: op.apply(image), operations, image), label
 
     dataset = tf.data.Dataset.range(source.num_examples)
-    dataset = dataset.map(_as_is(prepared), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    dataset = dataset.map(
+        _without_autograph(prepared), num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    )
     images, labels = None, np.empty(source.num_examples, "int32")
     for number, (image, label) in enumerate(dataset.as_numpy_iterator()):
-        if images is None:  # filled in place: two copies need not fit
+        if images is None:  # filled in place, so that memory holds one copy
             images = np.empty((source.num_examples, *image.shape), image.dtype)
         images[number], labels[number] = image, label
     return from_arrays(images, labels, source.num_classes, source.class_names)
@@ -314,7 +327,38 @@ def _in_memory(source, operations):
 
 def _options():
     options = tf.data.Options()
-    # Each example goes to exactly one worker; by file would fail, for there are no files here.
+    # Sharding by file would fail, since the dataset has no files.
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     options.deterministic = True
     return options
+
+
+def weighted(pipeline: Pipeline) -> tf.data.Dataset:
+    """Adds sample weights to an evaluation pipeline, so that padding has no effect.
+
+    For `evaluate` of a plain Keras model; a `kdist.Model` ignores padding by itself. Keras divides
+    the loss of a batch by its number of rows and then averages over batches. With N examples in S
+    batches of B rows, each example therefore gets the weight S · B / N, so that the loss is the
+    mean over the examples. Pass metrics as `weighted_metrics`.
+
+    Args:
+        pipeline: a `Pipeline` with `training=False`.
+
+    Returns:
+        A `tf.data.Dataset` of (x, y, weights); weights are float32 (B,).
+
+    Raises:
+        ValueError: the pipeline is for training, which has no padding.
+
+    Example:
+
+        train, test = kdist.data.load("digits", batch=kdist.Batch(64))
+        plain_keras_model.evaluate(kdist.data.weighted(test))
+    """
+    if pipeline.training:
+        raise ValueError("a training pipeline has no padding; use pipeline.dataset()")
+    rows = pipeline.steps_per_epoch * pipeline.batch.global_size
+    weight = rows / pipeline.num_examples
+    return pipeline.dataset().map(
+        lambda x, y, valid: (x, y, weight * tf.cast(valid, tf.float32)), tf.data.AUTOTUNE
+    )

@@ -1,12 +1,9 @@
-"""Data sets of TensorFlow Datasets, by name.
-
-train, test = load_tfds("cats_vs_dogs", splits=("train[:80%]", "train[80%:]"))
-"""
+"""Datasets of TensorFlow Datasets (TFDS), by name."""
 
 import contextlib
 import difflib
+import logging
 import os
-import sys
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,12 +16,16 @@ from kdist.data.arrays import from_arrays
 from kdist.data.source import DatasetUnavailable, Source, check_labels
 from kdist.data.tfrecord import RecordSource
 
-# What is read into memory may take this share of what is free: its tensor is a second copy.
-MEMORY_SHARE = 0.25
+_logger = logging.getLogger(__name__)
+
+# Fraction of the free memory that a split may take; its tensors are a second copy.
+MAX_MEMORY_FRACTION = 0.25
+# Time limit for a host to answer.
+_TIMEOUT_SECONDS = 5.0
 
 
 class EncodedSource(Source):
-    """Encoded images of different sizes, held in memory as the bytes of their files."""
+    """Images of different sizes, in memory as the content of their files."""
 
     def __init__(self, contents, labels, channels, num_classes, class_names):
         self._contents = np.asarray(contents, dtype=object)
@@ -39,20 +40,15 @@ class EncodedSource(Source):
         return tf.ensure_shape(image, self.image_shape), tf.gather(labels, index)
 
     def select(self, indices):
-        return EncodedSource(
-            self._contents[indices],
-            self._labels[indices],
-            self.image_shape[-1],
-            self.num_classes,
-            self.class_names,
-        )
+        kind = self.image_shape[-1], self.num_classes, self.class_names
+        return EncodedSource(self._contents[indices], self._labels[indices], *kind)
 
     def arrays(self):
         return self._contents, self._labels
 
 
 def is_prepared(name: str, data_dir: str | None = None) -> bool:
-    """Whether the data set lies ready in TFDS's directory."""
+    """Returns whether TFDS's directory contains the prepared dataset."""
     import tensorflow_datasets as tfds
 
     with _without_google_cloud(tfds):
@@ -69,68 +65,61 @@ def load_tfds(
     data_dir: str | None = None,
     download: bool = True,
 ) -> tuple[Source, Source]:
-    """Training and test source; downloads and prepares the data set if need be, with progress.
+    """Returns the training and test source; downloads and prepares the dataset if needed.
+
+    A dataset that takes more than a quarter of the free memory is read from disk on demand.
 
     Args:
-        name: TFDS's name, with a configuration and version if wanted: `"mnist"`, `"cifar10:3.0.2"`.
-        splits: TFDS's split expressions for training and test; by default `train` and `test`, or
-            where there is no `test`, `train` and `validation`; where there is neither, the first
-            80 % of `train` and the rest.
-        data_dir: TFDS's directory; by default its own choice, `~/tensorflow_datasets`.
-        download: whether it may be downloaded.
-
-    Raises:
-        ValueError: TFDS knows no such data set or split, or it is not one of images and labels.
-        DatasetUnavailable: it is not here and cannot be downloaded.
-
-    A data set that takes more than a quarter of the free memory is read from its files as it is
-    asked for, any other once.
+        name: TFDS name, with an optional configuration and version, such as `"cifar10:3.0.2"`; a
+            ValueError if it is unknown, or its examples are not images with labels.
+        splits: TFDS split expressions for training and testing. Defaults to `train` and `test`;
+            without `test`, to `train` and `validation`; without both, to 80 % and 20 % of `train`.
+        data_dir: directory of TFDS. Defaults to its own, `~/tensorflow_datasets`.
+        download: whether TFDS may download the dataset; a DatasetUnavailable if it cannot.
     """
     import tensorflow_datasets as tfds
 
     with _without_google_cloud(tfds):
         try:
             builder = tfds.builder(name, data_dir=data_dir)
-        except (tfds.core.DatasetNotFoundError, ValueError) as error:  # unknown, or no name at all
+        except (tfds.core.DatasetNotFoundError, ValueError) as error:  # not known, or not valid
             raise ValueError(_unknown(name, tfds.list_builders(), error)) from error
         if not builder.data_path.exists():
             _prepare(builder, download)
         return _sources(tfds, builder, splits)
 
 
-# How long a host may take to answer.
-_SECONDS = 5.0
-
-
 def _prepare(builder, download):
     if not download:
         raise DatasetUnavailable(
-            f"{builder.name} is not prepared in {builder.data_dir}, and downloading is switched "
-            "off; allow it (--download), or point --data_dir at a prepared directory"
+            f"{builder.name} is not prepared in {builder.data_dir}, and downloads are "
+            "disabled; allow them (--download), or set --data_dir to a prepared directory"
         )
     try:
         _check_reachable(builder)
         builder.download_and_prepare()
-    except ImportError:  # a package that this data set's own code needs
+    except ImportError:  # a package that this dataset's code needs
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         raise DatasetUnavailable(
-            f"{builder.name} cannot be downloaded ({reason}). Check the network, point --data_dir "
-            "at a prepared TFDS directory, or take --dataset=digits, which needs no download"
+            f"{builder.name} cannot be downloaded ({reason}). Check the network, set --data_dir to "
+            "a prepared TFDS directory, or use --dataset=digits, which needs no download"
         ) from error
 
 
 def _check_reachable(builder):
-    """Raises OSError if no host of the data set answers; TFDS itself would retry for minutes."""
+    """Raises an OSError if no host of the dataset answers; TFDS would retry for minutes."""
     hosts = {urllib.parse.urlsplit(url).netloc: url for url in builder.url_infos}
     failures = []
     for host, url in hosts.items():
         try:
-            # Through the proxy, if the environment names one, as TFDS does.
-            urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=_SECONDS)
+            # Uses the proxy of the environment, as TFDS does.
+            urllib.request.urlopen(
+                urllib.request.Request(url, method="HEAD"), timeout=_TIMEOUT_SECONDS
+            )
             return
-        except urllib.error.HTTPError:  # an answer; what it means, the download will tell
+        except urllib.error.HTTPError:  # an answer; the download reports its meaning
             return
         except OSError as error:
             failures.append(f"{host}: {getattr(error, 'reason', error)}")
@@ -146,8 +135,8 @@ def _sources(tfds, builder, splits):
         isinstance(info.features[key], kind) for key, kind in zip(keys, kinds, strict=False)
     ):
         raise ValueError(
-            f"{builder.name} is not a data set of images with class labels: its features are "
-            f"{', '.join(info.features)}; take another one"
+            f"{builder.name} is not a dataset of images with class labels; its features are "
+            f"{', '.join(info.features)}. Choose another dataset"
         )
     if splits is None:
         held_out = [name for name in ("test", "validation") if name in info.splits]
@@ -156,16 +145,16 @@ def _sources(tfds, builder, splits):
 
 
 def _part(info, split):
-    """What a split expression stands for."""
+    """Returns the split of an expression such as `train[:80%]`."""
     try:
         part = info.splits[split]
     except (ValueError, KeyError) as error:
         raise ValueError(
-            f"{info.name} has no split {split!r}; it has {', '.join(info.splits)}, and parts of "
-            "them such as 'train[:80%]'"
+            f"{info.name} has no split {split!r}; use one of {', '.join(info.splits)}, "
+            "or a part such as 'train[:80%]'"
         ) from error
     if not part.num_examples:
-        raise ValueError(f"{info.name}: the split {split!r} is empty; take a larger part")
+        raise ValueError(f"{info.name}: the split {split!r} is empty; use a larger part")
     return part
 
 
@@ -180,7 +169,7 @@ def _source(tfds, builder, split):
     if None not in shape:
         examples = tfds.as_numpy(builder.as_dataset(split, batch_size=-1))
         return from_arrays(examples[image_key], examples[label_key], label.num_classes, names)
-    # Images of different sizes stay as they are in the file; they are decoded when asked for.
+    # Images of different sizes stay encoded, and are decoded on demand.
     decoders = {image_key: tfds.decode.SkipDecoding()}
     examples = list(tfds.as_numpy(builder.as_dataset(split, decoders=decoders)))
     labels = np.array([example[label_key] for example in examples])
@@ -196,12 +185,13 @@ def _fits_in_memory(builder, part, shape):
     if None not in shape:
         size = part.num_examples * int(np.prod(shape))
     free = psutil.virtual_memory().available
-    fits = size <= MEMORY_SHARE * free
+    fits = size <= MAX_MEMORY_FRACTION * free
     if not fits:
-        print(
-            f"kdist: {builder.name} takes {size / 1e9:.1f} GB of {free / 1e9:.1f} GB free memory: "
-            "read from disk as it is asked for",
-            file=sys.stderr,
+        _logger.info(
+            "%s takes %.1f of %.1f GB free memory: read from disk on demand",
+            builder.name,
+            size / 1e9,
+            free / 1e9,
         )
     return fits
 
@@ -216,12 +206,12 @@ def _on_disk(builder, part, names):
 
     files = [(file.filename, file.skip, file.take) for file in part.file_instructions]
     shape = features[image_key].shape
-    return RecordSource.of_files(files, parse, shape, features[label_key].num_classes, names)
+    return RecordSource.from_files(files, parse, shape, features[label_key].num_classes, names)
 
 
 @contextlib.contextmanager
 def _without_google_cloud(tfds):
-    """TFDS asks a public bucket about every data set, which takes long without a network."""
+    """Disables TFDS's lookup in a public bucket, which takes long without a network."""
     before = os.environ.get("NO_GCE_CHECK")
     os.environ["NO_GCE_CHECK"] = "true"
     tfds.core.utils.gcs_utils._is_gcs_disabled = True
@@ -235,11 +225,11 @@ def _without_google_cloud(tfds):
 
 
 def _unknown(name, known, error):
-    if name.partition("/")[0].partition(":")[0] in known:  # its configuration or version is not
+    if name.partition("/")[0].partition(":")[0] in known:  # its configuration or version is unknown
         return f"{name!r}: {error}"
     close = difflib.get_close_matches(name, ["digits", *known], n=3, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ";"
+    hint = f"; did you mean {' or '.join(close)}?" if close else "."
     return (
-        f"unknown data set {name!r}{hint} Give a name of TFDS (tensorflow.org/datasets/catalog), "
-        "'digits', or a directory of images or IDX files"
+        f"unknown dataset {name!r}{hint} Pass the name of a TFDS dataset "
+        "(tensorflow.org/datasets/catalog), 'digits', or a directory of images or IDX files"
     )

@@ -1,8 +1,6 @@
-"""Examples in TFRecord files, read where they lie: for what memory cannot hold.
+"""Random access to examples in TFRecord files, for datasets that do not fit in memory.
 
-source = RecordSource.of_files([("train-0.tfrecord", 0, 1000)], parse, (None, None, 3), 10)
-
-Each record's place is looked up once, so that any example is read without those before it.
+The position of each record is indexed once, so that an example is read without those before it.
 """
 
 import os
@@ -14,25 +12,25 @@ import tensorflow as tf
 
 from kdist.data.source import Source
 
-# A record is its length (uint64), a checksum of the length (4), the bytes, their checksum (4).
+# A record: length (uint64), checksum of the length (4 bytes), content, checksum (4 bytes).
 _HEADER, _FOOTER = 12, 4
 
 
 class RecordSource(Source):
-    """Records of local files; `of_files` finds their places.
+    """Records of local files; `from_files` indexes them.
 
-    Reads go through Python, so the pipeline has to run in the process that made the source: under
-    every strategy whose workers load their own data.
+    Python reads the records, so the pipeline must run in the process that created the source. This
+    is the case under every strategy whose workers load their own data.
     """
 
-    def __init__(self, paths, places, parse, image_shape, num_classes, class_names=None):
+    def __init__(self, paths, locations, parse, image_shape, num_classes, class_names=None):
         self._files = [os.open(path, os.O_RDONLY) for path in paths]
-        self._paths, self._places, self._parse = paths, places, parse
-        self.num_examples, self.num_classes = len(places), num_classes
+        self._paths, self._locations, self._parse = paths, locations, parse
+        self.num_examples, self.num_classes = len(locations), num_classes
         self.image_shape, self.class_names = image_shape, class_names
 
     @classmethod
-    def of_files(
+    def from_files(
         cls,
         files: Sequence[tuple[str | os.PathLike, int, int]],
         parse: Callable,
@@ -40,27 +38,21 @@ class RecordSource(Source):
         num_classes: int,
         class_names: tuple[str, ...] | None = None,
     ) -> "RecordSource":
-        """The source of some records of some files.
+        """Returns a source of some records of some files.
 
-        Args:
-            files: path, how many records to skip, how many to take (-1: the rest), for each file.
-            parse: record, a string () -> image (H, W, C) and int32 label (); in graph code.
-            image_shape: (H, W, C); None where sizes differ.
-            num_classes: labels are whole numbers from 0 to this, exclusive.
-            class_names: a name for each class, or None.
-
-        Raises:
-            OSError: a file is not there, or not on a local disk.
-            ValueError: a file is cut short, or there are no records.
+        `files` are (path, records to skip, records to take) of each file; -1 takes all others.
+        `parse` is a function string () -> image (H, W, C), int32 label (), in graph code; H and W
+        of `image_shape` are None if the images differ in size. Raises OSError if a file is missing,
+        or not on a local disk, and ValueError if a file is truncated, or there are no records.
         """
         paths = [os.fspath(path) for path, _, _ in files]
-        places = [
-            np.insert(_places(path)[skip : None if take < 0 else skip + take], 0, number, axis=1)
+        locations = [
+            np.insert(_locations(path)[skip : None if take < 0 else skip + take], 0, number, axis=1)
             for number, (path, skip, take) in enumerate(files)
         ]
-        if not sum(map(len, places)):
-            raise ValueError(f"no records in {paths or 'no files'}; take another split")
-        return cls(paths, np.concatenate(places), parse, image_shape, num_classes, class_names)
+        if not sum(map(len, locations)):
+            raise ValueError(f"no records in {paths or 'no files'}; use another split")
+        return cls(paths, np.concatenate(locations), parse, image_shape, num_classes, class_names)
 
     def example(self, index):
         record = tf.ensure_shape(tf.numpy_function(self._read, [index], tf.string), [])
@@ -73,33 +65,27 @@ class RecordSource(Source):
             return tf.ensure_shape(image, self.image_shape), tf.identity(label)
 
     def select(self, indices):
-        return RecordSource(
-            self._paths,
-            self._places[indices],
-            self._parse,
-            self.image_shape,
-            self.num_classes,
-            self.class_names,
-        )
+        kind = self._parse, self.image_shape, self.num_classes, self.class_names
+        return RecordSource(self._paths, self._locations[indices], *kind)
 
     def __del__(self):
         for file in getattr(self, "_files", ()):
             os.close(file)
 
     def _read(self, index):
-        number, start, length = (int(n) for n in self._places[index])
+        number, start, length = (int(n) for n in self._locations[index])
         return os.pread(self._files[number], length, start)
 
 
-def _places(path):
-    """int64 (N, 2): where each record of the file starts, and its length in bytes."""
-    places, start, size = [], 0, os.path.getsize(path)
+def _locations(path):
+    """Returns the offset and length of each record in bytes, int64 (N, 2)."""
+    locations, start, size = [], 0, os.path.getsize(path)
     with open(path, "rb", buffering=0) as file:
         while start < size:
             header = os.pread(file.fileno(), _HEADER, start)
             length = struct.unpack("<Q", header[:8])[0] if len(header) == _HEADER else size
             if start + _HEADER + length + _FOOTER > size:
-                raise ValueError(f"{path} is cut short at byte {size}; prepare the data set again")
-            places.append((start + _HEADER, length))
+                raise ValueError(f"{path} is truncated at byte {size}; prepare the dataset again")
+            locations.append((start + _HEADER, length))
             start += _HEADER + length + _FOOTER
-    return np.array(places, "int64").reshape(-1, 2)
+    return np.array(locations, "int64").reshape(-1, 2)

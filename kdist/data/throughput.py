@@ -1,8 +1,4 @@
-"""How fast a pipeline is by itself, without a model that takes its batches.
-
-found = measure(train, seconds=5)
-found.examples_per_second      # the most that any training from it can reach
-"""
+"""Throughput of an input pipeline by itself, without a model."""
 
 import dataclasses
 import time
@@ -10,19 +6,24 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-# In the first part buffers fill up, and threads find their number.
-_WARM_UP_SHARE = 0.3
+# First fraction of the batches, in which buffers fill and tf.data tunes its threads.
+_WARM_UP_FRACTION = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """What a pipeline gave.
+    """Measured throughput of a pipeline; returned by `measure`.
 
     Attributes:
-        examples_per_second: after the first batches.
-        batches: how many that was measured on.
-        first_batch_seconds: until the first one came: files opened, buffers filled.
-        batch_bytes: of one batch, all its tensors.
+        examples_per_second: examples per second after the warm-up batches.
+        batches: number of batches of the measurement, without warm-up.
+        first_batch_seconds: seconds until the first batch, including opening files.
+        batch_bytes: size of one batch, in bytes.
+
+    Example:
+
+        found = kdist.data.measure(train)
+        print(f"{found.examples_per_second:,.0f} examples/s")
     """
 
     examples_per_second: float
@@ -32,43 +33,44 @@ class Throughput:
 
 
 def measure(dataset: Iterable, seconds: float = 5.0) -> Throughput:
-    """Reads batches for so long and does nothing with them.
+    """Measures how fast a pipeline produces batches.
+
+    No training on the pipeline can be faster than this.
 
     Args:
-        dataset: a pipeline of `kdist.data`, or a batched `tf.data.Dataset`; of a finite one, no
-            more than it has is read.
-        seconds: how long. Defaults to 5.
+        dataset: a `kdist.data.Pipeline`, or a batched `tf.data.Dataset`. A finite dataset is read
+            once at most.
+        seconds: duration of the measurement. Defaults to 5.
+
+    Returns:
+        A `Throughput`.
 
     Raises:
-        ValueError: there are not even two batches.
+        ValueError: the dataset has fewer than two batches.
+
+    Example:
+
+        train, test = kdist.data.load("digits", batch=kdist.Batch(64))
+        kdist.data.measure(train, seconds=2).examples_per_second
     """
     began = time.perf_counter()
     batches = iter(dataset)
     first = next(batches, None)
     first_batch_seconds = time.perf_counter() - began
-    moments, rows = [time.perf_counter()], [0]
+    times, rows = [time.perf_counter()], [0]
     for batch in batches:
-        moments.append(time.perf_counter())
-        rows.append(_rows(batch))
-        if moments[-1] - moments[0] >= seconds:
+        times.append(time.perf_counter())
+        rows.append(int(tf.nest.flatten(batch)[0].shape[0]))
+        if times[-1] - times[0] >= seconds:
             break
-    if first is None or len(moments) < 2:
-        raise ValueError(
-            "a pipeline with less than two batches cannot be measured; make them smaller"
-        )
-    begin = min(int(len(moments) * _WARM_UP_SHARE), len(moments) - 2)
-    took = moments[-1] - moments[begin]
+    if first is None or len(times) < 2:
+        raise ValueError("measuring a pipeline needs two batches or more; use a smaller batch size")
+    begin = min(int(len(times) * _WARM_UP_FRACTION), len(times) - 2)
+    duration = times[-1] - times[begin]
+    parts = tf.nest.flatten(first, expand_composites=True)
     return Throughput(
-        sum(rows[begin + 1 :]) / max(took, 1e-9),
-        len(moments) - 1 - begin,
+        sum(rows[begin + 1 :]) / max(duration, 1e-9),
+        len(times) - 1 - begin,
         first_batch_seconds,
-        sum(part.numpy().nbytes for part in _parts(first)),
+        sum(part.numpy().nbytes for part in parts),
     )
-
-
-def _parts(batch):
-    return tf.nest.flatten(batch, expand_composites=True)
-
-
-def _rows(batch):
-    return int(tf.nest.flatten(batch)[0].shape[0])

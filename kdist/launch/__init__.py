@@ -1,13 +1,25 @@
-"""Starting the tasks of a job: on this machine, from a terminal or from a notebook.
+"""Starts the tasks of a job on this machine, from a terminal or from a notebook.
 
     python scripts/launch.py --workers=2 -- scripts/train.py --strategy=multi_worker
 
-    result = kdist.launch.local(function, workers=2)    # function() in each task
+    result = kdist.launch.local(function, workers=2)    # calls function() in each task
 
-A `Task` is a process, a `Job` the rules by which tasks begin and end together. `here` makes the job
-on this machine: addresses, GPUs, threads. Nothing here imports TensorFlow.
+A `Task` is one process. A `TaskGroup` starts and ends the tasks of a job together. `local_engine`
+creates the group for this machine: addresses, GPUs, threads. Nothing here imports TensorFlow.
 """
 
-from kdist.launch.calls import TaskFailed, local
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kdist.launch.function_job import TaskFailed, local
 
 __all__ = ["TaskFailed", "local"]
+
+
+def __getattr__(name):
+    # Imported on demand, because each task runs `python -m kdist.launch.function_job`.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kdist.launch import function_job
+
+    return getattr(function_job, name)

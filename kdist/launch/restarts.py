@@ -1,9 +1,4 @@
-"""A job that failed is started again, as long as that gets it anywhere.
-
-restarts = Restarts(most=3, directory=run_dir / "checkpoints")
-while job_fails() and restarts.wait_for_next(say):
-    ...
-"""
+"""Restarts of a failed job, as long as it makes progress."""
 
 import pathlib
 import time
@@ -12,57 +7,55 @@ from collections.abc import Callable
 from kdist.run_directory import checkpoint_step
 
 _FIRST_WAIT_SECONDS = 1.0
-_LONGEST_WAIT_SECONDS = 60.0
+_MAX_WAIT_SECONDS = 60.0
 
 
-class Restarts:
-    """Counts restarts without progress: since a checkpoint was last added, there was none.
+class RestartPolicy:
+    """Limits the number of consecutive restarts without a new checkpoint.
 
-    Args:
-        most: restarts in a row without progress; 0 for none at all.
-        directory: where the job's checkpoints are, directories such as `step-0000000150`.
+    The directory holds the job's checkpoints, such as `step-0000000150`. Messages to the user are
+    passed to `announce`.
     """
 
-    def __init__(self, most: int, directory: pathlib.Path):
-        self._most, self._directory = most, directory
-        self._in_vain = 0
+    def __init__(self, max_restarts: int, directory: pathlib.Path, announce: Callable[[str], None]):
+        self._max_restarts, self._directory, self._announce = max_restarts, directory, announce
+        self._restarts = 0
         self._newest = self._newest_step()
 
-    def wait_for_next(self, say: Callable[[str], None]) -> bool:
-        """Whether to start the job again; if so, after a while: each time in vain twice as long."""
-        if not self._allows(say):
+    def wait_before_restart(self) -> bool:
+        """Returns whether to restart the job, after a pause that doubles with each restart."""
+        if not self._count_restart():
             return False
-        seconds = min(_FIRST_WAIT_SECONDS * 2 ** (self._in_vain - 1), _LONGEST_WAIT_SECONDS)
-        say(f"starting again from {self._place()} in {seconds:g} s; {self._count()}")
+        seconds = min(_FIRST_WAIT_SECONDS * 2 ** (self._restarts - 1), _MAX_WAIT_SECONDS)
+        step = self._newest
+        start = "its beginning" if step is None else f"the checkpoint of step {step}"
+        self._announce(f"starting again from {start} in {seconds:g} s; {self._status()}")
         time.sleep(seconds)
         return True
 
-    def may_replace(self, name: str, say: Callable[[str], None]) -> bool:
-        """Whether to start a task of this name again, while the others go on."""
-        if not self._allows(say):
+    def may_replace(self, name: str) -> bool:
+        """Returns whether to restart one task while the others continue."""
+        if not self._count_restart():
             return False
-        say(f"starting {name} again; {self._count()}")
+        self._announce(f"starting {name} again; {self._status()}")
         return True
 
-    def _allows(self, say):
+    def _count_restart(self):
         newest = self._newest_step()
         if newest != self._newest:
-            self._newest, self._in_vain = newest, 0
-        if self._in_vain < self._most:
-            self._in_vain += 1
+            self._newest, self._restarts = newest, 0
+        if self._restarts < self._max_restarts:
+            self._restarts += 1
             return True
-        if self._most:
-            say(
-                f"not started again: {self._most} restarts in a row came to no new checkpoint "
-                "(more: --max_restarts)"
+        if self._max_restarts:
+            self._announce(
+                f"not started again: {self._max_restarts} restarts in a row produced no new "
+                "checkpoint (more: --max_restarts)"
             )
         return False
 
-    def _place(self):
-        return "its beginning" if self._newest is None else f"the checkpoint of step {self._newest}"
-
-    def _count(self):
-        return f"restart {self._in_vain} of {self._most} since there was a new checkpoint"
+    def _status(self):
+        return f"restart {self._restarts} of {self._max_restarts} since the last new checkpoint"
 
     def _newest_step(self):
         steps = map(checkpoint_step, self._directory.glob("*"))

@@ -1,13 +1,13 @@
-"""Which task of a job hangs, told by their heartbeats.
+"""Finds the task of a job that hangs, from the heartbeats of all tasks.
 
     supervision = Supervision(tasks, limit_seconds=60)
     for line in supervision.news(): ...
     if found := supervision.hung():
-        task, why = found
+        task, reason = found
 
-In a job of several workers all wait for the one that hangs. So what counts is who has fallen silent
-(a stopped process, a machine that is gone), then who makes no step while others wait in one, and
-only then who waits in a step.
+If one of several workers hangs, all others wait for it. The culprit is a silent task, if there is
+one (a stopped process, a lost machine). Otherwise it is a task that is outside of a step while
+others wait in one. Only then it is a task that waits in a step.
 """
 
 import time
@@ -15,22 +15,20 @@ from collections.abc import Sequence
 
 from kdist.launch.task import Task
 
-# A step may take so many times the longest so far, however long that is.
-_TIMES_THE_LONGEST = 5
-# The first steps of a kind trace their function; they have so many times the limit.
-_TIMES_FOR_FIRST = 10
-# Beats come every second; who has told nothing for so long is reported, and is the one that others
-# wait for.
-_SILENT_SECONDS = 5.0
+# A step may take this multiple of the longest step so far, regardless of the limit.
+_LIMIT_PER_LONGEST = 5
+# Factor on the limit for the first steps of a function, which trace it.
+_LIMIT_FACTOR_FIRST = 10
+# Heartbeats come every second. A task that is silent for longer is reported, and is the culprit if
+# others wait.
+_MAX_SILENT_SECONDS = 5.0
 
 
 class Supervision:
-    """Looks for a task that hangs.
+    """Watches the heartbeats of a job's tasks.
 
-    Args:
-        tasks: those of the job.
-        limit_seconds: for a step (ten times that for the first of an epoch, and five times the
-            longest in any case), and for silence; 0 is for ever.
+    `limit_seconds` is the limit of a step (ten times that for the first step of an epoch, and at
+    least five times the longest step) and of silence; 0 for no limit.
     """
 
     def __init__(self, tasks: Sequence[Task], limit_seconds: float):
@@ -38,23 +36,23 @@ class Supervision:
         self._silent: set[str] = set()
 
     def news(self) -> list[str]:
-        """What there is to say of tasks that have fallen silent, or speak again."""
+        """Returns messages about tasks that have just become silent, or active again."""
         lines = []
         for task in self._beating():
             silence = time.monotonic() - task.beat_at
-            if silence > _SILENT_SECONDS and task.name not in self._silent:
+            if silence > _MAX_SILENT_SECONDS and task.name not in self._silent:
                 self._silent.add(task.name)
                 lines.append(
-                    f"{task.name} gives no sign of life since {silence:.0f} s; is it stopped, or "
-                    f"its machine too busy? Before, it was {_doing(task)}"
+                    f"{task.name} has sent no heartbeat for {silence:.0f} s; its process may be "
+                    f"stopped, or its machine overloaded. Before, it was {_activity(task)}"
                 )
-            elif silence < _SILENT_SECONDS and task.name in self._silent:
+            elif silence < _MAX_SILENT_SECONDS and task.name in self._silent:
                 self._silent.remove(task.name)
-                lines.append(f"{task.name} is back: {_doing(task)}")
+                lines.append(f"{task.name} is back: {_activity(task)}")
         return lines
 
     def hung(self) -> tuple[Task, str] | None:
-        """The task that hangs, if one does, and how that is known."""
+        """Returns the task that hangs and the reason, or None."""
         beating = self._beating()
         if not (self._limit and beating):
             return None
@@ -62,45 +60,42 @@ class Supervision:
         silent = max(beating, key=lambda task: now - task.beat_at)
         if now - silent.beat_at > self._limit:
             return silent, _silence(silent, now)
-        waiting = [task for task in beating if self._waits_too_long(task, now)]
+        waiting = [task for task in beating if self._exceeds_limit(task, now)]
         if trainers := [task for task in waiting if not _is_evaluator(task)]:
             return self._culprit(trainers, now)
-        return (waiting[0], f"was {_doing(waiting[0])}") if waiting else None
+        return (waiting[0], f"was {_activity(waiting[0])}") if waiting else None
 
     def _culprit(self, waiting, now):
-        """Who is waited for: an evaluator is by nobody."""
+        """Returns the task that others wait for, never an evaluator."""
         others = f", and {', '.join(task.name for task in waiting)} waited for it"
-        concerned = [task for task in self._beating() if not _is_evaluator(task)]
-        silent = max(concerned, key=lambda task: now - task.beat_at)
-        if now - silent.beat_at > _SILENT_SECONDS:
+        candidates = [task for task in self._beating() if not _is_evaluator(task)]
+        silent = max(candidates, key=lambda task: now - task.beat_at)
+        if now - silent.beat_at > _MAX_SILENT_SECONDS:
             return silent, _silence(silent, now)
         for task in self._tasks:
             if task.trains and task.beat is None and task.returncode is None:
                 return task, f"had not begun to train{others}"
-        training = [task for task in concerned if task.trains] or waiting
+        training = [task for task in candidates if task.trains] or waiting
         task = min(training, key=lambda t: (t.beat.in_step, t.beat.is_first, -_seconds(t, now)))
         if not task.beat.in_step:
-            return task, f"was {_doing(task)}{others}"
+            return task, f"was {_activity(task)}{others}"
         usual = task.beat.usual_seconds
-        return task, f"was {_doing(task)}" + (f", usually {usual:.2g} s" if usual else "")
+        return task, f"was {_activity(task)}" + (f", usually {usual:.2g} s" if usual else "")
 
     def _beating(self):
-        return [
-            task
-            for task in self._tasks
-            if task.beat and not task.beat.is_last and task.returncode is None
-        ]
+        running = (task for task in self._tasks if task.returncode is None)
+        return [task for task in running if task.beat and not task.beat.is_last]
 
-    def _waits_too_long(self, task, now):
+    def _exceeds_limit(self, task, now):
         if not task.beat.in_step:
             return False
-        limit = self._limit * (_TIMES_FOR_FIRST if task.beat.is_first else 1)
-        return _seconds(task, now) > max(limit, _TIMES_THE_LONGEST * task.beat.longest_seconds)
+        limit = self._limit * (_LIMIT_FACTOR_FIRST if task.beat.is_first else 1)
+        return _seconds(task, now) > max(limit, _LIMIT_PER_LONGEST * task.beat.longest_seconds)
 
 
-def state(task: Task) -> str:
-    """The task and what it does, such as "worker 1 (in step 313 for 5 s)"."""
-    return f"{task.name} ({_doing(task)})" if task.beat else task.name
+def task_state(task: Task) -> str:
+    """Returns a task's name and activity, such as "worker 1 (in step 313 for 5 s)"."""
+    return f"{task.name} ({_activity(task)})" if task.beat else task.name
 
 
 def _is_evaluator(task):
@@ -109,12 +104,12 @@ def _is_evaluator(task):
 
 def _silence(task, now):
     silence = now - task.beat_at
-    return f"gave no sign of life for {silence:.0f} s; before, it was {task.beat.doing}"
+    return f"sent no heartbeat for {silence:.0f} s; before, it was {task.beat.doing}"
 
 
 def _seconds(task, now):
     return task.beat.seconds + now - task.beat_at
 
 
-def _doing(task):
+def _activity(task):
     return f"{task.beat.doing} for {_seconds(task, time.monotonic()):.0f} s"

@@ -1,16 +1,15 @@
-"""Model builders: called inside a strategy's scope, they give a `kdist.Model`.
+"""Model builders, to be called inside a strategy's scope.
 
     with strategy.scope():
         model = kdist.models.resnet18(input_shape=(28, 28, 1), num_classes=10)
         model = kdist.models.create("lenet", input_shape=(28, 28, 1), num_classes=10)
 
-Image models take pixels from 0 to 255, uint8 or float, of shape (B, H, W, C): images stay bytes
-until they are on the device, where the model's first layer scales them. Class probabilities,
-of shape (B, num_classes), and logits are float32 under every precision. Every builder takes
-`sync_batch_norm` and `precision`; saved models open in plain Keras.
+Image models accept uint8 or float pixels from 0 to 255, of shape (B, H, W, C); their first layer
+scales them on the device. Class probabilities (B, num_classes) and logits are float32 under every
+precision. Every builder accepts `sync_batch_norm` and `precision`. Saved models load without kdist.
 
-Where Keras computes with JAX (KERAS_BACKEND=jax), builders give plain Keras models, for
-`kdist.parallel.Mesh`; BatchNorm is then over the whole batch in any case.
+With Keras's JAX backend (KERAS_BACKEND=jax) builders return plain Keras models for
+`kdist.parallel.Mesh`, and BatchNormalization always uses the whole batch.
 """
 
 import difflib
@@ -32,13 +31,33 @@ __all__ = ["BUILDERS", "create", *BUILDERS]
 
 
 def create(name: str, **arguments) -> Model:
-    """Builds the model called `name`; `arguments` are its builder's.
+    """Builds a model by name.
+
+    Args:
+        name: name of a builder: mlp, lenet, resnet18, mobilenet_v2, inception, or transformer.
+        **arguments: arguments of the builder, among them for all builders:
+
+            - `input_shape`: shape of one example, (H, W, C) or (T,).
+            - `num_classes`: number of classes.
+            - `sync_batch_norm`: whether BatchNormalization statistics are computed over all
+              replicas. Defaults to False.
+            - `rescale` (image models): factor that pixels are multiplied by, or None. Defaults to
+              1/255.
+            - `precision`: Keras dtype policy. Defaults to "float32".
+            - `name`: name of the model. Defaults to the name of the builder.
+
+    Returns:
+        A `kdist.Model` (with JAX, a `keras.Model`).
 
     Raises:
-        ValueError: there is no such model, or its builder refuses an argument.
+        ValueError: the name is unknown, or an argument is invalid.
+
+    Example:
+
+        model = kdist.models.create("lenet", input_shape=(28, 28, 1), num_classes=10)
     """
     if name not in BUILDERS:
         close = difflib.get_close_matches(str(name), BUILDERS, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise ValueError(f"unknown model {name!r}{hint} There are {', '.join(BUILDERS)}")
+        raise ValueError(f"unknown model {name!r}{hint} Available are {', '.join(BUILDERS)}")
     return BUILDERS[name](**arguments)

@@ -1,7 +1,4 @@
-"""A small Inception network: blocks of four branches that do not depend on each other.
-
-model = kdist.models.inception(input_shape=(28, 28, 1), num_classes=10)
-"""
+"""Small Inception network: blocks of four independent branches."""
 
 from collections.abc import Sequence
 
@@ -22,27 +19,31 @@ def inception(
     rescale: float | None = 1 / 255,
     name: str = "inception",
 ) -> Model:
-    """A stem and Inception blocks: pixels (B, H, W, C) to class probabilities (B, num_classes).
+    """Builds an Inception network: images (B, H, W, C) to class probabilities (B, num_classes).
 
-    Each block joins four branches by channels, as in Szegedy et al. 2014, arXiv:1409.4842: 1×1;
-    1×1 then 3×3; 1×1 then 5×5; max pooling then 1×1. Layers are named
-    `block1_a_…` to `block1_d_…`, so that branches can be told apart by name.
+    Each block concatenates four branches, as in Szegedy et al. 2014, arXiv:1409.4842: 1×1; 1×1 and
+    3×3; 1×1 and 5×5; max pooling and 1×1. The layers of the branches are named `block1_a_…` to
+    `block1_d_…`.
 
     Args:
         input_shape: (H, W, C), at least 8 × 8 pixels; H and W may be None.
-        num_classes: at least 2.
-        blocks: how many. Defaults to 3.
-        width: channels of each branch's output. Defaults to 32.
-        sync_batch_norm: statistics over all replicas. Defaults to False.
-        rescale: factor for the pixels; None for none. Defaults to 1/255.
-        name: the model's.
-        precision: Keras's dtype policy. Defaults to float32.
+        num_classes: number of classes, at least 2.
+        blocks: number of blocks. Defaults to 3.
+        width: output channels of each branch. Defaults to 32.
+        sync_batch_norm, rescale, name, precision: see `kdist.models.create`.
+
+    Returns:
+        A `kdist.Model` (with JAX, a `keras.Model`).
 
     Raises:
-        ValueError: a shape, number of classes or precision that cannot be.
+        ValueError: the shape, number of classes, or precision is invalid.
+
+    Example:
+
+        model = kdist.models.inception(input_shape=(28, 28, 1), num_classes=10)
     """
     if blocks < 1 or width < 2:
-        raise ValueError(f"blocks={blocks}, width={width}: take at least 1 block of width 2")
+        raise ValueError(f"blocks={blocks}, width={width}; use at least 1 block of width 2")
     inputs, x = pixels(input_shape, rescale, smallest=8)
 
     def convolution(x, filters, size, name, strides=1):

@@ -1,7 +1,4 @@
-"""LeNet-5, as in *Dive into Deep Learning*, section 7.6.
-
-model = kdist.models.lenet(input_shape=(28, 28, 1), num_classes=10)
-"""
+"""LeNet-5, as in *Dive into Deep Learning*, section 7.6."""
 
 from collections.abc import Sequence
 
@@ -22,26 +19,30 @@ def lenet(
     rescale: float | None = 1 / 255,
     name: str = "lenet",
 ) -> Model:
-    """Two convolutions and three dense layers: pixels (B, H, W, C) to (B, num_classes).
+    """Builds LeNet-5: images (B, H, W, C) to class probabilities (B, num_classes).
 
-    At 28×28×1 and 10 classes it has 61,706 parameters.
+    It has two convolutions and three dense layers; 61,706 parameters for 28×28×1 and 10 classes.
 
     Args:
         input_shape: (H, W, C), at least 8 × 8 pixels.
-        num_classes: at least 2.
-        activation: `"sigmoid"` as in 1998 and in d2l, or `"relu"`, the default, which learns
-            faster.
-        batch_normalization: a BatchNorm after each convolution. Defaults to False.
-        sync_batch_norm: statistics over all replicas. Defaults to False.
-        rescale: factor for the pixels; None for none. Defaults to 1/255.
-        name: the model's.
-        precision: Keras's dtype policy. Defaults to float32.
+        num_classes: number of classes, at least 2.
+        activation: activation function; the original uses `"sigmoid"`, but `"relu"` learns
+            faster. Defaults to `"relu"`.
+        batch_normalization: whether to normalize after each convolution. Defaults to False.
+        sync_batch_norm, rescale, name, precision: see `kdist.models.create`.
+
+    Returns:
+        A `kdist.Model` (with JAX, a `keras.Model`).
 
     Raises:
-        ValueError: a shape, number of classes or precision that cannot be.
+        ValueError: the shape, number of classes, or precision is invalid.
+
+    Example:
+
+        model = kdist.models.lenet(input_shape=(28, 28, 1), num_classes=10)
     """
     inputs, x = pixels(input_shape, rescale, smallest=8, fixed_size=True)
-    # At 28 × 28 the second convolution is without padding; below 12 it would leave nothing.
+    # The second convolution has no padding, except below 12 pixels, where no output would remain.
     padding = "valid" if min(input_shape[:2]) >= 12 else "same"
     for filters, pad in ((6, "same"), (16, padding)):
         x = keras.layers.Conv2D(filters, 5, padding=pad)(x)

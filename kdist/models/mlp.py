@@ -1,7 +1,4 @@
-"""A multilayer perceptron.
-
-model = kdist.models.mlp(input_shape=(28, 28, 1), num_classes=10, widths=(256, 256))
-"""
+"""Multilayer perceptron for images."""
 
 from collections.abc import Sequence
 
@@ -22,20 +19,24 @@ def mlp(
     rescale: float | None = 1 / 255,
     name: str = "mlp",
 ) -> Model:
-    """Dense layers with ReLU, from pixels (B, H, W, C) to class probabilities (B, num_classes).
+    """Builds dense layers with ReLU: images (B, H, W, C) to probabilities (B, num_classes).
 
     Args:
         input_shape: (H, W, C).
-        num_classes: at least 2.
-        widths: units of the hidden layers. Defaults to one of 256.
-        batch_normalization: a BatchNorm after each hidden layer. Defaults to False.
-        sync_batch_norm: statistics over all replicas. Defaults to False.
-        rescale: factor for the pixels; None for none. Defaults to 1/255.
-        name: the model's.
-        precision: Keras's dtype policy. Defaults to float32.
+        num_classes: number of classes, at least 2.
+        widths: units of each hidden layer. Defaults to one layer of 256.
+        batch_normalization: whether to normalize after each hidden layer. Defaults to False.
+        sync_batch_norm, rescale, name, precision: see `kdist.models.create`.
+
+    Returns:
+        A `kdist.Model` (with JAX, a `keras.Model`).
 
     Raises:
-        ValueError: a shape, number of classes or precision that cannot be.
+        ValueError: the shape, number of classes, or precision is invalid.
+
+    Example:
+
+        model = kdist.models.mlp((28, 28, 1), num_classes=10, widths=(256, 256))
     """
     inputs, x = pixels(input_shape, rescale, fixed_size=True)
     x = keras.layers.Flatten()(x)

@@ -1,7 +1,4 @@
-"""Transfer learning from MobileNetV2.
-
-model = kdist.models.mobilenet_v2(input_shape=(160, 160, 3), num_classes=2, weights="imagenet")
-"""
+"""Transfer learning from MobileNetV2."""
 
 import contextlib
 import os
@@ -13,8 +10,8 @@ import keras
 from kdist.model import Model
 from kdist.models.parts import builder, is_synchronized, model, pixels, probabilities
 
-# A server that is reached but stays silent for so long is given up.
-DOWNLOAD_SILENCE_SECONDS = 30
+# Time limit for a server that sends no data during a download.
+DOWNLOAD_TIMEOUT_SECONDS = 30
 
 
 @builder
@@ -28,39 +25,44 @@ def mobilenet_v2(
     rescale: float | None = 1 / 127.5,
     name: str = "mobilenet_v2",
 ) -> Model:
-    """MobileNetV2 without its top, average pooling, Dense 512 ReLU, Dropout 0.5, an output.
+    """Builds MobileNetV2 with a new classifier: images (B, H, W, 3) to logits or probabilities.
 
-    From pixels (B, H, W, 3) to one logit (B, 1) for a yes-or-no question, to be trained with
-    `BinaryCrossentropy(from_logits=True)`; for more classes to probabilities (B, num_classes).
-    With one logit it has 160 trainable variables, 4 with a frozen extractor.
+    The classifier is average pooling, Dense 512 with ReLU, Dropout 0.5, and an output layer. For
+    two classes the output is one logit (B, 1), for `BinaryCrossentropy(from_logits=True)`; for more
+    classes it is probabilities (B, num_classes). With one logit the model has 160 trainable
+    variables, or 4 if the extractor is frozen.
 
     Args:
         input_shape: (H, W, 3), at least 32 × 32 pixels. Defaults to (224, 224, 3).
-        num_classes: 1 or 2, the default, both for one logit; or more.
-        weights: the extractor's: `"imagenet"` (downloaded by Keras), a weights file of
-            `keras.applications.MobileNetV2(include_top=False)` (`.weights.h5`, `.keras` or `.h5`),
-            or None, the default, for random.
-        trainable_extractor: whether the extractor is trained as well. If not, it works in
-            inference mode, and its BatchNorm statistics stay as they are for as long as its
-            `trainable` is False. Defaults to True.
-        sync_batch_norm: statistics over all replicas. Defaults to False.
-        rescale: factor for the pixels, after which 1 is subtracted; None for neither. Defaults
-            to 1/127.5, which MobileNetV2's own weights are made for.
-        name: the model's.
-        precision: Keras's dtype policy. Defaults to float32.
+        num_classes: number of classes; 1 and 2 both build one logit. Defaults to 2.
+        weights: weights of the extractor: `"imagenet"` (downloaded by Keras), a weights file of
+            `keras.applications.MobileNetV2(include_top=False)` (`.weights.h5`, `.keras`, or
+            `.h5`), or None for random weights. Defaults to None.
+        trainable_extractor: whether to train the extractor. A frozen extractor runs in inference
+            mode with fixed BatchNormalization statistics. Defaults to True.
+        rescale: factor that pixels are multiplied by before 1 is subtracted, or None for raw
+            pixels. Defaults to 1/127.5, as for the ImageNet weights.
+        sync_batch_norm, name, precision: see `kdist.models.create`.
+
+    Returns:
+        A `kdist.Model` (with JAX, a `keras.Model`).
 
     Raises:
-        FileNotFoundError: there is no file of that name.
-        ConnectionError: the ImageNet weights cannot be downloaded, or their server is silent for
-            `DOWNLOAD_SILENCE_SECONDS`.
-        ValueError: a shape, number of classes or precision that cannot be, or a weights file that
-            does not fit.
+        FileNotFoundError: the weights file does not exist.
+        ConnectionError: the ImageNet weights cannot be downloaded, or the server sends no data
+            for 30 seconds.
+        ValueError: the shape, number of classes, or precision is invalid, or the weights file does
+            not match the model.
+
+    Example:
+
+        model = kdist.models.mobilenet_v2((160, 160, 3), 2, weights="imagenet")
     """
     inputs, x = pixels(input_shape, rescale, smallest=32, offset=-1.0)
     extractor = _extractor(tuple(input_shape), weights, sync_batch_norm)
     extractor.trainable = trainable_extractor
-    # `trainable = False` is what keeps BatchNorm's statistics: Keras 3.15's functional models put
-    # the mode of the model around it over `training=False`, which says what is meant.
+    # `trainable = False` keeps the BatchNormalization statistics. In Keras 3.15 the mode of the
+    # enclosing functional model overrides `training=False`, which only documents the intent.
     x = extractor(x) if trainable_extractor else extractor(x, training=False)
     x = keras.layers.GlobalAveragePooling2D(name="pool")(x)
     x = keras.layers.Dense(512, activation="relu", name="features")(x)
@@ -75,7 +77,7 @@ def mobilenet_v2(
 def _extractor(input_shape, weights, sync_batch_norm):
     if weights not in (None, "imagenet") and not os.path.exists(weights):
         raise FileNotFoundError(
-            f"weights={os.fspath(weights)!r}: no such file; give one, 'imagenet', or None"
+            f"weights={os.fspath(weights)!r}: no such file; pass a file, 'imagenet', or None"
         )
     if weights == "imagenet":
         extractor = _downloaded(input_shape)
@@ -83,12 +85,12 @@ def _extractor(input_shape, weights, sync_batch_norm):
         extractor = keras.applications.MobileNetV2(input_shape, include_top=False, weights=None)
         if weights is not None:
             _load(extractor, weights)
-    return _synchronised(extractor) if is_synchronized(sync_batch_norm) else extractor
+    return _with_synchronized_norm(extractor) if is_synchronized(sync_batch_norm) else extractor
 
 
 def _downloaded(input_shape):
     try:
-        with _limited_silence():
+        with _socket_timeout():
             return keras.applications.MobileNetV2(
                 input_shape, include_top=False, weights="imagenet"
             )
@@ -98,15 +100,15 @@ def _downloaded(input_shape):
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConnectionError(
             f"the ImageNet weights of MobileNetV2 cannot be downloaded ({reason}); "
-            "give weights= a file that you have, or None"
+            "pass a local file as weights=, or None"
         ) from error
 
 
 @contextlib.contextmanager
-def _limited_silence():
-    """Sockets opened meanwhile give up on silence; Keras's downloader has no limit of its own."""
+def _socket_timeout():
+    """Sets a timeout for sockets opened in this context; Keras's downloader has none."""
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(DOWNLOAD_SILENCE_SECONDS)
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_SECONDS)
     try:
         yield
     finally:
@@ -114,19 +116,19 @@ def _limited_silence():
 
 
 def _load(extractor, weights):
-    # Keras, h5py and zipfile each have errors of their own for a file that is something else.
+    # Keras, h5py, and zipfile raise different errors for other kinds of files.
     try:
         extractor.load_weights(weights)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"weights={os.fspath(weights)!r} does not fit ({reason}); give a file that was saved "
+            f"weights={os.fspath(weights)!r} does not match ({reason}); use a file saved "
             "from keras.applications.MobileNetV2(include_top=False), or None"
         ) from error
 
 
-def _synchronised(extractor):
-    """The same network and weights, with BatchNorm over all replicas."""
+def _with_synchronized_norm(extractor):
+    """Returns a copy of the network with synchronized BatchNormalization."""
 
     def copy(layer):
         config = layer.get_config()

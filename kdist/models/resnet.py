@@ -1,7 +1,4 @@
-"""ResNet-18 for small images, as in *Dive into Deep Learning*, section 13.6.
-
-model = kdist.models.resnet18(input_shape=(28, 28, 1), num_classes=10)
-"""
+"""ResNet-18 for small images, as in *Dive into Deep Learning*, section 13.6."""
 
 from collections.abc import Sequence
 
@@ -27,25 +24,29 @@ def resnet18(
     rescale: float | None = 1 / 255,
     name: str = "resnet18",
 ) -> Model:
-    """Four stages of two residual blocks: pixels (B, H, W, C) to (B, num_classes).
+    """Builds ResNet-18: images (B, H, W, C) to class probabilities (B, num_classes).
 
-    The stem is one 3×3 convolution without max pooling; stages have 64, 128, 256, 512 channels,
-    and all but the first begin by halving height and width, with a 1×1 convolution on the
-    shortcut. Convolutions have biases. At 28×28×1 and 10 classes it has 11,175,818 trainable
-    parameters.
+    The stem is one 3×3 convolution without max pooling. Four stages of two residual blocks have 64,
+    128, 256, and 512 channels; all but the first halve height and width, with a 1×1 convolution on
+    the shortcut. Convolutions have biases. The model has 11,175,818 trainable parameters for
+    28×28×1 and 10 classes.
 
     Args:
         input_shape: (H, W, C), at least 8 × 8 pixels; H and W may be None.
-        num_classes: at least 2.
-        initializer: of convolutions and dense layer: `"glorot_uniform"` (Keras's, the default),
-            `"he_normal"`, `"normal_0.01"` as in d2l, or a Keras initializer without a seed.
-        sync_batch_norm: statistics over all replicas. Defaults to False.
-        rescale: factor for the pixels; None for none. Defaults to 1/255.
-        name: the model's.
-        precision: Keras's dtype policy. Defaults to float32.
+        num_classes: number of classes, at least 2.
+        initializer: `"glorot_uniform"`, `"he_normal"`, `"normal_0.01"`, or a Keras initializer
+            without a seed. Defaults to `"glorot_uniform"`.
+        sync_batch_norm, rescale, name, precision: see `kdist.models.create`.
+
+    Returns:
+        A `kdist.Model` (with JAX, a `keras.Model`).
 
     Raises:
-        ValueError: a shape, number of classes, initializer or precision that cannot be.
+        ValueError: the shape, number of classes, initializer, or precision is invalid.
+
+    Example:
+
+        model = kdist.models.resnet18(input_shape=(28, 28, 1), num_classes=10)
     """
     new_initializer = _initializer_factory(initializer)
     inputs, x = pixels(input_shape, rescale, smallest=8)
@@ -62,39 +63,35 @@ def resnet18(
 
 
 def _initializer_factory(initializer):
-    """A function that makes a new initializer at each call."""
+    """Returns a function that creates a new initializer in each call."""
     if not isinstance(initializer, keras.initializers.Initializer):
         if initializer in INITIALIZERS:
             return INITIALIZERS[initializer]
         raise ValueError(
-            f"initializer={initializer!r}; take one of {', '.join(INITIALIZERS)}, "
+            f"initializer={initializer!r}; use one of {', '.join(INITIALIZERS)}, "
             "or an instance of keras.initializers.Initializer"
         )
     config = initializer.get_config()
     if config.get("seed") is not None:
         raise ValueError(
-            f"initializer has seed={config['seed']}, which gives layers of equal shape equal "
-            "weights; leave the seed out and call keras.utils.set_random_seed before building"
+            f"initializer has seed={config['seed']}, so layers of equal shape would get equal "
+            "weights; remove the seed and call keras.utils.set_random_seed before building"
         )
     return lambda: type(initializer).from_config(config)
 
 
 class _Layers:
-    """Layers of one network: all initialised and normalised alike."""
+    """Layer factory with a common initializer and normalization."""
 
     def __init__(self, new_initializer, sync_batch_norm):
         self._new_initializer = new_initializer
         self._sync_batch_norm = sync_batch_norm
 
     def convolution(self, filters, size, strides=1, name=None):
-        # A new initializer each: one that is shared gives equal weights to layers of equal shape.
+        # A shared initializer would give equal weights to layers of equal shape.
+        initializer = self._new_initializer()
         return keras.layers.Conv2D(
-            filters,
-            size,
-            strides,
-            padding="same",
-            kernel_initializer=self._new_initializer(),
-            name=name,
+            filters, size, strides, padding="same", kernel_initializer=initializer, name=name
         )
 
     def norm_relu(self, x, name):

@@ -1,7 +1,4 @@
-"""A small transformer encoder that classifies sequences of tokens.
-
-model = kdist.models.transformer(input_shape=(128,), num_classes=2, vocabulary_size=10_000)
-"""
+"""Small transformer encoder that classifies sequences of tokens."""
 
 from collections.abc import Sequence
 
@@ -24,39 +21,45 @@ def transformer(
     sync_batch_norm: bool = False,
     name: str = "transformer",
 ) -> Model:
-    """Encoder blocks over tokens (B, T), averaged over T, to class probabilities (B, num_classes).
+    """Builds a transformer encoder: tokens (B, T) to class probabilities (B, num_classes).
 
-    Blocks are normalised before attention and before the feed-forward part (Xiong et al. 2020,
-    arXiv:2002.04745); positions are learned.
+    Blocks normalize before attention and before the feed-forward part (Xiong et al. 2020,
+    arXiv:2002.04745). Position embeddings are learned, and features are averaged over T.
 
     Args:
-        input_shape: (T,), the length of a sequence.
-        num_classes: at least 2.
-        vocabulary_size: tokens are whole numbers from 0 to this, exclusive. Defaults to 10,000.
-        width: features of a token; a multiple of `heads`. Defaults to 64.
-        heads: attention heads. Defaults to 4.
-        depth: blocks. Defaults to 2.
-        dropout: share of features dropped after each part. Defaults to 0.1.
-        sync_batch_norm: has no effect, there is no BatchNorm; taken as by all builders.
-        name: the model's.
-        precision: Keras's dtype policy. Defaults to float32.
+        input_shape: (T,), the number of tokens per sequence.
+        num_classes: number of classes, at least 2.
+        vocabulary_size: number of distinct tokens, which are integers from 0. Defaults to 10,000.
+        width: features per token, a multiple of `heads`. Defaults to 64.
+        heads: number of attention heads. Defaults to 4.
+        depth: number of blocks. Defaults to 2.
+        dropout: dropout rate after attention and feed-forward. Defaults to 0.1.
+        sync_batch_norm: accepted by all builders; no effect, as there is no BatchNormalization.
+        name, precision: see `kdist.models.create`.
+
+    Returns:
+        A `kdist.Model` (with JAX, a `keras.Model`).
 
     Raises:
-        ValueError: a shape, size, number of classes or precision that cannot be.
+        ValueError: the shape, a size, the number of classes, or the precision is invalid.
+
+    Example:
+
+        model = kdist.models.transformer(input_shape=(128,), num_classes=2)
     """
     del sync_batch_norm
     if len(input_shape) != 1 or input_shape[0] is None:
-        raise ValueError(f"input_shape={tuple(input_shape)}: sequences are (length,), and fixed")
+        raise ValueError(f"input_shape={tuple(input_shape)} is not a fixed (length,)")
     if heads < 1 or width % heads:
         raise ValueError(
-            f"width={width} must be a multiple of heads={heads}, of which there is at least 1"
+            f"width={width} must be a multiple of heads={heads}, which must be at least 1"
         )
     if min(width, depth, vocabulary_size) < 1:
         raise ValueError(
-            f"width={width}, depth={depth}, vocabulary_size={vocabulary_size}: take at least 1 each"
+            f"width={width}, depth={depth}, vocabulary_size={vocabulary_size} must be at least 1"
         )
     tokens = keras.Input(tuple(input_shape), dtype="int32", name="tokens")
-    # Built-in operations only, so that the saved model opens without kdist.
+    # Built-in operations only, so that the saved model loads without kdist.
     positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
     x = keras.layers.Embedding(vocabulary_size, width, name="token_embedding")(tokens)
     x += keras.layers.Embedding(input_shape[0], width, name="position_embedding")(positions)

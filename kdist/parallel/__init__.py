@@ -1,28 +1,49 @@
-"""Models split over devices: their layers, branches, stages and weights."""
+"""Models split over devices by layers, branches, pipeline stages, or weights.
 
-from kdist.parallel.jax_mesh import Mesh
-from kdist.parallel.joining import joined
-from kdist.parallel.measured_costs import measure_costs
-from kdist.parallel.plan_file import plan_as_said, read_plan, split_as, write_plan
-from kdist.parallel.split_model import SplitModel, split
-from kdist.parallel.split_plan import column, device, heads, row, stage
-from kdist.parallel.suggesting import Suggestion, suggest
+Imports TensorFlow only with the first name that needs it.
 
-__all__ = [
-    "Mesh",
-    "SplitModel",
-    "Suggestion",
-    "column",
-    "device",
-    "heads",
-    "joined",
-    "measure_costs",
-    "plan_as_said",
-    "read_plan",
-    "row",
-    "split",
-    "split_as",
-    "stage",
-    "suggest",
-    "write_plan",
-]
+Example:
+    layout = kdist.Layout(pipeline=2)
+    with kdist.create_strategy(layout).scope():
+        model = kdist.parallel.split(plain, kdist.parallel.suggest(plain, layout))
+        model.compile("adam", "sparse_categorical_crossentropy")
+    model.fit(train)
+"""
+
+from kdist.public_names import import_on_demand
+
+# Public name -> the module that defines it.
+_PUBLIC = {
+    "Mesh": "jax_mesh",
+    "SplitModel": "split_model",
+    "Suggestion": "search.suggest",
+    "column": "placement.patterns",
+    "device": "placement.patterns",
+    "heads": "placement.patterns",
+    "measure_costs": "search.measured_costs",
+    "merged": "split_model",
+    "read_placement": "placement.files",
+    "resolve_placement": "placement.files",
+    "row": "placement.patterns",
+    "split": "split_model",
+    "stage": "placement.patterns",
+    "suggest": "search.suggest",
+    "write_placement": "placement.files",
+}
+# Deprecated name -> the public name that replaces it.
+_DEPRECATED = {
+    "joined": "merged",
+    "plan_as_said": "resolve_placement",
+    "read_plan": "read_placement",
+    "write_plan": "write_placement",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+# `split_as` is deprecated, and warns when it is called.
+__getattr__ = import_on_demand(__name__, {**_PUBLIC, "split_as": "placement.files"}, _DEPRECATED)
+
+
+def __dir__():
+    return __all__

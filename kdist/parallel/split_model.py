@@ -1,4 +1,4 @@
-"""Models whose operations are on several devices.
+"""Models whose operations are placed on several devices.
 
     strategy = kdist.create_strategy(kdist.Layout(data=2, branch=2))
     with strategy.scope():
@@ -6,8 +6,9 @@
         model.compile("adam", "sparse_categorical_crossentropy")
     model.fit(train)
 
-Variables, slots, forward and backward operations and updates of a layer are on its device. On disk
-the model is the plain one.
+The variables, slots, forward and backward operations and updates of a layer are on its device. In
+files the model is the plain one. `SplitModel.export` exports the merged model, so that serving does
+not depend on the devices that the model was trained on.
 """
 
 import functools
@@ -16,13 +17,13 @@ import warnings
 import keras
 import tensorflow as tf
 
+from kdist.compat.keras import recompute_constants, save_as, saved_name
 from kdist.model import Model
-from kdist.parallel import copies, pipeline
-from kdist.parallel import tensor as tensor_parallel
-from kdist.parallel.groups import GroupStrategy
-from kdist.parallel.joining import joined
-from kdist.parallel.split_plan import (
-    SplitPlan,
+from kdist.parallel.device_groups import GroupStrategy
+from kdist.parallel.pipeline import step
+from kdist.parallel.placement import layer_copies
+from kdist.parallel.placement.patterns import (
+    Placement,
     divisions_by_name,
     functional_graph,
     is_nested,
@@ -30,46 +31,67 @@ from kdist.parallel.split_plan import (
     operations_by_name,
     places_by_name,
 )
-from kdist.parallel.variable_patterns import on_layers
-from kdist.training import step as steps
-from kdist.training.accumulation import optimizers_of
-from kdist.training.keras_internals import recompute_constants, save_as, saved_name
-from kdist.training.replicated import logs_are_metrics
-from kdist.training.together import outside_of_strategy
+from kdist.parallel.placement.variable_patterns import layer_placement
+from kdist.parallel.tensor.activations import call_divided, divided_outputs
+from kdist.parallel.tensor.divisibility import check_division, check_optimizer
+from kdist.parallel.tensor.layers import shard_layer
+from kdist.parallel.tensor.shards import ShardedLayer
+from kdist.parallel.tensor.variables import (
+    get_plain_weights,
+    keep_plain_slots_in_files,
+    plain_variables,
+    set_plain_weights,
+)
+from kdist.public_names import renamed_argument
+from kdist.training.replica import step as steps
+from kdist.training.replica.accumulation import optimizers_of
+from kdist.training.scopes import outside_any_scope
+from kdist.training.trainer import logs_are_metrics
 
 
-def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":
-    """A copy of `model`, with its weights, whose layers are on the devices that `plan` says.
+@renamed_argument("plan", "placement")
+def split(model: keras.Model, placement: Placement) -> "SplitModel":
+    """Returns a copy of `model`, with its weights, whose layers are placed on several devices.
 
-    It is not compiled, also where `model` is.
-
-    To be called in the scope of a strategy that `create_strategy` made of a `Layout`.
+    Call it in the scope of a strategy that `kdist.create_strategy` created for a `kdist.Layout`.
+    The copy is not compiled, even if `model` is.
 
     Args:
-        model: functional or Sequential, built; nested ones are split as well.
-        plan: a name's pattern -> `stage(n)`, `device(n)`, or `column()`, `row()`, `heads()` for
-            layers whose weights are divided, or a variable's pattern -> its axes, such as
-            `(None, "model")`; see `kdist.parallel.split_plan`.
+        model: built functional or Sequential model. Nested models are split as well.
+        placement: pattern on names of layers -> `stage(n)` or `device(n)`, or `column()`, `row()`
+            or `heads()` for layers whose weights are divided. A pattern may also match variables
+            and name the axis to divide, such as `(None, "model")`. See
+            `kdist.parallel.placement.patterns`.
+
+    Returns:
+        A `SplitModel`.
 
     Raises:
-        ValueError: another strategy, or a plan that does not fit the model or the layout.
-        TypeError: a model of another kind or with a `train_step` or `call` of its own, or a layer
-            that cannot be divided so.
+        ValueError: if the strategy has no device groups, or the placement does not fit the model
+            or the layout.
+        TypeError: if the model is neither functional nor Sequential, it overrides a method such as
+            `train_step` or `call`, or a layer cannot be divided in this way.
+
+    Example:
+        layout = kdist.Layout(pipeline=2, micro_batches=4)
+        with kdist.create_strategy(layout).scope():
+            model = kdist.parallel.split(plain, {"block[34].*|head": kdist.parallel.stage(1)})
+            model.compile("adam", "sparse_categorical_crossentropy")
+        model.fit(x, y)
     """
     strategy = tf.distribute.get_strategy()
     if not isinstance(strategy, GroupStrategy):
         raise ValueError(
-            "a model is split in the scope of a strategy of groups of devices: "
+            "split needs the scope of a strategy with groups of devices: "
             "`with kdist.create_strategy(kdist.Layout(pipeline=2)).scope():`"
         )
-    plan = on_layers(model, plan)
-    places = places_by_name(model, plan, strategy.layout)
-    divisions = divisions_by_name(model, plan, strategy.layout)
+    placement = layer_placement(model, placement)
+    places = places_by_name(model, placement, strategy.layout)
+    divisions = divisions_by_name(model, placement, strategy.layout)
     for name, operation in operations_by_name(model).items():
         if name in divisions:
-            how = divisions[name]
-            tensor_parallel.check_division(name, operation, how, strategy.layout.tensor)
-    copies.check_micro_batches(model, strategy.layout)
+            check_division(name, operation, divisions[name], strategy.layout.tensor)
+    layer_copies.check_micro_batches(model, strategy.layout)
     copy = Model.of(_copy(model, "", places, divisions, strategy))
     copy.__class__ = _split_class(type(copy))  # type: ignore[arg-type]
     copy.places, copy.divisions = places, divisions
@@ -79,66 +101,61 @@ def split(model: keras.Model, plan: SplitPlan) -> "SplitModel":
 
 
 def _copy(model, prefix, places, divisions, strategy):
-    """A copy of a model's layers, each on its device, in models that call them there."""
-    copies.check_model(model)
+    """Returns a copy of a model that creates and calls its layers on their devices."""
+    layer_copies.check_model(model)
     graph, width = functional_graph(model), strategy.layout.tensor
     here = {each.name: places.get(prefix + each.name) for each in graph.operations}
     how = {name: divisions[prefix + name] for name in here if prefix + name in divisions}
     stages = {name: place // width for name, place in here.items() if place is not None}
-    stay = tensor_parallel.stay_divided(list(nodes_of(graph)), graph.outputs, how, stages)
+    divided = divided_outputs(list(nodes_of(graph)), graph.outputs, how, stages)
 
-    whole = []
+    copied_layers = []
 
-    def copied(operation):
+    def copy_operation(operation):
         name = prefix + operation.name
         if is_nested(operation):
             return _copy(operation, f"{name}/", places, divisions, strategy)
         with strategy.on(places[name]):
             if name in divisions:
-                return tensor_parallel.sharded(
-                    operation, divisions[name], strategy, places[name], operation.name in stay
+                return shard_layer(
+                    operation, divisions[name], strategy, places[name], operation.name in divided
                 )
-            copy = copies.copied(operation, name, places[name])
+            copy = layer_copies.copy_operation(operation, name, places[name])
         if isinstance(operation, keras.layers.Layer):
-            whole.append((copy, operation))
+            copied_layers.append((copy, operation))
         return copy
 
-    inputs = copies.copied_inputs(model)
-    copy = keras.models.clone_model(model, inputs, clone_function=copied)
-    copies.leave_uncompiled(copy)
-    for layer, original in whole:
-        copies.give_trainability(layer, original)
+    inputs = layer_copies.copy_inputs(model)
+    copy = keras.models.clone_model(model, inputs, clone_function=copy_operation)
+    layer_copies.uncompile(copy)
+    for layer, original in copied_layers:
+        layer_copies.copy_trainable(layer, original)
     graph = functional_graph(copy)
     graph.__class__ = _placed_class(type(graph))
-    graph.calls_on = functools.partial(_call_on, strategy, here, stay)
+    graph.calls_on = functools.partial(_call_on, strategy, here, divided)
     return copy
 
 
-def _call_on(strategy, here, stay, name, operation, *args, **kwargs):
-    """Calls the operation of a name on its device.
-
-    Args:
-        here: name -> number of the device.
-        stay: the names of those whose output stays divided.
-    """
+def _call_on(strategy, here, divided, name, operation, *args, **kwargs):
+    """Calls an operation on its device, by `here`; `divided` names those with divided outputs."""
     if here.get(name) is None:
         return operation(*args, **kwargs)
     first = here[name]
     with strategy.on(first):
-        return tensor_parallel.call_divided(
-            operation, lambda number: strategy.on(first + number), name in stay, args, kwargs
+        return call_divided(
+            operation, lambda number: strategy.on(first + number), name in divided, args, kwargs
         )
 
 
 @functools.cache
 def _placed_class(functional_class):
-    """The class that is `functional_class`, but calls its operations on their devices."""
+    """Returns a subclass of `functional_class` that calls its operations on their devices."""
 
     class Placed(functional_class):
         is_placed = True
 
         def _run_through_graph(self, inputs, operation_fn=lambda op: op, call_fn=None):
-            if call_fn is not None:  # symbolic: nothing is computed
+            if call_fn is not None:  # symbolic call, which computes nothing
                 return super()._run_through_graph(inputs, operation_fn, call_fn)
             return super()._run_through_graph(
                 inputs,
@@ -149,11 +166,15 @@ def _placed_class(functional_class):
 
 
 class SplitModel(Model):
-    """A model that `split` made; trains as any other.
+    """A model split over devices. Created by `kdist.parallel.split`; trains like any Keras model.
 
     Attributes:
         places: operation -> number of its (first) device within a replica's group.
         divisions: layer whose weights are divided -> "column", "row" or "heads".
+
+    Example:
+        model = kdist.parallel.split(plain, {"head": kdist.parallel.device(1)})
+        model.places["head"]      # 1
     """
 
     is_split = True
@@ -162,52 +183,54 @@ class SplitModel(Model):
     divisions: dict[str, str]
 
     def get_weights(self):
-        """Those of the plain model: what is divided is joined."""
-        return tensor_parallel.get_plain_weights(self)
+        """Returns the weights of the plain model: parts of divided weights are concatenated."""
+        return get_plain_weights(self)
 
     def set_weights(self, weights):
-        """Those of the plain model."""
-        tensor_parallel.set_plain_weights(self, weights)
+        """Sets the weights to those of a plain model."""
+        set_plain_weights(self, weights)
 
     def compile(self, *args, jit_compile="auto", run_eagerly=False, **kwargs):
-        """As `kdist.Model.compile`.
+        """Configures the model for training, like `kdist.Model.compile`.
 
         Raises:
-            ValueError: `jit_compile=True`: XLA compiles for one device; or `run_eagerly=True`; or
-                weights are divided, and the optimizer looks at whole ones.
+            ValueError: for `jit_compile=True`, because XLA compiles for one device; for
+                `run_eagerly=True`; or if weights are divided and the optimizer needs whole ones.
         """
         if jit_compile is True:
-            raise ValueError("XLA compiles for one device: leave jit_compile out of a split model")
+            raise ValueError(
+                "XLA compiles for one device. Do not pass jit_compile to a split model"
+            )
         if run_eagerly:
             raise ValueError(
                 "run_eagerly=True would put the whole backward pass of a split model on one "
-                "device; leave it out, or debug the model before it is split"
+                "device. Remove it, or debug the model before it is split"
             )
         super().compile(*args, jit_compile=False, **kwargs)
         if self.divisions and self.optimizer is not None:
-            tensor_parallel.check_optimizer(optimizers_of(self), self.divisions)
-            tensor_parallel.keep_plain_slots_in_files(self, optimizers_of(self))
+            check_optimizer(optimizers_of(self), self.divisions)
+            keep_plain_slots_in_files(self, optimizers_of(self))
 
     def export(self, *args, **kwargs):
-        """Keras's, of the plain model (see `kdist.parallel.joined`).
+        """Exports the plain model (see `kdist.parallel.merged`) by `keras.Model.export`.
 
-        What it writes names no device, and runs on any one machine, wherever this model is.
+        The result names no device and runs on any single machine.
         """
-        plain = joined(self, "CPU:0")  # it may be too large for one accelerator
-        return outside_of_strategy(lambda: plain.export(*args, **kwargs))
+        plain = merged(self, "CPU:0")  # it may be too large for one accelerator
+        return outside_any_scope(lambda: plain.export(*args, **kwargs))
 
     @logs_are_metrics
     def train_step(self, data):
-        """Keras's, but for the gradients.
+        """Trains on one batch like Keras, except for the gradients.
 
-        A tape would compute them all on the device on which the step runs; `tf.gradients` puts
-        each beside its forward operation. Micro-batches go through a pipeline.
+        A tape would compute all gradients on the device of the step. `tf.gradients` colocates each
+        with its forward operation. Micro-batches go through a pipeline.
         """
         x, y, sample_weight = data = keras.utils.unpack_x_y_sample_weight(data)
-        by_parts = self.distribute_strategy.layout.micro_batches > 1
-        passes = functools.partial(pipeline.passes, self) if by_parts else self._passes
-        loss, y_pred, gradients = passes(data)
-        # Where the rows are: elsewhere, all of them would be sent there to be counted.
+        is_pipelined = self.distribute_strategy.layout.micro_batches > 1
+        run = functools.partial(step.forward_and_backward, self) if is_pipelined else self._passes
+        loss, y_pred, gradients = run(data)
+        # Counted on the device of the inputs. Counting elsewhere would copy all inputs there.
         rows = tf.shape(keras.tree.flatten(x)[0])[0]
         with self.distribute_strategy.on(self.output_place):
             self._loss_tracker.update_state(loss, sample_weight=rows)
@@ -219,7 +242,7 @@ class SplitModel(Model):
             return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def _passes(self, data):
-        """As `pipeline.passes`, of all rows at once."""
+        """Returns loss, outputs and gradients like `forward_and_backward`, for all rows at once."""
         x, y, sample_weight = data
         y_pred = self(x, training=True)
         with self.distribute_strategy.on(self.output_place):
@@ -231,14 +254,67 @@ class SplitModel(Model):
 
     @property
     def losses(self):
-        """As Keras's; while a micro-batch's loss is computed, what was added to that."""
+        """Losses that layers have added; in a pipeline, those of the current micro-batch."""
         added = getattr(steps.current(), "added_losses", None)
         return super().losses if added is None else added
 
     @property
     def output_place(self) -> int:
-        """The number of the device that the (last) output is on."""
+        """Number of the device of the (last) output."""
         return list(self.places.values())[-1]
+
+
+def merged(model: keras.Model, device: str | None = None) -> keras.Model:
+    """Returns a plain Keras model with the trained weights of a split model.
+
+    The model is not compiled. Names, configuration, dtype policies, trainability, weights and seed
+    generator states are those of the split model. Later training of one model does not change the
+    other. The model belongs to no strategy, even if this is called in the scope of one.
+
+    Args:
+        model: a model that `kdist.parallel.split` returned. Custom layers keep their classes.
+        device: device of the weights, such as "CPU:0" for a model that fits on no accelerator.
+            Defaults to TensorFlow's device for new variables.
+
+    Returns:
+        A functional or Sequential `keras.Model`.
+
+    Raises:
+        TypeError: if the model is not split.
+
+    Example:
+        plain = kdist.parallel.merged(model)
+        plain.predict(x)
+    """
+    if not getattr(model, "is_split", False):
+        raise TypeError(
+            f"{model.name!r} is not split. merged accepts only models that kdist.parallel.split "
+            "returned"
+        )
+    return outside_any_scope(lambda: _merged(model, device))
+
+
+def _merged(model, device):
+    originals = operations_by_name(model)
+    kinds = {type(each) for each in originals.values() if not is_nested(each)}
+    custom = {kind.__name__: kind for kind in kinds if kind.__module__.partition(".")[0] != "keras"}
+    with tf.device(device):
+        plain = _plain_class(type(model)).from_config(model.get_config(), custom_objects=custom)
+        for division, variable in zip(plain_variables(model), plain.variables, strict=True):
+            variable.assign(division.whole())
+        recompute_constants(plain)
+    for name, copy in operations_by_name(plain).items():
+        if isinstance(originals[name], ShardedLayer):
+            copy.trainable = originals[name].trainable
+        elif isinstance(copy, keras.layers.Layer) and not is_nested(copy):
+            layer_copies.copy_trainable(copy, originals[name])
+    return plain
+
+
+def _plain_class(split_class):
+    """Returns the class that was split, without the classes that kdist added to it."""
+    kinds = (kind for kind in split_class.__mro__ if issubclass(kind, keras.Model))
+    return next(k for k in kinds if not issubclass(k, Model) and not vars(k).get("is_placed"))
 
 
 @functools.cache
@@ -250,7 +326,7 @@ def _split_class(model_class):
 
 
 def _named_as(keras_class, derived):
-    """`derived` under the name of the class that it extends, in programs and in files."""
+    """Returns `derived` under the name of the class that it extends, for summaries and files."""
     derived.__name__, derived.__qualname__ = keras_class.__name__, keras_class.__qualname__
     derived.__module__, derived.__doc__ = keras_class.__module__, keras_class.__doc__
     return save_as(keras_class, saved_name(keras_class))(derived)

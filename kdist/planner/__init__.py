@@ -1,51 +1,59 @@
-"""What is known of machines and models before anything runs, and plans made of it.
+"""Planner: predicts time, memory, and price of a training, and recommends a plan.
 
-Nothing here imports TensorFlow, but for `read_workload`, when it is asked for.
+Nothing here imports TensorFlow, except `read_workload` when it is called.
 """
 
-import importlib
+from kdist.public_names import import_on_demand
 
-# Public name -> the module that holds it.
-_PUBLIC = {
-    "Found": "searching",
-    "Gpu": "gpus",
+# Name -> the module that holds it.
+_MODULES = {
+    "Constraints": "selection.constraints",
+    "Gpu": "tables.gpus",
     "InputWork": "cost.setup",
     "Job": "job",
-    "Layout": "plans",
-    "LayerWork": "workload",
-    "Limits": "limits",
-    "Machine": "machines",
+    "LayerWork": "workload.layers",
+    "Machine": "tables.machines",
     "Measurements": "measurements",
-    "Offer": "prices",
+    "Offer": "tables.prices",
     "Plan": "plans",
-    "Planned": "planning",
-    "Predictor": "predicting",
-    "Workload": "workload",
-    "check_trainings": "time_to_accuracy",
-    "choose": "planning",
-    "find_gpu": "gpus",
-    "known_gpus": "gpus",
-    "known_machines": "machines",
-    "known_offers": "prices",
-    "known_workload": "known",
-    "known_workloads": "known",
-    "learned": "predicting",
-    "own_offers": "planning",
+    "Predictor": "selection.prediction",
+    "RankedPlans": "planning",
+    "Workload": "workload.layers",
+    "extrapolate_seconds": "cost.compute",
+    "find_gpu": "tables.gpus",
+    "known_gpus": "tables.gpus",
+    "known_machines": "tables.machines",
+    "known_offers": "tables.prices",
+    "known_workload": "workload.known",
+    "known_workloads": "workload.known",
+    "make_measurement": "selection.prediction",
+    "make_offers": "planning",
     "plan": "planning",
-    "read_machines": "machines",
-    "read_offers": "prices",
-    "read_workload": "reading",
-    "scaled_seconds": "cost.compute",
-    "search": "searching",
-    "trainings_text": "time_to_accuracy",
-    "validate": "validation",
-    "workload_of": "planning",
+    "read_machines": "tables.machines",
+    "read_offers": "tables.prices",
+    "read_workload": "workload.reading",
+    "resolve_workload": "planning",
+    "search": "planning",
+    "select_offers": "planning",
 }
 
-__all__ = sorted(_PUBLIC)
+__all__ = sorted(_MODULES)
+
+# Deprecated name -> the name that replaces it.
+_RENAMED = {
+    "Found": "RankedPlans",
+    "Layout": "kdist.Layout",
+    "Limits": "Constraints",
+    "Planned": "RankedPlans",
+    "choose": "select_offers",
+    "learned": "make_measurement",
+    "own_offers": "make_offers",
+    "scaled_seconds": "extrapolate_seconds",
+    "workload_of": "resolve_workload",
+}
+
+__getattr__ = import_on_demand(__name__, _MODULES, _RENAMED)
 
 
-def __getattr__(name):
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+def __dir__():
+    return __all__

@@ -1,12 +1,12 @@
-"""The time of a training step on a machine of which nobody has published figures.
+"""Time of a training step on a machine without published data, from a calibration.
 
     calibration = Calibration.from_json(pathlib.Path("machine.json").read_text())
     calibrated_step_seconds(workload, calibration, local_batch=16, replicas=2).seconds
 
-What a step consists of is counted (`work_terms`), and each term costs what it cost in the small
-networks that `kdist.planner.measuring.calibrate` has timed on that machine: a linear model with
-coefficients from 0 on. The rate of convolutions and products depends on how many weights a layer
-has: narrow layers leave vector units idle. Nothing here imports TensorFlow.
+The terms of a step are counted (`work_terms`) and multiplied by the cost of each in the small
+networks that `kdist.calibrate.measure.calibrate` has timed on that machine: a linear model with
+nonnegative coefficients. The rate of convolutions and products depends on the number of weights of
+a layer, as narrow layers leave vector units idle. Nothing here imports TensorFlow.
 """
 
 import dataclasses
@@ -16,30 +16,30 @@ import math
 import os
 from collections.abc import Mapping
 
-from kdist.planner.workload import LayerWork, Workload
+from kdist.planner.workload.layers import LayerWork, Workload
 
-# Between these numbers of weights of a layer, seconds a FLOP are interpolated over the logarithm;
-# beyond them they are constant. Kinds that are not named have one rate.
+# Between these numbers of weights of a layer, seconds per FLOP are interpolated over the logarithm.
+# Beyond them they are constant. Other kinds have one rate.
 RATES_AT_WEIGHTS = {"convolution": (1e3, 1e4, 1e5, 1e6), "matmul": (1e4, 1e6)}
 
-# Of one layer: more float32 weights than some hundred thousand do not stay in a core's own cache.
+# Weights of one layer that stay in a core's own cache, in float32.
 CACHED_WEIGHTS = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """What the parts of a training step cost on one machine.
+    """Costs of the terms of a training step on one machine.
 
     Attributes:
-        machine: the CPU or GPU, as its maker names it.
-        replicas: devices that trained together under `mirrored` when it was measured, and so
-            shared the machine's cores and memory; 1 for `one_device`.
-        precision: the dtype policy that it was measured under.
-        seconds_per: term of a step, as `work_terms` names it -> seconds for one of it, on every
-            replica at the same time; exchange and update of the weights are in those of weights.
-        probe_error: how far predictions of the measured networks are off, as a fraction of the
-            measured time, each from the others alone; their median.
-        max_probe_error: the largest of these.
+        machine: Name of the CPU or GPU.
+        replicas: Devices that trained together under `mirrored` in the measurement and shared the
+            machine's cores and memory; 1 for `one_device`.
+        precision: Dtype policy of the measurement.
+        seconds_per: Name of a term, see `work_terms` -> seconds for one unit of it on all replicas
+            at the same time. The cost of weights includes their exchange and update.
+        probe_error: Median relative error of the measured networks, each predicted from the others
+            alone.
+        max_probe_error: Largest of these errors.
     """
 
     machine: str
@@ -50,19 +50,15 @@ class Calibration:
     max_probe_error: float
 
     def to_json(self) -> str:
-        """As `from_json` reads it."""
+        """Returns the calibration as JSON, for `from_json`."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str, source: str | os.PathLike = "this text") -> "Calibration":
-        """The calibration that `to_json` wrote.
-
-        Args:
-            text: as `to_json` gives it.
-            source: what an error names.
+        """Returns the calibration that `to_json` wrote; `source` names it in error messages.
 
         Raises:
-            ValueError: `text` is no calibration, or a cost in it is no number from 0 on.
+            ValueError: If `text` is no calibration, or a cost in it is no number from 0 on.
         """
         try:
             calibration = cls(**json.loads(text))
@@ -76,19 +72,17 @@ class Calibration:
             what = f"{bad[0]!r} costs {costs[bad[0]]!r}" if bad else "nothing costs anything"
             raise ValueError(
                 f"{source}: {what}; seconds are numbers from 0 on: calibrate the machine again "
-                "with kdist.planner.measuring.calibrate()"
+                "with kdist.calibrate.measure.calibrate()"
             )
         return calibration
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTime:
-    """A predicted training step.
+class CalibratedStep:
+    """Predicted time of a training step, in seconds.
 
-    Attributes:
-        seconds: all of it.
-        parts: kind of layers, "weights" (exchange and update) or "step" (what is there for any
-            model) -> seconds.
+    `parts` is the time by kind of layers, of `"weights"` (exchange and update), and of `"step"`
+    (overhead of any model).
     """
 
     seconds: float
@@ -101,59 +95,52 @@ def calibrated_step_seconds(
     local_batch: int,
     replicas: int = 1,
     precision: str = "float32",
-) -> StepTime:
-    """How long a training step takes on the machine that was calibrated.
+) -> CalibratedStep:
+    """Returns the time of a training step on the calibrated machine.
 
-    Input is taken to be there in time, and the update to be that of the calibration, SGD with
-    momentum.
-
-    Args:
-        workload: of the model.
-        calibration: of the machine.
-        local_batch: examples a replica and step.
-        replicas: as in the calibration.
-        precision: as in the calibration and the workload.
+    Assumes that input is never late, and the replicas, the precision, and the update of the
+    calibration: SGD with momentum.
 
     Raises:
-        ValueError: `local_batch` is less than 1, the calibration is for other replicas or another
-            precision, lacks a cost, or not all that the model does is known.
+        ValueError: If `local_batch` is less than 1, the calibration is for other replicas or
+            another precision, lacks a cost, or the model has operations of unknown work.
     """
     if local_batch < 1:
-        raise ValueError(f"local_batch={local_batch}: give at least 1 example a replica")
+        raise ValueError(f"local_batch={local_batch}: give at least 1 example per replica")
     measured = (calibration.replicas, calibration.precision)
     if measured != (replicas, precision) or workload.precision != precision:
         raise ValueError(
-            f"{workload.name} in {workload.precision} is asked for on {replicas} replicas in "
-            f"{precision}, but {calibration.machine} was calibrated with {measured[0]} in "
-            f"{measured[1]}; calibrate it for what you ask"
+            f"{workload.name} in {workload.precision} on {replicas} replicas in {precision}: "
+            f"{calibration.machine} was calibrated with {measured[0]} in {measured[1]}; calibrate "
+            "it again for these replicas and this precision"
         )
     if workload.uncounted:
         raise ValueError(
             f"{workload.name} has operations of which the work is not known "
-            f"({', '.join(workload.uncounted)}); time its step itself"
+            f"({', '.join(workload.uncounted)}); time its step instead"
         )
-    return _priced(work_terms(workload, local_batch), calibration)
+    return _apply_costs(work_terms(workload, local_batch), calibration)
 
 
-def _priced(terms, calibration):
+def _apply_costs(terms, calibration):
     missing = terms.keys() - calibration.seconds_per.keys()
     if missing:
         raise ValueError(
-            f"the calibration of {calibration.machine} does not know what {min(missing)!r} cost; "
+            f"the calibration of {calibration.machine} has no cost of {min(missing)!r}; "
             "calibrate the machine again with this version of kdist"
         )
     parts: dict[str, float] = {}
     for name, amount in terms.items():
         part = name.partition(" ")[0]
         parts[part] = parts.get(part, 0.0) + amount * calibration.seconds_per[name]
-    return StepTime(sum(parts.values()), parts)
+    return CalibratedStep(sum(parts.values()), parts)
 
 
 def work_terms(workload: Workload, local_batch: int) -> dict[str, float]:
-    """How much there is of each term in a step of one replica.
+    """Returns the amount of each term in a step of one replica.
 
-    The first word of a term is the kind of the layers, as `LayerWork` has it, "normalisation" for
-    elementwise ones that compute with weights; or it is "weights" or "step".
+    The first word of a term is the kind of the layers, see `LayerWork`, `"normalisation"` for
+    elementwise layers that compute with weights, `"weights"`, or `"step"`.
     """
     terms: dict[str, float] = {"step": 1.0}
     for layer in workload.layers:
@@ -180,13 +167,13 @@ def _layer_terms(layer: LayerWork, local_batch: int):
 
 
 def _kind(layer):
-    """Its kind; an embedding has weights as well, but no arithmetic with them."""
+    """Returns a layer's kind; an embedding also has weights, but no arithmetic with them."""
     normalises = layer.kind == "elementwise" and layer.parameters and layer.forward_flops
     return "normalisation" if normalises else layer.kind
 
 
 def _shares(kind, weights):
-    """The rates that hold for a layer of so many weights, each with its share."""
+    """Returns the rates for a layer with this number of weights, each with its share."""
     knots = RATES_AT_WEIGHTS.get(kind)
     if knots is None:
         return [("", 1.0)]

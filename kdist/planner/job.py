@@ -1,35 +1,41 @@
-"""What is to be trained, whatever it is trained on."""
+"""Job: a training, independent of the machine that runs it."""
 
 import dataclasses
 import math
 
 from kdist.planner.cost.setup import Gradients, InputWork
-from kdist.planner.workload import Workload
+from kdist.planner.workload.layers import Workload
 
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 # 500 × 375 pixels, the mean of ImageNet's JPEGs.
 IMAGENET_MEGAPIXELS = 0.19
-# Below this side an image is taken to lie in memory as an array, as Fashion-MNIST's do.
+# Smaller images are assumed to lie in memory as arrays, such as those of Fashion-MNIST.
 _SMALLEST_JPEG = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """A training to plan.
 
-    Attributes:
-        workload: of the model.
-        examples: of an epoch.
-        epochs: times through them, whatever the batch is.
-        precision: a Keras dtype policy, one of `PRECISIONS`.
-        optimizer: "sgd", "momentum", "adam" …, for the memory of its slots.
-        jit_compile: whether XLA compiles the step.
-        input_work: what the host has to do for one example. By default that of `default_input`.
-        name: that the user gave the model; by default that of its workload.
+    Example:
+
+        job = kdist.planner.Job(
+            kdist.planner.known_workload("resnet50"), examples=1_281_167, epochs=90
+        )
+
+    Args:
+        workload: `Workload` of the model.
+        examples: Examples per epoch.
+        epochs: Number of epochs, whatever the batch is. Defaults to 1.
+        precision: Keras dtype policy, one of `PRECISIONS`. Defaults to `"float32"`.
+        optimizer: `"sgd"`, `"momentum"`, the default, `"adam"`, …, for the memory of its slots.
+        jit_compile: Whether XLA compiles the step. Defaults to `False`.
+        input_work: Work of the host for one example. Defaults to `default_input(workload)`.
+        name: The user's name of the model. Defaults to that of its workload.
 
     Raises:
-        ValueError: a number is not above 0, `examples` is not a whole one, or the precision is not
-            known.
+        ValueError: If a number is not above 0, `examples` is not a whole number, or the precision
+            is unknown.
     """
 
     workload: Workload
@@ -50,23 +56,23 @@ class Job:
             raise ValueError(f"examples is a whole number, not {self.examples}")
         if self.precision not in PRECISIONS:
             raise ValueError(
-                f"precision {self.precision!r} is none of {', '.join(PRECISIONS)}, which are what "
-                "scripts/train.py --precision takes"
+                f"precision {self.precision!r} is none of {', '.join(PRECISIONS)}, the values of "
+                "scripts/train.py --precision"
             )
 
     @property
     def model(self) -> str:
-        """What the model is called in plans and in the table of measured runs."""
+        """Name of the model in plans and in the table of measured runs."""
         return self.name or self.workload.name
 
     @property
     def host_work(self) -> InputWork:
-        """`input_work`, or what is taken in its place."""
+        """Work of the host for one example: `input_work` or its default."""
         return self.input_work or default_input(self.workload)
 
     @property
     def gradients(self) -> Gradients:
-        """What replicas exchange: float32 under Keras's mixed policies, too."""
+        """Gradients that replicas exchange; float32 also under Keras's mixed policies."""
         sizes = [size for _, size in self.workload.gradients_as_ready()]
         total = sum(sizes)
         return Gradients(
@@ -77,12 +83,12 @@ class Job:
 
     @property
     def trained_examples(self) -> float:
-        """Of the whole run."""
+        """Examples of the whole run."""
         return self.examples * self.epochs
 
 
 def default_input(workload: Workload) -> InputWork:
-    """JPEGs as large as ImageNet's for a model of photographs; else arrays, which cost nothing."""
+    """Returns JPEGs of ImageNet's size for a model of photographs, else arrays in memory."""
     shape = workload.input_shape
     if len(shape) == 3 and shape[2] == 3 and min(shape[:2]) >= _SMALLEST_JPEG:
         return InputWork(

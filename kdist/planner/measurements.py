@@ -1,55 +1,29 @@
-"""What runs have measured, in the user's own table: it sharpens the next prediction.
+"""The user's table of measured runs, which corrects the next predictions.
 
     table = Measurements.read("~/.kdist/measurements.csv")
-    table.correction("resnet50", "V100 SXM2 16GB", "float32")    # 1.12: it takes 12 % longer
+    table.correction("resnet50", "V100 SXM2 16GB", "float32")    # 1.12: 12 % longer than predicted
 
-A row is one run: what its plan predicted for the computation of a micro-step, and what the measured
-rate says that it took.
+A row is one run: the predicted compute time of a micro-step, and the one that follows from the
+measured rate.
 """
 
 import csv
 import dataclasses
-import datetime
 import math
 import os
 import pathlib
 
-from kdist.planner.tables import number, read_table, text
+from kdist.planner.tables.read import number, read_table, text
 
 DEFAULT_PATH = "~/.kdist/measurements.csv"
-_COLUMNS = {
-    "as_of": text,
-    "model": text,
-    "gpu": text,
-    "precision": text,
-    "machine": text,
-    "strategy": text,
-    "replicas": number,
-    "local_batch": number,
-    "examples_per_second": number,
-    "predicted_examples_per_second": number,
-    "micro_step_seconds": number,
-    "predicted_micro_step_seconds": number,
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """A run's measured rate, beside what was predicted. See the columns of the table.
+    """Measured and predicted rate of one run; a row of the table.
 
-    Attributes:
-        as_of: the date.
-        model: its name.
-        gpu: that it ran on.
-        precision: a Keras dtype policy.
-        machine: the kind of machine.
-        strategy: the name of the strategy.
-        replicas: in all.
-        local_batch: examples of a replica in a micro-step.
-        examples_per_second: measured.
-        predicted_examples_per_second: by kdist alone, without any measurement.
-        micro_step_seconds: of the computation, as the measured rate says.
-        predicted_micro_step_seconds: by kdist alone.
+    The predictions are made without any measurement. `micro_step_seconds` is the compute time that
+    follows from the measured rate.
     """
 
     as_of: str
@@ -67,22 +41,36 @@ class Measurement:
 
     @property
     def log_error(self) -> float:
-        """ln(measured / predicted) of the computation."""
+        """Logarithm of measured / predicted compute time."""
         return math.log(self.micro_step_seconds / self.predicted_micro_step_seconds)
+
+
+_COLUMNS = {
+    field.name: text if field.type is str else number for field in dataclasses.fields(Measurement)
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurements:
-    """All rows of a table."""
+    """Table of measured runs.
+
+    Example:
+
+        >>> Measurements().correction("resnet50", "V100 SXM2 16GB", "float32")
+        1.0
+
+    Args:
+        rows: All rows. Defaults to none.
+    """
 
     rows: tuple[Measurement, ...] = ()
 
     @classmethod
     def read(cls, path: str | os.PathLike = DEFAULT_PATH) -> "Measurements":
-        """The table at `path`; none where there is no such file.
+        """Reads the table at `path`; a missing file is an empty table.
 
         Raises:
-            ValueError: the file is no such table.
+            ValueError: If the file is no such table.
         """
         path = pathlib.Path(path).expanduser()
         if not path.exists():
@@ -90,11 +78,11 @@ class Measurements:
         return cls(tuple(Measurement(**row) for row in read_table(path, _COLUMNS)))
 
     def correction(self, model: str, gpu: str, precision: str) -> float:
-        """By what the predicted computation is to be multiplied.
+        """Returns the factor by which to multiply the predicted compute time.
 
-        Runs of the same model, GPU and precision say it alone: their geometric mean. Without any,
-        those of other models on this GPU say it for what they share, half of it for one run, two
-        thirds for two, as ln f = Σ ln(measured / predicted) / (n + 1).
+        It is the geometric mean over runs of the same model, GPU, and precision. Without any, other
+        models on this GPU contribute what they share: ln f = Σ ln(measured / predicted) / (n + 1),
+        half of it for one run, two thirds for two.
         """
         on_gpu = [row for row in self.rows if row.gpu == gpu]
         same = [row for row in on_gpu if (row.model, row.precision) == (model, precision)]
@@ -103,10 +91,19 @@ class Measurements:
         return math.exp(sum(row.log_error for row in on_gpu) / (len(on_gpu) + 1))
 
 
-def add(measurement: Measurement, path: str | os.PathLike = DEFAULT_PATH) -> pathlib.Path:
-    """Adds a row to the table at `path`, which is made if it is not there; gives its path."""
+def add_measurement(
+    measurement: Measurement, path: str | os.PathLike = DEFAULT_PATH
+) -> pathlib.Path:
+    """Appends a row to the table at `path`, and creates the table if needed.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: If the file is no such table.
+    """
     path = pathlib.Path(path).expanduser()
-    Measurements.read(path)  # what is no such table is not written to
+    Measurements.read(path)  # raises before a file of another kind is changed
     path.parent.mkdir(parents=True, exist_ok=True)
     is_new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
@@ -115,8 +112,3 @@ def add(measurement: Measurement, path: str | os.PathLike = DEFAULT_PATH) -> pat
             writer.writeheader()
         writer.writerow(dataclasses.asdict(measurement))
     return path
-
-
-def today() -> str:
-    """The date of a row."""
-    return datetime.date.today().isoformat()

@@ -1,74 +1,115 @@
-"""From a model and what it is to be trained on to ranked plans.
+"""Planning of a training: from a model and its data to ranked plans.
 
-found = kdist.plan("resnet50", examples=1_281_167, epochs=90, max_usd=100)
-print(found)                       # a ranked table, and why the first is first
-print(found.explain())             # the arithmetic of the first
-found.write_page("plan.html")
-strategy = kdist.create_strategy(found.best)
+result = kdist.plan("resnet50", examples=1_281_167, epochs=90, max_usd=100)
+print(result)                      # a ranked table, and why the first plan is first
+print(result.explain())            # the arithmetic of the first plan
+result.write_page("plan.html")
+strategy = kdist.create_strategy(result.best)
 """
 
 import dataclasses
 import os
 import pathlib
 import re
+import warnings as _warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kdist.planner import listing, page
 from kdist.planner.cost.setup import InputWork
-from kdist.planner.gpus import find_gpu
 from kdist.planner.job import Job
-from kdist.planner.known import known_workload
-from kdist.planner.limits import Limits
-from kdist.planner.machines import Machine, known_machines
 from kdist.planner.measurements import DEFAULT_PATH, Measurements
 from kdist.planner.plans import Plan
-from kdist.planner.predicting import Predictor
-from kdist.planner.prices import Offer, known_offers
-from kdist.planner.searching import Found, search
-from kdist.planner.workload import Workload
+from kdist.planner.report import listing, page
+from kdist.planner.selection.candidates import fitting_layouts, priced_candidates
+from kdist.planner.selection.constraints import (
+    Constraints,
+    Rejection,
+    apply_constraints,
+    infeasible_message,
+)
+from kdist.planner.selection.prediction import Predictor
+from kdist.planner.selection.ranking import (
+    pareto_front,
+    rank_candidates,
+    resolve_ranking,
+    slowdown_warnings,
+)
+from kdist.planner.tables.gpus import find_gpu
+from kdist.planner.tables.machines import Machine, known_machines
+from kdist.planner.tables.prices import Offer, known_offers
+from kdist.planner.workload.known import known_workload
+from kdist.planner.workload.layers import Workload
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """What `plan` has found, and how to look at it.
+class RankedPlans:
+    """Plans in order, and how to look at them. `kdist.plan` and `kdist.planner.search` return it.
 
-    Attributes:
-        found: plans, best first, and why others are not among them.
-        predictor: what predicted them.
+    Example:
+
+        result = kdist.plan("resnet50", examples=1_281_167, epochs=90, max_usd=100)
+        print(result.text(5))
+        strategy = kdist.create_strategy(result.best)
+
+    Args:
+        plans: The best batch of each machine and strategy, best first.
+        ranking: `"time"`, `"money"`, or `"both"`: what best means.
+        pareto: Plans that no other plan beats in both time and money, the cheapest first.
+        rejected: Candidates that constraints exclude.
+        warnings: Sentences, such as about more devices that are slower.
+        global_batch_limit: Largest number of examples per update among the candidates.
+        predictor: `Predictor` that made the plans.
     """
 
-    found: Found
+    plans: tuple[Plan, ...]
+    ranking: str
+    pareto: tuple[Plan, ...]
+    rejected: tuple[Rejection, ...]
+    warnings: tuple[str, ...]
+    global_batch_limit: int
     predictor: Predictor
 
     @property
     def best(self) -> Plan:
         """The first plan."""
-        return self.found.best
+        return self.plans[0]
 
     @property
-    def plans(self) -> tuple[Plan, ...]:
-        """All plans, best first."""
-        return self.found.plans
+    def found(self) -> "RankedPlans":
+        """The result itself. Deprecated."""
+        message = "result.found is deprecated: the result has these attributes itself"
+        _warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self
 
     def text(self, number: int = 10) -> str:
-        """The first `number` plans as a table, why the first is first, and warnings."""
-        return listing.text(self.found, number)
+        """Returns a table of plans, the reason for the first one, and warnings.
+
+        Args:
+            number: Number of plans in the table. Defaults to 10.
+        """
+        return listing.plans_text(self, number)
 
     def __str__(self):
         return self.text()
 
     def explain(self, plan: Plan | None = None) -> str:
-        """The arithmetic of a plan, by default of the first, line by line."""
-        return listing.explained(self.predictor, plan or self.best)
+        """Returns the arithmetic of a plan, line by line.
+
+        Args:
+            plan: One of `plans`. Defaults to the first.
+        """
+        return listing.arithmetic_text(self.predictor, plan or self.best)
 
     def write_page(self, path: str | os.PathLike = "plan.html") -> pathlib.Path:
-        """Writes a page with the plans and their plots; gives its path.
+        """Writes a web page with the plans and their plots, and returns its path.
+
+        Args:
+            path: File to write. Defaults to `"plan.html"`.
 
         Raises:
-            OSError: the page cannot be written.
+            OSError: If the page cannot be written.
         """
-        return page.write(self.found, self.predictor, path)
+        return page.write(self, path)
 
 
 def plan(
@@ -84,32 +125,42 @@ def plan(
     offers: Iterable[Offer] | None = None,
     ranking: str = "auto",
     measurements: str | os.PathLike | None = DEFAULT_PATH,
-    **limits: Any,
-) -> Planned:
-    """Which strategy, which machine, how long, how much memory, how much money.
+    **constraints: Any,
+) -> RankedPlans:
+    """Recommends strategies, machines, and batches for a training, with time, memory, and price.
+
+    Example:
+
+        result = kdist.plan("resnet50", examples=1_281_167, epochs=90, max_usd=100)
+        print(result)
+        strategy = kdist.create_strategy(result.best)
 
     Args:
-        model: a name that `kdist.planner.known_workloads()` has, a built Keras model, or a
-            `Workload`.
-        examples: of an epoch.
-        epochs: times through them.
-        input_shape: of one example, without the batch; by default the model's own.
-        precision: "float32", "mixed_float16" or "mixed_bfloat16".
-        optimizer: "sgd", "momentum", "adam" …
-        jit_compile: whether XLA compiles the step.
-        input_work: what the host does for one example. By default a JPEG of ImageNet's size is
-            decoded and resized for a model of photographs, and nothing for others.
-        offers: machines to choose from. By default all of `known_offers()`.
-        ranking: "time", "money", "both" or "auto"; see `kdist.planner.search`.
-        measurements: the user's own table of measured runs; None for none.
-        **limits: fields of `Limits`, such as max_usd, max_hours, max_machines.
+        model: A name of `kdist.planner.known_workloads()`, a built Keras model, or a `Workload`.
+        examples: Examples per epoch.
+        epochs: Number of epochs. Defaults to 1.
+        input_shape: Shape of one example, without the batch. Defaults to the model's own.
+        precision: `"float32"`, the default, `"mixed_float16"`, or `"mixed_bfloat16"`.
+        optimizer: `"sgd"`, `"momentum"`, the default, `"adam"`, …
+        jit_compile: Whether XLA compiles the step. Defaults to `False`.
+        input_work: Work of the host for one example. Defaults to decoding and resizing a JPEG of
+            ImageNet's size for models of photographs, and to nothing for other models.
+        offers: Machines to choose from. Defaults to `known_offers()`.
+        ranking: `"time"`, `"money"`, `"both"`, or `"auto"`, see `kdist.planner.search`.
+        measurements: The user's table of measured runs; `None` for none. Defaults to
+            `~/.kdist/measurements.csv`.
+        **constraints: Fields of `kdist.planner.Constraints`, such as `max_usd`, `max_hours`,
+            `max_machines`.
+
+    Returns:
+        `RankedPlans`.
 
     Raises:
-        ValueError: the model's shapes are not known, an argument is not what it has to be, or no
-            plan keeps to the limits; the message says which one to loosen, and by how much.
+        ValueError: If the model's shapes are unknown, an argument is invalid, or no plan meets the
+            constraints; the message names the one to relax, and by how much.
     """
     job = Job(
-        workload=workload_of(model, input_shape),
+        workload=resolve_workload(model, input_shape),
         examples=examples,
         epochs=epochs,
         precision=precision,
@@ -119,16 +170,78 @@ def plan(
         name=model if isinstance(model, str) else "",
     )
     table = Measurements() if measurements is None else Measurements.read(measurements)
-    predictor = Predictor(job, table)
-    chosen = known_offers() if offers is None else tuple(offers)
-    return Planned(search(predictor, chosen, Limits(**limits), ranking), predictor)
+    offers = known_offers() if offers is None else offers
+    return search(Predictor(job, table), offers, Constraints(**constraints), ranking)
 
 
-def workload_of(model: Any, input_shape: Sequence[int] | None = None) -> Workload:
-    """The workload of a known name, of a Keras model, or as it is.
+def search(
+    predictor: Predictor,
+    offers: Iterable[Offer],
+    constraints: Constraints = Constraints(),  # noqa: B008 - frozen
+    ranking: str = "auto",
+) -> RankedPlans:
+    """Enumerates layouts, batches, and machines, and ranks those that meet the constraints.
+
+    Example:
+
+        predictor = kdist.planner.Predictor(job)
+        offers = kdist.planner.select_offers(kdist.planner.known_offers(), gpu="V100")
+        result = kdist.planner.search(predictor, offers)
+
+    Args:
+        predictor: Predictor of the job.
+        offers: Machines to choose from.
+        constraints: Constraints on a plan. Defaults to `Constraints()`.
+        ranking: `"time"`, `"money"`, or `"both"`: time × money, so that half the time is worth
+            twice the money. `"auto"`, the default, is time if only money is limited, money if only
+            time is limited, else both.
+
+    Returns:
+        `RankedPlans`.
 
     Raises:
-        ValueError: the name is not known, or the model's shapes are not.
+        ValueError: If no plan meets the constraints; the message names the one to relax, and by how
+            much.
+    """
+    ranking = resolve_ranking(ranking, constraints)
+    offers = list(offers)
+    fitting, too_large = fitting_layouts(predictor, offers, constraints)
+    candidates = priced_candidates(predictor, fitting, constraints.spot)
+    kept, excluded = apply_constraints(candidates, constraints)
+    if not kept:
+        alternatives = priced_candidates(predictor, fitting, not constraints.spot)
+        raise ValueError(infeasible_message(candidates, alternatives, too_large, constraints))
+    plans = tuple(
+        predictor.plan(each.layout, each.local_batch, each.offer, constraints.spot)
+        for each in rank_candidates(kept, ranking)
+    )
+    return RankedPlans(
+        plans=plans,
+        ranking=ranking,
+        pareto=pareto_front(plans),
+        rejected=(*too_large, *excluded),
+        warnings=tuple(slowdown_warnings(predictor, plans, offers)),
+        global_batch_limit=constraints.largest_global_batch(predictor.job.examples),
+        predictor=predictor,
+    )
+
+
+def resolve_workload(model: Any, input_shape: Sequence[int] | None = None) -> Workload:
+    """Returns the workload of a model given in any form.
+
+    Example:
+
+        kdist.planner.resolve_workload("resnet50", input_shape=(160, 160, 3))
+
+    Args:
+        model: A known name, a built Keras model, or a `Workload`.
+        input_shape: Shape of one example, without the batch. Defaults to the model's own.
+
+    Returns:
+        The `Workload`.
+
+    Raises:
+        ValueError: If the name or the model's shapes are unknown.
     """
     if isinstance(model, str):
         model = known_workload(model)
@@ -138,17 +251,25 @@ def workload_of(model: Any, input_shape: Sequence[int] | None = None) -> Workloa
         raise ValueError(
             f"model is a known name, a Keras model or a Workload, not {type(model).__name__}"
         )
-    from kdist.planner.reading import read_workload
+    from kdist.planner.workload.reading import read_workload
 
     return read_workload(model, input_shape)
 
 
-def own_offers(machines: Iterable[Machine], usd_per_hour: float = 0.0) -> tuple[Offer, ...]:
-    """Machines that are not rented, or for a price that is known, as offers.
+def make_offers(machines: Iterable[Machine], usd_per_hour: float = 0.0) -> tuple[Offer, ...]:
+    """Makes offers of machines that are owned or have a known price.
+
+    Example:
+
+        machines = kdist.planner.read_machines("machines.csv").values()
+        offers = kdist.planner.make_offers(machines, usd_per_hour=1.5)
 
     Args:
-        machines: of the user.
-        usd_per_hour: what each of them costs.
+        machines: The user's machines.
+        usd_per_hour: Price of each machine per hour in US dollars. Defaults to 0.
+
+    Returns:
+        One `Offer` per machine.
     """
     return tuple(
         Offer("own", machine.name, machine, usd_per_hour, None, "", "own machine")
@@ -156,7 +277,7 @@ def own_offers(machines: Iterable[Machine], usd_per_hour: float = 0.0) -> tuple[
     )
 
 
-def choose(
+def select_offers(
     offers: Iterable[Offer],
     *,
     gpu: str | None = None,
@@ -165,37 +286,46 @@ def choose(
     usd_per_hour: float = 0.0,
     link: str | None = None,
 ) -> tuple[Offer, ...]:
-    """The offers that are asked for.
+    """Selects offers by GPU, cloud, and machine.
+
+    Example:
+
+        kdist.planner.select_offers(kdist.planner.known_offers(), gpu="V100", cloud="gcp")
 
     Args:
-        offers: all of them.
-        gpu: a kind of GPU, such as "V100".
-        cloud: such as "gcp".
-        machine: a part of a machine's name; where no offer has it, of a machine of published
-            benchmarks.
-        usd_per_hour: what such a machine costs; 0, the default, where that is not known.
-        link: what if all GPUs were linked so, such as "nvlink3 nvswitch" or "pcie4"?
+        offers: All offers.
+        gpu: Kind of GPU, such as `"V100"`. Defaults to any.
+        cloud: Cloud, such as `"gcp"`. Defaults to any.
+        machine: Part of a machine's name. Without such an offer, machines of published benchmarks
+            are searched. Defaults to any.
+        usd_per_hour: Price of a machine of a published benchmark. Defaults to 0, unknown.
+        link: Replaces the link between all GPUs, such as `"nvlink3 nvswitch"` or `"pcie4"`.
+            Defaults to the machine's own.
+
+    Returns:
+        The selected offers.
 
     Raises:
-        ValueError: nothing is left; the message says what there is.
+        ValueError: If nothing is left; the message lists what is available.
     """
     offers = list(offers)
     if machine is not None:
-        named = [offer.machine.name for offer in offers]
         wanted = machine.lower()
-        if not any(wanted in name.lower() for name in named):
-            offers += own_offers(known_machines().values(), usd_per_hour)
-        offers = _left(offers, _name_of_machine, lambda name: wanted in name.lower(), machine)
+        if not any(wanted in offer.machine.name.lower() for offer in offers):
+            offers += make_offers(known_machines().values(), usd_per_hour)
+        offers = _filter(
+            offers, lambda offer: offer.machine.name, lambda name: wanted in name.lower(), machine
+        )
     if cloud is not None:
-        offers = _left(
+        offers = _filter(
             offers, lambda offer: offer.cloud, lambda name: name == cloud.lower(), cloud, "cloud"
         )
     if gpu is not None:
         kind = find_gpu(gpu)
-        offers = _left(
+        offers = _filter(
             offers,
             lambda offer: offer.machine.gpu,
-            lambda name: _is_gpu(name, gpu, kind),
+            lambda name: _matches_gpu(name, gpu, kind),
             gpu,
             "GPU",
         )
@@ -207,21 +337,17 @@ def choose(
     return tuple(offers)
 
 
-def _is_gpu(name, gpu, wanted):
-    """Whether `name` is a GPU of that kind: "V100" is any V100, "V100 SXM2 32GB" one with 32 GB."""
-    if wanted is None:
+def _matches_gpu(name, gpu, kind):
+    """Returns whether `name` is such a GPU: "V100" is any V100, "V100 SXM2 32GB" has 32 GB."""
+    if kind is None:
         return gpu.lower() in name.lower()
     words = re.findall(r"\w+", gpu.lower())
-    return all(word in name.lower() for word in words) or find_gpu(name) == wanted
+    return all(word in name.lower() for word in words) or find_gpu(name) == kind
 
 
-def _name_of_machine(offer):
-    return offer.machine.name
-
-
-def _left(offers, name_of, is_wanted, asked, what="machine"):
-    left = [offer for offer in offers if is_wanted(name_of(offer))]
-    if not left:
+def _filter(offers, name_of, matches, wanted, what="machine"):
+    selected = [offer for offer in offers if matches(name_of(offer))]
+    if not selected:
         names = sorted(set(map(name_of, offers)))
-        raise ValueError(f"there is no {what} like {asked!r}; there are {', '.join(names)}")
-    return left
+        raise ValueError(f"there is no {what} like {wanted!r}; there are {', '.join(names)}")
+    return selected

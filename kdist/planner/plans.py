@@ -1,4 +1,4 @@
-"""A plan: a layout, a batch and a machine, with the time, the memory and the price predicted.
+"""Plan: a layout, a batch, and a machine, with predicted time, memory, and price.
 
 plan = kdist.plan(model, examples=60_000, epochs=10).best
 plan.save("plan.json")                      # for scripts/train.py --plan=plan.json
@@ -9,79 +9,30 @@ import dataclasses
 import json
 import os
 import pathlib
+import warnings
 
 from kdist.batch import Batch
+from kdist.layout import Layout
 from kdist.planner.cost.setup import Gradients, InputWork, Setup
 from kdist.planner.cost.step import Term
-from kdist.planner.machines import Machine
-
-# Names that `create_strategy` takes, of layouts that the planner knows.
-STRATEGIES = ("one_device", "mirrored", "multi_worker", "parameter_server")
+from kdist.planner.tables.machines import Machine
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """How replicas share the work.
+class PredictedCost:
+    """Predicted time, memory, and price of a plan.
 
     Attributes:
-        strategy: a name that `create_strategy` takes.
-        machines: how many; each is a task.
-        devices: of each machine.
-        local_batch: examples of a replica in a micro-step.
-        accumulate: micro-steps before an update.
-        local_steps: of local SGD; None without.
-
-    Raises:
-        ValueError: a number is not a whole one from 1 on, or the strategy cannot have so many
-            devices.
-    """
-
-    strategy: str
-    machines: int
-    devices: int
-    local_batch: int
-    accumulate: int = 1
-    local_steps: int | None = None
-
-    def __post_init__(self):
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy is one of {', '.join(STRATEGIES)}, not {self.strategy!r}")
-        for name in ("machines", "devices", "local_batch", "accumulate", "local_steps"):
-            value = getattr(self, name)
-            if name == "local_steps" and value is None:
-                continue
-            if not (isinstance(value, int) and value >= 1):
-                raise ValueError(f"{name} of a layout is a whole number from 1 on, not {value!r}")
-        if self.machines > 1 and self.strategy in ("one_device", "mirrored"):
-            raise ValueError(f"{self.strategy} is for one machine, not {self.machines}")
-
-    @property
-    def batch(self) -> Batch:
-        """All sizes of the batch."""
-        return Batch(self.local_batch, self.machines * self.devices, self.accumulate)
-
-    def __str__(self):
-        text = self.strategy
-        if self.local_steps:
-            text += f", {self.local_steps} local steps"
-        return text
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """What a plan is expected to take.
-
-    Attributes:
-        step_seconds: of one optimizer update.
-        terms: of these seconds.
-        examples_per_second: of all replicas.
-        efficiency: that rate by that of as many devices each alone.
-        memory_bytes: the most that one device needs.
-        device_memory_bytes: what it has; None where not known.
-        hours: of the whole run.
-        usd: on demand.
-        spot_hours: with the restarts that are to be expected; None without a spot price.
-        spot_usd: of these hours.
+        step_seconds: Seconds per optimizer update.
+        terms: Terms of these seconds.
+        examples_per_second: Rate of all replicas together.
+        efficiency: This rate divided by that of independent devices.
+        memory_bytes: Peak memory of a device.
+        device_memory_bytes: Memory that a device has; `None` if unknown.
+        hours: Hours of the whole run.
+        usd: Price of the whole run on demand.
+        spot_hours: Hours on spot VMs with expected restarts; `None` without a spot price.
+        spot_usd: Price of these hours.
     """
 
     step_seconds: float
@@ -98,24 +49,38 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to run, where, and what that is predicted to take.
+    """A training, its layout, local batch, and machine, and what this is predicted to cost.
 
-    Attributes:
-        model: its name.
-        input_shape: of one example.
-        examples: of an epoch.
-        epochs: times through them.
-        precision: a Keras dtype policy.
-        optimizer: such as "momentum".
-        jit_compile: whether XLA compiles the step.
-        machine: the kind that all machines are of.
-        layout: how the work is shared.
-        gradients: what replicas exchange.
-        input_work: what hosts do for an example.
-        micro_step_seconds: that one device computes, as the tables say.
-        prediction: time, memory and money, with what runs have measured.
-        spot: whether it is for spot VMs, which may be taken away.
-        prices_of: when its prices were read.
+    `kdist.plan` creates plans, and `kdist.create_strategy` accepts them.
+
+    Example:
+
+        plan = kdist.planner.Plan.load("plan.json")
+        strategy = kdist.create_strategy(plan)
+        print(plan.layout, plan.local_batch, plan.machine.name, plan.hours, plan.usd)
+
+    Args:
+        model: Name of the model.
+        input_shape: Shape of one example.
+        examples: Examples per epoch.
+        epochs: Number of epochs.
+        precision: Keras dtype policy.
+        optimizer: Name of the optimizer, such as `"momentum"`.
+        jit_compile: Whether XLA compiles the step.
+        machine: Kind of all machines.
+        layout: Degrees of parallelism.
+        local_batch: Examples per replica and micro-step.
+        gradients: Gradients that replicas exchange.
+        input_work: Work of the host for one example.
+        micro_step_seconds: Compute time of a micro-step on one device, without corrections by
+            measured runs.
+        prediction: Predicted time, memory, and price, corrected by measured runs.
+        spot: Whether the plan is for spot VMs, which may be preempted. Defaults to `False`.
+        prices_of: Date of the prices. Defaults to `""`, unknown.
+
+    Raises:
+        TypeError: If the local batch is not a whole number.
+        ValueError: If the local batch is below 1.
     """
 
     model: str
@@ -127,46 +92,57 @@ class Plan:
     jit_compile: bool
     machine: Machine
     layout: Layout
+    local_batch: int
     gradients: Gradients
     input_work: InputWork
     micro_step_seconds: float
-    prediction: Prediction
+    prediction: PredictedCost
     spot: bool = False
     prices_of: str = ""
 
+    def __post_init__(self):
+        Batch(self.local_batch)  # checks the number
+
+    @property
+    def batch(self) -> Batch:
+        """Sizes of the batch: local, replicas, accumulation, and global."""
+        return batch_of(self.layout, self.local_batch)
+
     @property
     def hours(self) -> float:
-        """Of the whole run, on the VMs that it is for."""
+        """Hours of the whole run, on the kind of VMs that the plan is for."""
         predicted = self.prediction
         return predicted.spot_hours if self.spot and predicted.spot_hours else predicted.hours
 
     @property
     def usd(self) -> float:
-        """Of the whole run, on the VMs that it is for."""
+        """Price of the whole run in US dollars, on the kind of VMs that the plan is for."""
         predicted = self.prediction
         return predicted.spot_usd if self.spot and predicted.spot_usd else predicted.usd
 
     @property
     def setup(self) -> Setup:
-        """What the cost of an update is computed from."""
-        return setup_of(self.layout, self.machine)
+        """Setup from which the cost of an update is computed."""
+        return make_setup(self.layout, self.local_batch, self.machine)
 
     def to_dict(self) -> dict:
-        """As JSON can write it."""
-        return dataclasses.asdict(self)
+        """Returns the fields for JSON, with the name of the strategy for readers."""
+        fields = dataclasses.asdict(self)
+        fields["layout"]["strategy"] = self.layout.strategy
+        return fields
 
     @classmethod
     def from_dict(cls, fields: dict, source: str = "this") -> "Plan":
-        """The plan that `to_dict` made.
+        """Returns the plan that `to_dict` wrote, also by earlier versions; errors name `source`.
 
         Raises:
-            ValueError: `fields` are not those of a plan.
+            ValueError: If `fields` are not those of a plan.
         """
         try:
-            fields = dict(fields)
+            fields = _upgrade(dict(fields))
             prediction = dict(fields["prediction"])
-            prediction["terms"] = tuple(Term(**term) for term in prediction["terms"])
-            fields["prediction"] = Prediction(**prediction)
+            terms = (Term(term["name"], term["seconds"]) for term in prediction["terms"])
+            fields["prediction"] = PredictedCost(**{**prediction, "terms": tuple(terms)})
             for name, kind in _PARTS.items():
                 fields[name] = kind(**fields[name])
             fields["input_shape"] = tuple(fields["input_shape"])
@@ -177,16 +153,16 @@ class Plan:
             ) from error
 
     def save(self, path: str | os.PathLike):
-        """Writes the plan as JSON; a file that is there is replaced."""
+        """Writes the plan as JSON and replaces an existing file."""
         pathlib.Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":
-        """Reads the plan that `save` wrote.
+        """Returns the plan that `save` wrote.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it holds no plan.
+            FileNotFoundError: If there is no such file.
+            ValueError: If the file holds no plan.
         """
         try:
             fields = json.loads(pathlib.Path(path).read_text())
@@ -194,48 +170,108 @@ class Plan:
             raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from None
         return cls.from_dict(fields, os.fspath(path))
 
-    def compared(self, examples_per_second: float) -> str:
-        """The prediction beside what a run measured, in a sentence."""
+    def compare(self, examples_per_second: float) -> str:
+        """Returns a sentence that compares the prediction with a measured rate."""
         predicted = self.prediction.examples_per_second
-        off = examples_per_second / predicted - 1
+        error = examples_per_second / predicted - 1
         return (
             f"planned: {predicted:,.1f} examples/s; measured: {examples_per_second:,.1f} "
-            f"({off:+.0%})"
+            f"({error:+.0%})"
         )
 
-
-_PARTS = {
-    "layout": Layout,
-    "machine": Machine,
-    "gradients": Gradients,
-    "input_work": InputWork,
-}
+    def compared(self, examples_per_second: float) -> str:
+        """Returns `compare(examples_per_second)`. Deprecated."""
+        message = "Plan.compared is deprecated; use Plan.compare"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.compare(examples_per_second)
 
 
-def setup_of(layout: Layout, machine: Machine) -> Setup:
-    """What the cost of an update of this layout is computed from."""
-    served = layout.strategy == "parameter_server"
+_PARTS = {"machine": Machine, "gradients": Gradients, "input_work": InputWork}
+
+
+def _upgrade(fields):
+    """Returns a plan's fields with a `Layout`, also from plan files of kdist 0.1.
+
+    Their layout has the local batch, the name of the strategy, and the devices of each machine.
+    """
+    layout = dict(fields["layout"])
+    strategy = layout.pop("strategy", None)
+    if "local_batch" in layout:
+        fields["local_batch"] = layout.pop("local_batch")
+        layout["data"] = layout["machines"] * layout.pop("devices")
+        layout["asynchronous"] = strategy == "parameter_server"
+    fields["layout"] = Layout(**layout)
+    return fields
+
+
+def batch_of(layout: Layout, local_batch: int) -> Batch:
+    """Returns all sizes of the batch of a layout."""
+    return Batch(local_batch, layout.data, layout.accumulate)
+
+
+def make_setup(layout: Layout, local_batch: int, machine: Machine) -> Setup:
+    """Returns the setup from which the cost of an update is computed.
+
+    Raises:
+        ValueError: If the layout splits the model.
+    """
+    if layout.group_size > 1:
+        raise ValueError(
+            f"{layout} splits the model, and the planner predicts whole replicas; "
+            "kdist.parallel.suggest predicts split models"
+        )
     return Setup(
         machine=machine,
-        devices=layout.batch.replicas,
-        local_batch=layout.local_batch,
+        devices=layout.devices,
+        local_batch=local_batch,
         accumulate=layout.accumulate,
         local_steps=layout.local_steps or 1,
-        update="parameter_servers" if served else "all_reduce",
-        servers=layout.machines if served else 1,  # one beside each worker
-        asynchronous=served,
+        update="parameter_servers" if layout.asynchronous else "all_reduce",
+        servers=layout.machines if layout.asynchronous else 1,  # one on each worker's machine
+        asynchronous=layout.asynchronous,
     )
 
 
-def describe(plan: Plan) -> str:
-    """A plan in a few words."""
-    return described(plan.layout, plan.machine)
-
-
-def described(layout: Layout, machine: Machine) -> str:
-    """A layout on machines of a kind, in a few words."""
+def describe(layout: Layout, local_batch: int, machine: Machine) -> str:
+    """Returns machines, strategy, devices, and local batch in a few words."""
     machines = f"{layout.machines} × " if layout.machines > 1 else ""
     return (
-        f"{machines}{machine.name}, {layout} on {layout.batch.replicas} "
-        f"device{'s' * (layout.batch.replicas > 1)}, local batch {layout.local_batch}"
+        f"{machines}{machine.name}, {strategy_text(layout)} on {layout.devices} "
+        f"device{'s' * (layout.devices > 1)}, local batch {local_batch}"
     )
+
+
+def strategy_text(layout: Layout) -> str:
+    """Returns the strategy of a layout in words, such as "mirrored, 8 local steps"."""
+    local_steps = f", {layout.local_steps} local steps" if layout.local_steps else ""
+    return layout.strategy + local_steps
+
+
+def duration(hours: float) -> str:
+    """Returns hours, or minutes or seconds for short durations.
+
+    >>> duration(12.3456), duration(0.25), duration(0.001)
+    ('12.3 h', '15 min', '3.6 s')
+    """
+    for size, unit in ((1.0, "h"), (1 / 60, "min")):
+        if hours >= size:
+            return f"{_three_digits(hours / size)} {unit}"
+    return f"{_three_digits(hours * 3600)} s"
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns milliseconds, or seconds from one second on."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def dollars(usd: float) -> str:
+    """Returns US dollars, at least with cents.
+
+    >>> dollars(1234.5), dollars(0.00123), dollars(0)
+    ('$1,234.50', '$0.00123', '$0.00')
+    """
+    return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.3g}"
+
+
+def _three_digits(value):
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

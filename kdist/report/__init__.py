@@ -1,14 +1,32 @@
-"""Run directories become one web page that opens from disk.
+"""Web pages about training runs, made from their run directories.
 
-page = kdist.report.write(["runs/first", "runs/second"], "report.html")
-kdist.report.show(["runs/first"])     # the same in a notebook
-kdist.report.watch(["runs/first"])    # the same served on this machine, renewed as the run goes on
+Example:
+
+    kdist.report.write(["runs/first", "runs/second"], "report.html")
+    kdist.report.show(["runs/first"])   # in a notebook
+    kdist.report.watch(["runs/first"])  # served on this host, updated while the run continues
+
+Public names are imported on demand.
 """
 
-from kdist.report.costs import parse_prices
-from kdist.report.notebook import show
-from kdist.report.page import write
-from kdist.report.runs import Run, read_run, read_runs
-from kdist.report.watch import watch
+from kdist.public_names import import_on_demand
 
-__all__ = ["Run", "parse_prices", "read_run", "read_runs", "show", "watch", "write"]
+# Public name -> the module that holds it.
+_PUBLIC = {
+    "Run": "runs",
+    "parse_prices": "runs",
+    "read_run": "runs",
+    "read_runs": "runs",
+    "show": "page",
+    "watch": "live",
+    "write": "page",
+}
+
+__all__ = sorted(_PUBLIC)
+
+
+__getattr__ = import_on_demand(__name__, _PUBLIC)
+
+
+def __dir__():
+    return __all__

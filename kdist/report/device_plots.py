@@ -1,38 +1,26 @@
-"""Plots of what the devices of one run did, from `devices.jsonl`: one a metric, a line a device.
-
-for plot in device_plots(run, max_points=2000):
-    plot.figure.show()
-"""
+"""Plots of `devices.jsonl` of one run: one plot per metric, one line per device."""
 
 import dataclasses
 from collections.abc import Mapping
 
 import numpy as np
 
-from kdist.report.plots import Plot, Style
+from kdist.report.plots import MAX_POINTS, Plot, Style
 from kdist.report.runs import Run
-from kdist.report.thinning import MAX_POINTS
 
 _GIB = 2.0**-30
 
 
 @dataclasses.dataclass(frozen=True)
-class Metric:
-    """What is plotted of a kind of device.
-
-    Attributes:
-        title: of the plot.
-        kind: of the device, as its name begins: "gpu" for "gpu/0".
-        fields: label of a line -> field of `devices.jsonl`; one field needs no label.
-        unit: of the y-axis.
-        scale: what the field is multiplied by to be in this unit.
-    """
+class DeviceMetric:
+    """One plot for one kind of device."""
 
     title: str
-    kind: str
+    kind: str  # of device, such as "gpu" for "gpu/0"
+    # Label of a line -> field of `devices.jsonl`; a single field needs no label.
     fields: Mapping[str, str]
-    unit: str
-    scale: float = 1.0
+    unit: str  # of the y-axis
+    scale: float = 1.0  # factor that converts the field to this unit
 
 
 def _rates(*directions, prefix=""):
@@ -40,33 +28,33 @@ def _rates(*directions, prefix=""):
 
 
 METRICS = (
-    Metric("GPU utilization", "gpu", {"": "utilization"}, "%", 100),
-    Metric("GPU memory utilization", "gpu", {"": "memory_utilization"}, "% of the time", 100),
-    Metric("GPU memory used", "gpu", {"": "memory_used_bytes"}, "GiB", _GIB),
-    Metric("GPU power", "gpu", {"": "power_watts"}, "W"),
-    Metric("GPU temperature", "gpu", {"": "temperature_celsius"}, "°C"),
-    Metric("SM clock", "gpu", {"": "sm_clock_mhz"}, "MHz"),
-    Metric("PCIe", "gpu", _rates("sent", "received", prefix="pcie_"), "GB/s", 1e-9),
-    Metric("NVLink", "gpu", _rates("sent", "received", prefix="nvlink_"), "GB/s", 1e-9),
-    Metric("CPU cores", "cpu", {"": "utilization"}, "%", 100),
-    Metric("Cores in use by each process", "process", {"": "utilization"}, "cores"),
-    Metric("Memory of each process", "process", {"": "memory_used_bytes"}, "GiB", _GIB),
-    Metric("Disk", "disk", _rates("read", "written"), "MB/s", 1e-6),
-    Metric("Network", "network", _rates("sent", "received"), "MB/s", 1e-6),
+    DeviceMetric("GPU utilization", "gpu", {"": "utilization"}, "%", 100),
+    DeviceMetric("GPU memory utilization", "gpu", {"": "memory_utilization"}, "% of the time", 100),
+    DeviceMetric("GPU memory used", "gpu", {"": "memory_used_bytes"}, "GiB", _GIB),
+    DeviceMetric("GPU power", "gpu", {"": "power_watts"}, "W"),
+    DeviceMetric("GPU temperature", "gpu", {"": "temperature_celsius"}, "°C"),
+    DeviceMetric("SM clock", "gpu", {"": "sm_clock_mhz"}, "MHz"),
+    DeviceMetric("PCIe", "gpu", _rates("sent", "received", prefix="pcie_"), "GB/s", 1e-9),
+    DeviceMetric("NVLink", "gpu", _rates("sent", "received", prefix="nvlink_"), "GB/s", 1e-9),
+    DeviceMetric("CPU cores", "cpu", {"": "utilization"}, "%", 100),
+    DeviceMetric("Cores in use by each process", "process", {"": "utilization"}, "cores"),
+    DeviceMetric("Memory of each process", "process", {"": "memory_used_bytes"}, "GiB", _GIB),
+    DeviceMetric("Disk", "disk", _rates("read", "written"), "MB/s", 1e-6),
+    DeviceMetric("Network", "network", _rates("sent", "received"), "MB/s", 1e-6),
 )
 
-# Lines of more cores cannot be told apart; their mean and extremes can.
+# Lines of more cores cannot be distinguished; the plot shows their mean and extremes.
 MAX_CORES = 12
 
 
 def device_plots(run: Run, max_points: int = MAX_POINTS) -> list[Plot]:
-    """A plot for each of `METRICS` that the run has; of many cores mean, lowest and highest."""
+    """Returns a plot of each of `METRICS`; the mean and extremes of many cores."""
     plots = [_plot(run, metric, max_points) for metric in METRICS]
     return [plot for plot in plots if plot.data]
 
 
 def devices_in_words(run: Run) -> str:
-    """Such as "4 GPUs, 8 cores on node7"; empty if no device was measured."""
+    """Returns text such as "4 GPUs, 8 cores on node7"; empty if no device was measured."""
     hosts = sorted({host for host, _ in run.devices})
     kinds = [device.split("/")[0] for _, device in run.devices]
     counts = [
@@ -102,7 +90,7 @@ def _plot(run, metric, max_points):
 
 
 def _lines(run, metric):
-    """(device, label, seconds, values) of each line that has points."""
+    """Returns (device, label, seconds, values) of each line that has points."""
     several_hosts = len({host for host, _ in run.devices}) > 1
     lines = []
     for (host, device), records in run.devices.items():
@@ -116,7 +104,7 @@ def _lines(run, metric):
 
 
 def _mean_and_extremes(lines):
-    """All cores are sampled together; where one missed a sample, it is looked up between two."""
+    """Returns the mean and extremes of all cores; interpolates missing samples."""
     longest = max((seconds for *_, seconds, _ in lines), key=len)
     table = np.array([np.interp(longest, seconds, values) for *_, seconds, values in lines])
     return [

@@ -1,37 +1,37 @@
 "use strict";
 
-// Asks who serves the page whether there are new figures, and puts them in place: the reader's place
-// in the page, what is zoomed, hidden and unfolded stays.
+// Polls the server for new measurements and updates the page. The scroll position, zoomed plots,
+// hidden runs, and open sections stay as they are.
 
-const SECONDS_BETWEEN_LOOKS = 1;
-const stateOfPage = document.createElement("p");
-stateOfPage.id = "live";
-stateOfPage.setAttribute("role", "status");
-document.body.prepend(stateOfPage);
+const SECONDS_BETWEEN_POLLS = 1;
+const pageStatus = document.createElement("p");
+pageStatus.id = "live";
+pageStatus.setAttribute("role", "status");
+document.body.prepend(pageStatus);
 
-function say(text) {
-  if (stateOfPage.textContent !== text) stateOfPage.textContent = text;
+function setStatus(text) {
+  if (pageStatus.textContent !== text) pageStatus.textContent = text;
 }
 
-async function look() {
+async function poll() {
   try {
     const answer = await fetch("state", { cache: "no-store" });
     const state = await answer.json();
-    if (state.version !== document.documentElement.dataset.version) await renew();
-    say(state.error ? `Not renewed: ${state.error}` : `Live. Renewed at ${state.time}`);
+    if (state.version !== document.documentElement.dataset.version) await update();
+    setStatus(state.error ? `Not updated: ${state.error}` : `Live. Updated at ${state.time}`);
   } catch {
-    say("The program that serves this page has ended, or the page is cut off from it.");
+    setStatus("No connection to the program that serves this page. It may have ended.");
   }
-  setTimeout(look, 1000 * SECONDS_BETWEEN_LOOKS);
+  setTimeout(poll, 1000 * SECONDS_BETWEEN_POLLS);
 }
 
-async function renew() {
+async function update() {
   const text = await (await fetch(location.pathname, { cache: "no-store" })).text();
   const next = new DOMParser().parseFromString(text, "text/html");
   const place = scrollY;
   const focus = document.activeElement?.id;
   const main = document.importNode(next.querySelector("main"), true);
-  // Drawn plots move over, so that plotly only changes what is new in them.
+  // Drawn plots are moved to the new page, so that plotly only draws changes.
   for (const plot of document.querySelectorAll(".plot[data-drawn]")) {
     const successor = main.querySelector(`#${CSS.escape(plot.id)}`);
     if (!successor) {
@@ -52,4 +52,4 @@ async function renew() {
   scrollTo(scrollX, place);
 }
 
-look();
+poll();

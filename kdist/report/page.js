@@ -6,7 +6,7 @@ const OPTIONS = {
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
 };
 
-// Of all plots; each adds its own.
+// Layout of all plots; each plot adds its own.
 const LAYOUT = JSON.parse(document.getElementById("layout").textContent);
 
 function specification(plot) {
@@ -16,7 +16,7 @@ function specification(plot) {
   return { data, layout: whole };
 }
 
-// What the reader chose outlives a reload. A page in a notebook's frame may not be allowed to keep it.
+// The reader's choices survive a reload, unless the page is in a notebook that forbids storage.
 const KEY = "kdist report " + location.pathname;
 let chosen = { hidden: [], open: {} };
 try {
@@ -29,7 +29,7 @@ function keep() {
   } catch {}
 }
 
-// Plots: drawn when they come into view, as hundreds at once would take a minute
+// Plots are drawn when they come into view, as drawing hundreds at once would take a minute.
 
 function visibility(trace) {
   return trace.meta && chosen.hidden.includes(trace.meta.run) ? "legendonly" : true;
@@ -43,7 +43,7 @@ function draw(plot) {
   plot.dataset.drawn = "yes";
   Plotly.react(plot, data, layout, OPTIONS);
   if (!isNew) return;
-  // In all plots at once, where the name is a run's; false keeps plotly from doing it in this one.
+  // Hides a run in all plots; returning false keeps plotly from doing it in this one.
   plot.on("plotly_legendclick", (event) => {
     const run = event.data[event.curveNumber].meta?.run;
     if (run === undefined) return true;
@@ -67,7 +67,7 @@ const views = new IntersectionObserver(
   { rootMargin: "400px" },
 );
 
-// Runs hidden and shown
+// Hidden and visible runs
 
 function runs() {
   return [...document.querySelectorAll("#picker input")].map((box) => box.value);
@@ -103,7 +103,7 @@ document.addEventListener("click", (event) => {
   if (button) hide(button.value === "all" ? [] : runs());
 });
 
-// What is folded; the event does not bubble
+// Open sections. The event does not bubble.
 
 document.addEventListener(
   "toggle",
@@ -126,7 +126,7 @@ function begin() {
 
 begin();
 
-// Paper cannot be clicked, and has another width than the window.
+// Printed pages show all settings and have another width than the window.
 
 addEventListener("beforeprint", () => {
   for (const details of document.querySelectorAll("details.settings")) details.open = true;

@@ -1,7 +1,4 @@
-"""The web page about one or several runs, in one file that asks for nothing else.
-
-path = write(["runs/first", "runs/second"], "report.html", price_usd_per_hour={"second": 2.1})
-"""
+"""Web page about one or several runs, in a single file that needs no network."""
 
 import hashlib
 import html
@@ -16,22 +13,16 @@ from importlib import resources
 from plotly.offline import get_plotlyjs
 
 from kdist.report import tables
-from kdist.report.costs import Prices, check_names
 from kdist.report.device_plots import device_plots, devices_in_words
-from kdist.report.figures import figure_html
-from kdist.report.plots import COMMON_LAYOUT, Style
+from kdist.report.plots import COMMON_LAYOUT, Style, figure_html, points_per_line
 from kdist.report.progress_plots import progress_plots
-from kdist.report.runs import read_runs
-from kdist.report.sentence import sentence
-from kdist.report.thinning import points_per_line
+from kdist.report.runs import Prices, check_names, read_runs
 from kdist.report.timing_plots import breakdown_plot, share_plots, step_time_plots
 
-# Verdicts and names of more runs are folded, so that the page does not begin with pages of them.
+# Verdicts and names of more runs are collapsed, so that the page does not start with pages of them.
 _MAX_RUNS_UNFOLDED = 5
-# CSS has no more dashes; the list of runs shows those of `plots.DASHES` as well as it can.
+# CSS approximations of the dashes in `plots.DASHES`, for the list of runs.
 _SWATCHES = {"solid": "solid", "dot": "dotted", "longdash": "dashed"}
-# A served page may ask the program that serves it, and nobody else, for news.
-_MAY_CONNECT = {False: "", True: "; connect-src 'self'"}
 
 
 def write(
@@ -39,36 +30,83 @@ def write(
     output: str | os.PathLike = "report.html",
     price_usd_per_hour: Prices = None,
 ) -> pathlib.Path:
-    """Writes the page about these runs; gives its path.
+    """Writes a web page about runs. It contains plotly.js (5 MB) and opens without a network.
 
-    The first run is the one that the others' speed is compared with. The page holds all it needs,
-    plotly.js included (5 MB), and opens from disk, without a network.
+    The first run is the baseline of the speed-up.
 
     Args:
-        run_directories: at least one directory of a run; it may go on still, or have been killed.
-        output: the file to write; one that is there is replaced. Defaults to `report.html` in the
+        run_directories: at least one run directory; runs may be unfinished or killed.
+        output: the file to write; an existing file is replaced. Defaults to `report.html` in the
             current directory.
-        price_usd_per_hour: US dollars that all machines of a run cost an hour: one price of all
-            runs, or a price by the run's name. Defaults to the cost that the run itself wrote down.
+        price_usd_per_hour: US dollars per hour for all machines of a run: one price for every run,
+            or prices by the name of the run. Defaults to the cost in the summary of the run.
+
+    Returns:
+        The path of the page.
 
     Raises:
-        ValueError: no run was given, one was given twice, a file is not what a run writes, or a
-            price is of no run.
-        FileNotFoundError: a directory is not there, or holds no run.
+        ValueError: there is no run, a run appears twice, a file is damaged, or a price is for an
+            unknown run.
+        FileNotFoundError: a directory does not exist or holds no run.
         OSError: a run cannot be read, or the page cannot be written.
+
+    Example:
+
+        runs = ["runs/first", "runs/second"]
+        kdist.report.write(runs, "report.html", price_usd_per_hour={"second": 2.1})
     """
     return save(page_text(run_directories, price_usd_per_hour), output)
 
 
-def save(text: str, output: str | os.PathLike) -> pathlib.Path:
-    """Writes a page; gives its path.
+def show(
+    run_directories: Sequence[str | os.PathLike],
+    height: int = 720,
+    price_usd_per_hour: Prices = None,
+) -> None:
+    """Shows the page of `write` below the cell of a notebook, which grows by 5 MB or more.
+
+    Args:
+        run_directories: see `write`.
+        height: height of the frame in pixels. Defaults to 720.
+        price_usd_per_hour: see `write`.
 
     Raises:
-        OSError: the page cannot be written.
+        RuntimeError: the program is not a notebook.
+        ValueError, FileNotFoundError, OSError: see `write`.
+
+    Example:
+
+        kdist.report.show(["runs/first", "runs/second"])
     """
+    if not _in_notebook():
+        raise RuntimeError(
+            "kdist.report.show needs a notebook to show the page in; elsewhere, "
+            'kdist.report.write(runs, "report.html") makes a file for a browser'
+        )
+    from IPython.display import HTML, display
+
+    page = html.escape(page_text(run_directories, price_usd_per_hour))
+    frame = (
+        f'<iframe srcdoc="{page}" title="kdist report" width="100%" height="{height}" '
+        'style="border: 0"></iframe>'
+    )
+    # Inside another element, as IPython warns about a bare frame.
+    display(HTML(f"<div>{frame}</div>"))
+
+
+def _in_notebook():
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return hasattr(get_ipython(), "kernel")  # IPython in a terminal has none
+
+
+def save(text: str, output: str | os.PathLike) -> pathlib.Path:
+    """Returns the path of a page after writing it; raises OSError if that fails."""
     path = pathlib.Path(output)
     try:
-        # File names need not be Unicode; what is not is shown by its bytes.
+        # File names may be invalid Unicode, which the page shows as bytes.
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise OSError(
@@ -81,14 +119,14 @@ def save(text: str, output: str | os.PathLike) -> pathlib.Path:
 def page_text(
     run_directories: Sequence[str | os.PathLike], price_usd_per_hour: Prices = None
 ) -> str:
-    """The page that `write` writes."""
+    """Returns the page that `write` writes."""
     return fill(contents(run_directories, price_usd_per_hour))
 
 
 def contents(
     run_directories: Sequence[str | os.PathLike], price_usd_per_hour: Prices = None
 ) -> dict[str, str]:
-    """The parts of the page, by their names in its template; "version" tells other parts apart."""
+    """Returns the parts of the page by their names in the template, and a hash as "version"."""
     runs = read_runs(run_directories)
     check_names(price_usd_per_hour, runs)
     points = points_per_line(
@@ -98,9 +136,9 @@ def contents(
     parts = {
         "title": html.escape(", ".join(run.name for run in runs[:_MAX_RUNS_UNFOLDED])),
         "heading": html.escape(f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name),
-        "sentence": html.escape(sentence(runs)),
+        "sentence": html.escape(tables.summarize(runs)),
         "notes": _notes(runs),
-        "verdict": _verdict(runs),
+        "verdict": _verdicts(runs),
         "runs": tables.run_table(runs, price_usd_per_hour),
         "picker": _picker(runs),
         "plots": page.plots(progress_plots(runs, points)) or "<p>No measurements yet.</p>",
@@ -110,26 +148,37 @@ def contents(
         "configuration": tables.configuration(runs),
         "environment": tables.environment(runs),
     }
-    parts["thinned"] = page.thinning_in_words()
-    whole = "".join(parts.values()).encode("utf-8", "replace")
-    return {**parts, "version": hashlib.sha256(whole).hexdigest()[:16]}
+    parts["thinned"] = page.thinning_note()
+    text = "".join(parts.values()).encode("utf-8", "replace")
+    return {**parts, "version": hashlib.sha256(text).hexdigest()[:16]}
 
 
 def fill(parts: Mapping[str, str], live: bool = False) -> str:
-    """The page of these parts; with `live`, it renews itself from who serves it."""
-    live_script = f"<script>{_resource('live.js')}</script>" if live else ""
-    parts = {**parts, "live": live_script, "connect": _MAY_CONNECT[live]}
-    return fill_template(_resource("page.html"), parts)
-
-
-def fill_template(template: str, parts: Mapping[str, str]) -> str:
-    """A page of plots: besides `parts`, its $style, $plotly, $layout and $script are filled in."""
-    return string.Template(template).substitute(
+    """Returns the page with these parts; with `live`, it updates itself from its server."""
+    return fill_template(
+        _resource("page.html"),
         parts,
+        attributes=f' data-version="{parts["version"]}"',
+        # A served page may only connect to the program that serves it.
+        connect="; connect-src 'self'" if live else "",
+        live=f"<script>{_resource('live.js')}</script>\n" if live else "",
+    )
+
+
+def fill_template(
+    template: str, parts: Mapping[str, str], attributes: str = "", connect: str = "", live: str = ""
+) -> str:
+    """Returns a page of plots: `parts` in a template of the body, within the frame of all pages."""
+    return string.Template(_resource("frame.html")).substitute(
+        title=parts["title"],
+        body=string.Template(template).substitute(parts),
+        attributes=attributes,
+        connect=connect,
         style=_resource("page.css"),
         plotly=get_plotlyjs(),
         layout=json.dumps(COMMON_LAYOUT),
         script=_resource("page.js"),
+        live=live,
     )
 
 
@@ -138,7 +187,7 @@ def _resource(name):
 
 
 class _Page:
-    """Writes plots, and remembers which ids are taken and what was thinned."""
+    """Writes plots with unique ids, and counts the thinned lines."""
 
     def __init__(self, points):
         self._points = points
@@ -158,27 +207,26 @@ class _Page:
         title = f"<{heading}>{html.escape(plot.title)}</{heading}>"
         return f"<div class=titled>{title}\n{figure_html(plot, identity)}</div>"
 
-    def thinning_in_words(self):
+    def thinning_note(self):
         if not self._thinned:
             return ""
         return (
             f"<p>{self._thinned:,} of {self._lines:,} lines were thinned to {self._points:,} "
-            "points: "
-            "of every stretch of a line, its lowest and its highest point are shown. The figures "
-            "below a plot are of all points.</p>"
+            "points. Each segment of a line keeps its lowest and its highest point. The tables "
+            "below the plots include all points.</p>"
         )
 
     def time(self, runs):
         whole = breakdown_plot(runs)
         plots = [*([whole] if whole else []), *step_time_plots(runs, self._points)]
         without = [run for run in runs if not run.metrics("timing").length]
-        missing = _missing("metrics.jsonl has no line of kind “timing”", without)
+        missing = _missing("metrics.jsonl has no records of kind “timing”", without)
         return missing + self.plots(plots)
 
     def devices(self, runs):
         parts = [
             _missing(
-                "Nothing was measured of the devices, as there is no devices.jsonl or it is empty",
+                "No devices were measured: devices.jsonl does not exist or is empty",
                 [run for run in runs if not run.devices],
             )
         ]
@@ -213,16 +261,15 @@ def _notes(runs):
     return "\n".join(f"<p class=note>{html.escape(text)}</p>" for text in texts)
 
 
-def _verdict(runs):
-    """What each run said of itself, most important first."""
+def _verdicts(runs):
+    """Returns the verdict of each run, most important findings first."""
     parts = []
     for run in runs:
-        said = run.summary.get("verdict")
-        sentences = (
-            [each for each in said if isinstance(each, str)] if isinstance(said, list) else []
-        )
-        if sentences:
-            items = "".join(f"<li>{html.escape(each)}</li>" for each in sentences)
+        verdict = run.summary.get("verdict")
+        verdict = verdict if isinstance(verdict, list) else []
+        findings = [each for each in verdict if isinstance(each, str)]
+        if findings:
+            items = "".join(f"<li>{html.escape(each)}</li>" for each in findings)
             name = f"<p><b>{html.escape(run.name)}</b></p>" if len(runs) > 1 else ""
             parts.append(f"{name}<ul>{items}</ul>")
     if not parts:
@@ -239,7 +286,7 @@ def _verdict(runs):
 
 
 def _picker(runs):
-    """Check boxes that hide and show a run in all plots; a legend takes no keys."""
+    """Returns check boxes that hide and show runs; unlike legends, they work with the keyboard."""
     if len(runs) == 1:
         return ""
     boxes = []
@@ -248,7 +295,7 @@ def _picker(runs):
         dash = _SWATCHES.get(style.dash, "double")
         boxes.append(
             f'<label><input type=checkbox checked value="{name}">'
-            f'<span class=swatch style="border-top:3px {dash} {style.colour}"></span>{name}</label>'
+            f'<span class=swatch style="border-top:3px {dash} {style.color}"></span>{name}</label>'
         )
     return (
         "<fieldset id=picker><legend>Runs shown</legend><p>"

@@ -1,4 +1,4 @@
-"""A plot of lines or bars as plotly draws it, in colours that colour-blind readers tell apart.
+"""Line and bar plots for plotly, in colors that color-blind readers can distinguish, as HTML.
 
 plot = Plot("Loss", x_title="examples seen", num_names=1)
 plot.add_line("first", examples, loss, Style.of_order(0), hover="%{y:.4g} after %{x:,} examples")
@@ -8,25 +8,32 @@ plot.figure.show()
 import base64
 import dataclasses
 import html
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from kdist.report.thinning import MAX_POINTS, thin
+from kdist.report.records import Records
+from kdist.report.tables import table
 
-# Okabe and Ito's colours, which colour-blind readers tell apart, but black, which is lost on a
-# dark page, and yellow, which is lost on a white one.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-# (of a line, of its companion such as validation); where the colours begin anew, others follow.
+# Points of one line; more cannot be distinguished, and fewer do not show its course.
+MAX_POINTS, MIN_POINTS = 2000, 50
+# Points of all lines of a page: 11 bytes per point are less than 11 MB, plus 5 MB of plotly.js.
+PAGE_POINTS = 1_000_000
+
+# Okabe and Ito's colors for color-blind readers, without black, which is invisible on a dark page,
+# and yellow, which is invisible on a white one.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+# (a line, its companion such as validation), for each repetition of the colors.
 DASHES = (
     ("solid", "dash"),
     ("dot", "dashdot"),
     ("longdash", "longdashdot"),
     ("12px,2px,2px,2px", "4px,8px"),
 )
-# Legible on white and on black: what a downloaded image has. The page has its own text colour.
+# Legible on white and on black, for downloaded images. The page has its own text color.
 _GREY = "#808080"
 _LEGEND_PIXELS = 240
 MAX_RUNS_IN_LEGEND = 12
@@ -34,27 +41,27 @@ MAX_RUNS_IN_LEGEND = 12
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """How a line looks: its colour, its dash, and the dash of its companion."""
+    """Style of a line: its color, its dash, and the dash of its companion."""
 
-    colour: str
+    color: str
     dash: str = "solid"
     companion_dash: str = "dash"
 
     @classmethod
     def of_order(cls, order: int) -> "Style":
-        """The style of the run or device of this number; 24 differ, then they begin anew."""
-        dash, companion = DASHES[order // len(COLOURS) % len(DASHES)]
-        return cls(COLOURS[order % len(COLOURS)], dash, companion)
+        """Returns the style of the n-th run or device; 24 styles differ, then they repeat."""
+        dash, companion = DASHES[order // len(COLORS) % len(DASHES)]
+        return cls(COLORS[order % len(COLORS)], dash, companion)
 
     @property
     def companion(self) -> "Style":
-        """The same colour in the other dash."""
-        return Style(self.colour, self.companion_dash, self.dash)
+        """The same color with the other dash."""
+        return Style(self.color, self.companion_dash, self.dash)
 
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """A line in figures, for who cannot see it: before thinning, so that nothing is lost."""
+    """Values of a line before thinning, for readers who cannot see the plot."""
 
     name: str
     points: int
@@ -65,24 +72,20 @@ class Extent:
 
 
 class Plot:
-    """What plotly draws, as plain objects: checking thousands of lines takes it half a minute.
+    """Traces and layout of a plot, as plain objects.
+
+    plotly's own objects would check thousands of lines, which takes half a minute. `data` holds
+    plotly's traces, `layout` what differs from `COMMON_LAYOUT`, `extents` the values of each line,
+    and `thinned` the number of thinned lines.
 
     Args:
-        title: what is plotted.
-        x_title: what lies along the x-axis, with its unit.
-        y_title: the unit of the y-axis. Defaults to none.
-        num_names: how many names the legend has; it makes the plot taller.
-        max_points: more points of a line are thinned. Defaults to 2,000.
-        has_legend: False where the page itself lists the names. Defaults to True.
-        from_zero: whether the y-axis begins at 0, as that of quantities does. Defaults to False.
-
-    Attributes:
-        title: what is plotted.
-        x_title: what lies along the x-axis.
-        data: plotly's traces.
-        layout: plotly's layout, as far as it differs from `COMMON_LAYOUT`.
-        extents: each line in figures.
-        thinned: how many lines have fewer points than were measured.
+        title: title of the plot.
+        x_title: title of the x-axis, with its unit.
+        y_title: unit of the y-axis.
+        num_names: number of names in the legend, which makes the plot taller.
+        max_points: lines with more points are thinned.
+        has_legend: False if the page itself lists the names.
+        from_zero: whether the y-axis starts at 0.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class Plot:
 
     @property
     def figure(self) -> go.Figure:
-        """The plot as plotly's own object, which checks it."""
+        """The plot as plotly's own object, which validates it."""
         figure = go.Figure(data=self.data, layout=COMMON_LAYOUT)
         return figure.update_layout(self.layout)
 
@@ -125,18 +128,17 @@ class Plot:
         in_legend: bool = True,
         symbol: str | None = None,
     ):
-        """Adds a line; none without points.
+        """Adds a line of `x` and `y`, both of shape (N,), unless it has no points.
 
         Args:
-            name: in the legend; lines of one name are hidden and shown together.
-            x: of shape (N,).
-            y: of shape (N,).
-            style: how it looks.
-            what: tells lines of one name apart. Defaults to nothing.
-            hover: what is said of a point, in plotly's words.
-            run: the run that the line belongs to, where the page hides and shows runs.
-            in_legend: False if another line stands there for it.
-            symbol: marks every point. Defaults to circles on lines of few points.
+            name: name in the legend; lines with the same name are hidden and shown together.
+            x, y: the points.
+            style: color and dash.
+            what: distinguishes lines with the same name.
+            hover: plotly's template for the text at a point.
+            run: name of the run, if the page can hide it.
+            in_legend: False if the legend has another line with this name.
+            symbol: marker of each point. Defaults to circles on lines with few points.
         """
         if not len(y):
             return
@@ -154,7 +156,7 @@ class Plot:
             "legendgroup": _plain(name),
             "showlegend": in_legend and bool(self.layout["showlegend"]),
             "mode": "lines+markers" if is_marked else "lines",
-            "line": {"color": style.colour, "dash": style.dash},
+            "line": {"color": style.color, "dash": style.dash},
             "hovertemplate": f"{hover}<extra>{_plain(full_name)}</extra>",
         }
         if is_marked:
@@ -166,42 +168,66 @@ class Plot:
     def add_points(
         self, name: str, x: np.ndarray, y: np.ndarray, texts: Sequence[str], style: Style
     ):
-        """Adds points, each with a text that shows when it is pointed at; none without points."""
+        """Adds points, each with a text that appears when the pointer is over it."""
         self.add_line(name, x, y, style, hover="%{text}")
         if len(y):
-            marked = {"size": 9, "color": style.colour}
-            said = [_plain(text) for text in texts]
-            self.data[-1] |= {"mode": "markers", "marker": marked, "text": said}
+            marked = {"size": 9, "color": style.color}
+            escaped = [_plain(text) for text in texts]
+            self.data[-1] |= {"mode": "markers", "marker": marked, "text": escaped}
 
     def add_bars(
-        self, name: str, names: Sequence[str], lengths: Sequence[float | None], colour: str, **texts
+        self, name: str, names: Sequence[str], lengths: Sequence[float | None], color: str, **texts
     ):
-        """Adds a part to horizontal stacked bars: one length for each of `names`, or None."""
+        """Adds a segment to each of the horizontal stacked bars `names`; None adds none."""
         trace = {
             "type": "bar",
             "orientation": "h",
             "y": [_plain(each) for each in names],
             "x": list(lengths),
             "name": name,
-            "marker": {"color": colour},
+            "marker": {"color": color},
             **texts,
         }
         self.data.append(trace)
 
 
+def points_per_line(records: Iterable[Records]) -> int:
+    """Returns the number of points per line that keeps a page within `PAGE_POINTS`."""
+    lines = sum(len(table.columns) for table in records)
+    return min(MAX_POINTS, max(MIN_POINTS, PAGE_POINTS // max(lines, 1)))
+
+
+def thin(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns at most `points` (4 or more) of a line's N points, in order, including its extremes.
+
+    The line is divided into segments of equally many points. The lowest and the highest point of
+    each segment stay, and so do the ends, so that the thinned line covers the same area. All values
+    of `y` are finite.
+    """
+    if len(y) <= points:
+        return x, y
+    width = -(-len(y) // ((points - 2) // 2))  # of a segment
+    missing = -len(y) % width
+    segments = np.append(y, np.full(missing, y[-1])).reshape(-1, width)
+    begins = np.arange(len(segments)) * width
+    extremes = [begins + segments.argmin(1), begins + segments.argmax(1), [0, len(y) - 1]]
+    kept = np.unique(np.minimum(np.concatenate(extremes), len(y) - 1))
+    return x[kept], y[kept]
+
+
 def has_legend(runs: Sequence[Any]) -> bool:
-    """Whether the plots of these runs have legends; many runs have a list beside the plots."""
+    """Returns whether plots of these runs have legends; the page lists many runs instead."""
     return len(runs) <= MAX_RUNS_IN_LEGEND
 
 
 def _plain(name):
-    return html.escape(name, quote=False)  # plotly reads tags in a name
+    return html.escape(name, quote=False)  # plotly interprets tags in names
 
 
 def _packed(values):
-    """An array as plotly.js reads it from base64, in a third of the room that digits take.
+    """Returns an array in plotly.js's base64 format, a third of the size of its digits.
 
-    Whole numbers are exact; others have seven digits, more than a plot shows.
+    Integers are exact; other numbers have seven digits, more than a plot shows.
     """
     values = np.asarray(values)
     largest = np.abs(values).max()
@@ -214,9 +240,9 @@ def _packed(values):
 
 
 def _layout(x_title, y_title, num_names):
-    """What this plot's layout has beside `COMMON_LAYOUT`, of which a page needs one copy."""
+    """Returns this plot's changes of `COMMON_LAYOUT`, of which a page has one copy."""
     return {
-        "height": 340 + min(20 * num_names, _LEGEND_PIXELS),  # on a phone a name has a line
+        "height": 340 + min(20 * num_names, _LEGEND_PIXELS),  # on a phone each name takes a line
         "showlegend": num_names > 0,
         "legend": {},
         "xaxis": {"title": {"text": x_title}},
@@ -237,11 +263,69 @@ COMMON_LAYOUT: dict[str, Any] = {
         "y": 0,
         "yref": "container",
         "yanchor": "bottom",
-        "maxheight": _LEGEND_PIXELS,  # what is more scrolls
+        "maxheight": _LEGEND_PIXELS,  # longer legends scroll
     },
     "hovermode": "closest",
     "hoverlabel": {"namelength": -1},
-    "uirevision": "kept",  # zooming outlives a refresh
+    "uirevision": "kept",  # keeps the zoom when the page updates
     "xaxis": _AXIS,
     "yaxis": _AXIS,
 }
+
+
+def figure_html(plot: Plot, identity: str) -> str:
+    """Returns a `<figure>` that the script of the page draws; `identity` is unique in the page."""
+    data = json.dumps({"data": plot.data, "layout": plot.layout}, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")  # text of a run must not end the script
+    label = html.escape(f"{plot.title}, against {plot.x_title}. {_in_words(plot)}")
+    return (
+        f'<figure role=group aria-label="{html.escape(plot.title)}">'
+        f'<div class=plot id="{identity}" role=img aria-label="{label}" '
+        f'style="height:{plot.layout["height"]}px"></div>\n'
+        f"<script type=application/json>{data}</script>\n{_in_figures(plot, identity)}</figure>"
+    )
+
+
+def _in_words(plot):
+    """Returns the text for screen readers; the table below the plot has the details."""
+    if not plot.extents:
+        return f"{len(plot.data)} segments, in the table below"
+    if len(plot.extents) > 3:
+        lowest = min(plot.extents, key=lambda e: e.lowest)
+        highest = max(plot.extents, key=lambda e: e.highest)
+        return (
+            f"{len(plot.extents)} lines; the lowest value is {lowest.lowest:.4g} ({lowest.name}), "
+            f"the highest {highest.highest:.4g} ({highest.name}). All are in the table below"
+        )
+    return "; ".join(
+        f"{e.name}: from {e.first:.4g} to {e.last:.4g}, between {e.lowest:.4g} and {e.highest:.4g}"
+        for e in plot.extents
+    )
+
+
+def _in_figures(plot, identity):
+    if plot.extents:
+        headings = ["Line", "Points", "First", "Lowest", "Highest", "Last"]
+        rows = [
+            [e.name, f"{e.points:,}", *(f"{v:.4g}" for v in (e.first, e.lowest, e.highest, e.last))]
+            for e in plot.extents
+        ]
+    else:
+        headings = ["Run", *(part["name"] for part in plot.data)]
+        columns = [
+            [_bar(*bar) for bar in zip(p["x"], p["customdata"], strict=True)] for p in plot.data
+        ]
+        rows = [
+            [html.unescape(run), *cells]
+            for run, *cells in zip(plot.data[0]["y"], *columns, strict=True)
+        ]
+    caption = f"{plot.title} ({plot.layout['yaxis']['title']['text'] or plot.x_title})"
+    return (
+        f'<details class=figures id="{identity}-figures">'
+        f"<summary>{html.escape(plot.title)} as a table</summary>"
+        f"{table(caption, headings, rows)}</details>"
+    )
+
+
+def _bar(length, share):
+    return "–" if length is None else f"{length:.4g} ({share:.1%})"

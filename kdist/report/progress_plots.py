@@ -1,34 +1,25 @@
-"""Plots of how training went: runs overlaid, against the examples seen.
-
-for plot in progress_plots(runs, max_points=2000):
-    plot.figure.show()
-"""
+"""Plots of metrics against the examples seen, with all runs in one plot."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from kdist.report.plots import Plot, Style, has_legend
+from kdist.report.plots import MAX_POINTS, Plot, Style, has_legend
 from kdist.report.runs import Run
-from kdist.report.thinning import MAX_POINTS
 
-# What comes first; whatever else was measured follows by its name.
+# The first plots; other metrics follow by name.
 _FIRST = ("loss", "accuracy", "learning_rate", "examples_per_second")
-# Fields that say when, not how well.
+# Fields that are no metrics.
 _NO_METRICS = {"kind", "epoch", "step", "examples", "seconds", "epoch_seconds"}
 _UNITS = {"examples_per_second": "examples/s"}
 
 
 def progress_plots(runs: Sequence[Run], max_points: int = MAX_POINTS) -> list[Plot]:
-    """The loss, the accuracy, the learning rate, the speed, and other metrics, where there are any.
+    """Returns plots of the loss, the accuracy, the learning rate, the speed, and other metrics.
 
-    Training is a line, validation diamonds on a dashed line in the run's colour; the run's name in
-    the legend hides and shows both. Where a run does not know the examples that it has seen, all
-    are plotted against steps.
-
-    Args:
-        runs: at least one.
-        max_points: longer lines are thinned. Defaults to 2,000.
+    Training is a line; validation is diamonds on a dashed line in the same color. The name of a run
+    in the legend hides and shows both. If a run does not know its number of examples, all runs are
+    plotted against steps.
     """
     x = "examples" if all(_knows_examples(run) for run in runs) else "step"
     plots = [_plot(runs, metric, x, max_points) for metric in _metrics(runs)]
@@ -47,7 +38,7 @@ def _metrics(runs):
 
 
 def _plot(runs, metric, x, max_points):
-    title = metric.replace("_", " ").replace(" per ", " a ").capitalize()
+    title = metric.replace("_", " ").capitalize()
     seen = "examples seen" if x == "examples" else "steps"
     plot = Plot(
         title,
@@ -61,31 +52,19 @@ def _plot(runs, metric, x, max_points):
     hover = f"%{{y:.4g}} after %{{x:,}} {x if x == 'examples' else 'steps'}"
     for order, run in enumerate(runs):
         style = Style.of_order(order)
-        for what, line, look, symbol in [
-            ("training", _training(run, metric, x), style, None),
-            (
-                "validation",
-                run.metrics("epoch").points(x, f"val_{metric}"),
-                style.companion,
-                "diamond",
-            ),
+        validation = run.metrics("epoch").points(x, f"val_{metric}")
+        for line, look, options in [
+            (_training(run, metric, x), style, {"what": "training"}),
+            (validation, style.companion, {"what": "validation", "symbol": "diamond"}),
         ]:
             named = any(trace.get("meta") == {"run": run.name} for trace in plot.data[-1:])
-            plot.add_line(
-                run.name,
-                *line,
-                look,
-                what=what,
-                hover=hover,
-                run=run.name,
-                in_legend=not named,
-                symbol=symbol,
-            )
+            options |= {"hover": hover, "run": run.name, "in_legend": not named}
+            plot.add_line(run.name, *line, look, **options)
     return plot
 
 
 def _training(run, metric, x):
-    # The speed is measured window by window; an epoch's mean would be another quantity.
+    # The speed is measured in windows; the mean of an epoch would be another quantity.
     kinds = ("train", "epoch")
     if metric == "examples_per_second" and run.metrics("timing").has(metric):
         kinds = ("timing",)
@@ -93,6 +72,6 @@ def _training(run, metric, x):
     examples, measured = (np.concatenate(parts) for parts in zip(*lines, strict=True))
     order = np.argsort(examples, kind="stable")
     examples, measured = examples[order], measured[order]
-    # An epoch's line often repeats the last one within the epoch.
+    # The record of an epoch often repeats the last one within the epoch.
     is_new = np.append(True, (np.diff(examples) != 0) | (np.diff(measured) != 0))[: len(examples)]
     return examples[is_new], measured[is_new]

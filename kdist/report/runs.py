@@ -1,11 +1,8 @@
-"""Reads run directories, also those of runs that go on, were killed, or are damaged.
-
-run = read_run("runs/first")
-run.summary.get("test_accuracy"), run.metrics("epoch").column("val_loss"), run.notes
-"""
+"""Reads run directories, including unfinished and damaged ones, and computes the cost of runs."""
 
 import dataclasses
 import itertools
+import math
 import os
 import pathlib
 import re
@@ -22,18 +19,26 @@ from kdist.report.records import (
 )
 from kdist.run_directory import RunDirectory
 
+# US dollars per hour for all machines of a run: one price for every run, or by the run's name.
+Prices = float | Mapping[str, float] | None
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run directory holds.
+    """Contents of one run directory.
 
     Attributes:
-        name: the directory's name, with as many parents as tell it from other runs.
-        config: what was asked for.
-        summary: what came out; empty while the run goes on.
-        records: kind -> the lines of `metrics.jsonl` of this kind.
-        devices: (host, device) -> its lines of `devices.jsonl`; a device's name is as "gpu/0".
-        notes: what is missing or damaged, in words.
+        name: name of the directory, with as many parents as distinguish it from other runs.
+        config: configuration of the run.
+        summary: results; empty while the run is unfinished.
+        records: kind -> records of `metrics.jsonl`.
+        devices: (host, device) -> records of `devices.jsonl`; devices are named as in "gpu/0".
+        notes: descriptions of missing and damaged parts.
+
+    Example:
+
+        run = kdist.report.read_run("runs/first")
+        run.summary.get("test_accuracy"), run.metrics("epoch").column("val_loss"), run.notes
     """
 
     name: str
@@ -45,33 +50,33 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether the run wrote down what came out."""
+        """True if the run has written its summary."""
         return bool(self.summary)
 
     def get(self, key: str) -> Any:
-        """What the summary says of `key`, or else the configuration; None if neither does."""
+        """Returns a value of the summary, or else of the configuration; None without either."""
         value = self.summary.get(key)
         return self.config.get(key) if value is None else value
 
     def metrics(self, kind: str) -> Records:
-        """The lines of `metrics.jsonl` of this kind ("train", "epoch", "timing"); maybe none."""
+        """Returns the records of `metrics.jsonl` of a kind ("train", "epoch", "timing")."""
         return self.records.get(kind, NO_RECORDS)
 
     def figure(self, key: str) -> int | float | None:
-        """A finite number of the summary, else None."""
+        """Returns a finite number of the summary, else None."""
         return number(self.summary.get(key))
 
     @property
     def num_devices(self) -> int | None:
-        """How many devices the run trained on, on all hosts; None if it does not say."""
+        """Number of devices of the run on all hosts; None if unknown."""
         devices = self.summary.get("devices")
         listed = len(devices) if isinstance(devices, list) else 0
-        # A task of several may name its own devices only; it knows of all replicas.
+        # A task of several may list only its own devices, but it knows the number of replicas.
         return max(listed, int(self.figure("num_replicas") or 0)) or None
 
     @property
     def seconds(self) -> float | None:
-        """How long the run took, or, while it goes on, how long it has trained; None if unknown."""
+        """Duration of the run, or the training time of an unfinished run; None if unknown."""
         total = self.figure("total_seconds")
         if total is not None:
             return total
@@ -80,17 +85,28 @@ class Run:
 
 
 def read_runs(directories: Sequence[str | os.PathLike]) -> list[Run]:
-    """Reads several run directories; their names tell them apart.
+    """Reads several run directories and gives the runs distinct names.
+
+    Args:
+        directories: at least one run directory.
+
+    Returns:
+        The runs in the same order.
 
     Raises:
-        ValueError: none was given, one was given twice, or a file in one is not what a run writes.
-        FileNotFoundError: there is no such directory, or it holds no run.
+        ValueError: the list is empty, a directory appears twice, or a file is damaged.
+        FileNotFoundError: a directory does not exist or holds no run.
         OSError: a file cannot be read.
+
+    Example:
+
+        runs = kdist.report.read_runs(["runs/first", "runs/second"])
+        {run.name: run.summary.get("test_accuracy") for run in runs}
     """
     if isinstance(directories, str | os.PathLike):
-        raise ValueError(f"give a list of run directories: [{os.fspath(directories)!r}]")
+        raise ValueError(f"pass a list of run directories: [{os.fspath(directories)!r}]")
     if not directories:
-        raise ValueError("no run was given; name at least one run directory")
+        raise ValueError("no run; name at least one run directory")
     paths = [pathlib.Path(directory).resolve() for directory in directories]
     for directory, path in zip(directories, paths, strict=True):
         if paths.count(path) > 1:
@@ -106,16 +122,27 @@ def _distinct_endings(paths):
 
 
 def read_run(directory: str | os.PathLike) -> Run:
-    """Reads a run directory; a missing or torn part is noted, not an error.
+    """Reads a run directory; missing and incomplete parts become notes.
+
+    Args:
+        directory: the run directory.
+
+    Returns:
+        The run.
 
     Raises:
-        FileNotFoundError: there is no such directory, or it holds no run.
-        ValueError: a file in it is not what a run writes.
-        OSError: a file in it cannot be read.
+        FileNotFoundError: the directory does not exist or holds no run.
+        ValueError: a file is damaged.
+        OSError: a file cannot be read.
+
+    Example:
+
+        run = kdist.report.read_run("runs/first")
+        run.metrics("epoch").column("val_loss")
     """
     files = RunDirectory(directory)
     if not any(path.is_file() for path in (files.config, files.metrics, files.summary)):
-        raise FileNotFoundError(_what_is_no_run(files.path))
+        raise FileNotFoundError(_no_run_message(files.path))
     notes: list[str] = []
     config = _config(files.config, notes)
     summary = _summary(files.summary, notes)
@@ -133,18 +160,18 @@ def read_run(directory: str | os.PathLike) -> Run:
 
 
 def _natural(texts):
-    """Sorts gpu/10 after gpu/9."""
+    """Returns a sort key that puts gpu/10 after gpu/9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", "/".join(texts))]
 
 
-def _what_is_no_run(path):
+def _no_run_message(path):
     if not path.exists():
-        found = "there is nothing of this name"
+        found = "it does not exist"
     elif not path.is_dir():
         found = "it is a file"
     else:
-        found = "it holds neither config.json nor metrics.jsonl nor summary.json"
-    return f"{path} is no run directory: {found}. Give the --run_dir of a run of scripts/train.py"
+        found = "it has no config.json, metrics.jsonl, or summary.json"
+    return f"{path} is no run directory: {found}. Pass the --run_dir of a run of scripts/train.py"
 
 
 def _config(path, notes):
@@ -156,11 +183,73 @@ def _config(path, notes):
 
 def _summary(path, notes):
     if not path.is_file():
-        notes.append("not finished: there is no summary.json yet")
+        notes.append("not finished: summary.json does not exist yet")
         return {}
     text = read_text(path)
-    # Written at once by the run itself; but a copy of the directory may have been cut short.
+    # The run writes it atomically, but a copy of the directory may be incomplete.
     if not text.rstrip().endswith(("}", "]")):
-        notes.append("summary.json is empty or cut short and was left out; copy it again")
+        notes.append("summary.json is empty or incomplete and was skipped; copy it again")
         return {}
     return parse_object(text, str(path))
+
+
+def parse_prices(texts: Sequence[str]) -> Prices:
+    """Parses the values of `--price_usd_per_hour`: one number, or NAME=number for each run.
+
+    Args:
+        texts: values of the flag.
+
+    Returns:
+        US dollars per hour of all machines of a run: one price, prices by name, or None.
+
+    Raises:
+        ValueError: a text is neither a number nor NAME=number, or both forms are mixed.
+
+    Example:
+
+        >>> parse_prices(["first=2.1", "second=0.4"])
+        {'first': 2.1, 'second': 0.4}
+    """
+    named = [text.rpartition("=") for text in texts]
+    if not texts:
+        return None
+    if len(texts) == 1 and not named[0][1]:
+        return _price(texts[0])
+    for name, _, price in named:
+        if not name:
+            raise ValueError(
+                f"--price_usd_per_hour: {price!r} has no name; give one number for all runs, or "
+                "NAME=2.1,NAME2=0.4 with the names of the runs"
+            )
+    return {name: _price(price) for name, _, price in named}
+
+
+def _price(text):
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise ValueError(
+            f"--price_usd_per_hour: {text!r} is no price; give US dollars per hour, such as 2.1, "
+            "or NAME=2.1,NAME2=0.4"
+        )
+    return price
+
+
+def check_names(prices: Prices, runs: Sequence[Run]):
+    """Raises a ValueError if a price is for an unknown run."""
+    names = [run.name for run in runs]
+    for name in prices if isinstance(prices, Mapping) else ():
+        if name not in names:
+            raise ValueError(
+                f"--price_usd_per_hour: there is no run {name!r}; the runs are {', '.join(names)}"
+            )
+
+
+def cost_usd(run: Run, prices: Prices) -> float | None:
+    """Returns price times hours, or else the cost in the summary; None if unknown."""
+    price = prices.get(run.name) if isinstance(prices, Mapping) else prices
+    if price is None:
+        return run.figure("cost_usd")
+    return None if run.seconds is None else price * run.seconds / 3600

@@ -1,8 +1,6 @@
-"""What the page says in words and figures: its tables, as HTML.
+"""Text and tables of the report page.
 
-run_table(runs), operations(run), configuration(runs), environment(runs)
-
-All text of a run is escaped here; the first run is the one that the others are compared with.
+Tables escape all text of runs. The first run is the baseline of comparisons.
 """
 
 import functools
@@ -11,15 +9,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kdist.report.costs import Prices, cost_usd
 from kdist.report.records import number
-from kdist.report.runs import Run
+from kdist.report.runs import Prices, Run, cost_usd
 
 NOTHING = "–"
 
 
 def shown(value: Any, digits: int | None = None) -> str:
-    """A value in words: None is a dash, a number has so many digits after its point."""
+    """Returns a value as text: a dash for None, numbers with `digits` decimals."""
     if value is None:
         return NOTHING
     if digits is not None and number(value) is not None:
@@ -30,10 +27,8 @@ def shown(value: Any, digits: int | None = None) -> str:
 
 
 def percent(value: Any) -> str:
-    """A share between 0 and 1 in percent."""
-    return shown(None if number(value) is None else 100 * value, 1) + (
-        "" if number(value) is None else " %"
-    )
+    """Returns a fraction as a percentage."""
+    return NOTHING if number(value) is None else f"{shown(100 * value, 1)} %"
 
 
 def _milliseconds(value):
@@ -49,13 +44,13 @@ def _devices(value):
     return f"{len(value)}: {value[0]} … {value[-1]}" if is_long else shown(value)
 
 
-# More runs are rows of the tables that compare them, as there are fewer settings than runs.
+# Tables that compare more runs have a row per run.
 _MAX_RUNS_SIDE_BY_SIDE = 8
 
 _four = functools.partial(shown, digits=4)
 _one = functools.partial(shown, digits=1)
 
-# Heading of a column -> the key in the summary or the configuration, and how a value is shown.
+# Heading of a column -> the key in the summary or the configuration, and the format of values.
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Model": ("model", shown),
     "Dataset": ("dataset", shown),
@@ -67,89 +62,148 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Epochs": ("epochs", shown),
     "Test accuracy": ("test_accuracy", _four),
     "Test loss": ("test_loss", _four),
-    "Seconds an epoch": ("seconds_per_epoch", _one),
-    "Examples a second": ("examples_per_second", _one),
+    "Seconds per epoch": ("seconds_per_epoch", _one),
+    "Examples per second": ("examples_per_second", _one),
 }
 
-_SAID_ONCE = ("Model", "Dataset", "Epochs")
+# Columns that move to the caption if they are equal in all runs, so that the others fit.
+_SHARED_COLUMNS = ("Model", "Dataset", "Epochs")
 
-# The same, for what not every run has; a column that all lack is left out.
+# Columns that are omitted if no run has a value.
 OPTIONAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Median step (ms)": ("step_seconds_p50", _milliseconds),
-    "Peak compute used": ("model_flops_utilization", percent),
+    "Model FLOPs utilization": ("model_flops_utilization", percent),
     "Goodput": ("goodput", percent),
-    "Devices wait": ("bubble_share", percent),
-    "Sent between devices a step (MB)": ("crossing_bytes_per_step", _megabytes),
+    "Bubble": ("bubble_share", percent),
+    "Sent between devices per step (MB)": ("crossing_bytes_per_step", _megabytes),
 }
+
+OPERATION_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "Operation": ("name", shown),
+    "Type": ("type", shown),
+    "Device": ("device", shown),
+    "ms per step": ("seconds_per_step", _milliseconds),
+    "Share": ("share", percent),
+    "Calls": ("calls", shown),
+}
+
+
+def summarize(runs: Sequence[Run]) -> str:
+    """Returns a sentence about one run, or the most accurate and the fastest of several."""
+    return _summarize_one(runs[0]) if len(runs) == 1 else _summarize_several(runs)
+
+
+def _summarize_one(run):
+    what = [f"{shown(run.get('model'))} on {shown(run.get('dataset'))}", _where(run)]
+    results = _results(run) if run.finished else _progress(run)
+    return ", ".join(filter(None, what)) + ": " + ", ".join(results) + "."
+
+
+def _where(run):
+    strategy, devices = run.get("strategy"), run.summary.get("devices")
+    where = f" on {shown(devices)}" if devices else ""
+    return f"{shown(strategy)}{where}" if strategy else ""
+
+
+def _results(run):
+    """Returns the main numbers of the summary with their units."""
+    figures = [
+        ("test_accuracy", 4, "test accuracy {}"),
+        ("test_loss", 4, "test loss {}"),
+        ("seconds_per_epoch", 1, "{} seconds per epoch"),
+        ("examples_per_second", 1, "{} examples per second"),
+    ]
+    known = [(number(run.summary.get(key)), digits, words) for key, digits, words in figures]
+    results = [
+        words.format(shown(value, digits)) for value, digits, words in known if value is not None
+    ]
+    return results or ["finished without results"]
+
+
+def _progress(run):
+    seen = [run.metrics(kind).points("examples", "examples")[0] for kind in ("train", "epoch")]
+    most = max(examples.max(initial=0) for examples in seen)
+    return [f"not finished, {shown(float(most), 0)} examples seen"]
+
+
+def _summarize_several(runs):
+    unfinished = sum(not run.finished for run in runs)
+    parts = [f"{len(runs)} runs" + (f", {unfinished} of them not finished" if unfinished else "")]
+    best = _highest(runs, "test_accuracy")
+    if best:
+        accuracy = shown(best.summary["test_accuracy"], 4)
+        parts.append(f"Most accurate: {best.name} (test accuracy {accuracy})")
+    fastest = _highest(runs, "examples_per_second")
+    if fastest:
+        parts.append(f"Fastest: {fastest.name} ({_speed(fastest, runs[0])})")
+    return ". ".join(parts) + "."
+
+
+def _highest(runs, key):
+    known = [run for run in runs if number(run.summary.get(key)) is not None]
+    return max(known, key=lambda run: run.summary[key], default=None)
+
+
+def _speed(run, first):
+    rate = f"{shown(run.summary['examples_per_second'], 1)} examples per second"
+    factor = speed_up(run, first)
+    return rate if run is first or factor is None else f"{rate}, {factor:.2f} × {first.name}"
 
 
 def run_table(runs: Sequence[Run], prices: Prices = None) -> str:
-    """A row a run; with several, how much faster each is than the first, and how efficiently."""
+    """Returns a table with one row per run; several runs have speed-up and efficiency."""
     columns = {heading: [show(r.get(k)) for r in runs] for heading, (k, show) in COLUMNS.items()}
-    caption = "What was run, and what came out"
+    caption = "Settings and results"
     if len(runs) > 1:
-        # Said once, so that the figures fit the window.
-        same = [h for h in _SAID_ONCE if len(set(columns[h])) == 1 and columns[h][0] != NOTHING]
-        said = [f"{heading.lower()} {columns.pop(heading)[0]}" for heading in same]
-        caption += f"; all with {', '.join(said)}" if said else ""
+        equal = [
+            h for h in _SHARED_COLUMNS if len(set(columns[h])) == 1 and columns[h][0] != NOTHING
+        ]
+        shared = [f"{heading.lower()} {columns.pop(heading)[0]}" for heading in equal]
+        caption += f"; all with {', '.join(shared)}" if shared else ""
     optional = {}
     if len(runs) > 1:
         columns["Speed-up"] = [shown(speed_up(run, runs[0]), 2) for run in runs]
         optional["Efficiency"] = [percent(scaling_efficiency(run, runs[0])) for run in runs]
     for heading, (key, show) in OPTIONAL_COLUMNS.items():
         optional[heading] = [show(run.get(key)) for run in runs]
-    optional["Time in all (s)"] = [shown(run.seconds, 1) for run in runs]
+    optional["Total time (s)"] = [shown(run.seconds, 1) for run in runs]
     optional["Cost (USD)"] = [shown(cost_usd(run, prices), 2) for run in runs]
     columns.update({h: cells for h, cells in optional.items() if set(cells) != {NOTHING}})
-    rows = [[_row_name(run), *cells] for run, *cells in zip(runs, *columns.values(), strict=True)]
+    names = [run.name if run.finished else f"{run.name} (not finished)" for run in runs]
+    rows = list(zip(names, *columns.values(), strict=True))
     return table(caption, ["Run", *columns], rows)
 
 
-def _row_name(run):
-    return run.name if run.finished else f"{run.name} (not finished)"
-
-
 def speed_up(run: Run, first: Run) -> float | None:
-    """Examples a second over those of `first`; None unless both are known."""
+    """Returns the ratio of examples per second to those of `first`; None if unknown."""
     rate, reference = (number(r.summary.get("examples_per_second")) for r in (run, first))
     return rate / reference if rate is not None and reference else None
 
 
 def scaling_efficiency(run: Run, first: Run) -> float | None:
-    """The speed-up over `first` as a share of how many times its devices the run has.
+    """Returns the speed-up over `first` divided by the ratio of devices; None if unknown.
 
-    1 means that every added device brings as much as those before it; None unless both runs' speeds
-    and devices are known.
+    1 means that each added device contributes as much as those of `first`.
     """
     factor, devices, reference = speed_up(run, first), run.num_devices, first.num_devices
     return factor * reference / devices if factor and devices and reference else None
 
 
 def operations(run: Run) -> str:
-    """The operations that took the most time, if the run was profiled; else nothing."""
+    """Returns a table of the slowest operations if the run was profiled, else an empty string."""
     top = run.summary.get("top_operations")
     top = [o for o in top if isinstance(o, dict)] if isinstance(top, list) else []
-    rows = [
-        [
-            shown(operation.get("name")),
-            shown(operation.get("type")),
-            shown(operation.get("device")),
-            _milliseconds(operation.get("seconds_per_step")),
-            percent(operation.get("share")),
-            shown(operation.get("calls")),
-        ]
-        for operation in top
-    ]
-    headings = ["Operation", "Type", "Device", "ms a step", "Share", "Calls"]
-    return table(f"{run.name}: operations that took most time", headings, rows) if rows else ""
+    rows = [[show(o.get(key)) for key, show in OPERATION_COLUMNS.values()] for o in top]
+    headings = list(OPERATION_COLUMNS)
+    return table(f"{run.name}: slowest operations", headings, rows) if rows else ""
 
 
 def configuration(runs: Sequence[Run]) -> str:
-    """The settings that differ between several runs, or all settings of one."""
-    # Where a run lies differs always; its name already says it.
+    """Returns a table of the settings that differ between runs, or all settings of one run."""
+    # The run directory always differs, and is the name of the run.
     names = sorted({name for run in runs for name in run.config} - {"run_dir"})
     if len(runs) == 1:
-        settings = _compare(runs, names, lambda run: run.config, "What the run was asked to do")
+        settings = _compare(runs, names, lambda run: run.config, "Configuration")
         return (
             f"<details class=settings id=settings><summary>All {len(names)} settings</summary>"
             f"{settings}</details>"
@@ -161,11 +215,11 @@ def configuration(runs: Sequence[Run]) -> str:
 
 
 def environment(runs: Sequence[Run]) -> str:
-    """Devices, versions and commit of each run."""
+    """Returns a table of the devices, versions, and commit of each run."""
     versions = sorted({name for run in runs for name in _versions(run)})
     names = ["devices", *versions, "git_commit"]
     return _compare(
-        runs, names, lambda run: {**run.summary, **_versions(run)}, "What the figures depend on"
+        runs, names, lambda run: {**run.summary, **_versions(run)}, "Devices and versions"
     )
 
 
@@ -187,7 +241,7 @@ def _compare(runs, names, values_of, caption):
 
 
 def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table in a container that scrolls; the first cell of a row is its heading."""
+    """Returns an HTML table in a scrolling container; the first cell of a row is its heading."""
     head = "".join(f"<th scope=col>{html.escape(heading)}</th>" for heading in headings)
     body = "".join(
         f"<tr><th scope=row>{html.escape(name)}</th>"
@@ -195,7 +249,7 @@ def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) 
         + "</tr>\n"
         for name, *cells in rows
     )
-    # What scrolls has to be reachable from the keyboard, and have a name.
+    # Scrolling containers need a name and must be reachable from the keyboard.
     return (
         f'<div class=scroll tabindex=0 role=region aria-label="{html.escape(caption)}">'
         f"<table><caption>{html.escape(caption)}</caption>\n"

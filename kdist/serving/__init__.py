@@ -1,51 +1,38 @@
-"""Serving what was trained: export, request batching and its tuning, a server, Ray, Kubernetes.
+"""Model serving: export, dynamic batching and its tuning, a server, Ray, and Kubernetes.
 
     kdist.serving.export(model, "models/fashion")
     # then: python scripts/serve.py --model_dir=models/fashion
 
-Importing it imports no TensorFlow; what needs it is imported when it is asked for. The server needs
-`kdist[serve]`, `kdist.serving.ray` needs `kdist[ray]`.
+Public names are imported on demand, and TensorFlow with those that need it. The server needs
+`kdist[serve]`; `kdist.serving.ray` needs `kdist[ray]`.
 """
 
-import importlib
+from kdist.public_names import import_on_demand
 
-from kdist.serving.arrivals import bursty, poisson, read_trace
-from kdist.serving.kubernetes import manifests, write_manifests
-from kdist.serving.kubernetes_options import KubernetesOptions
-from kdist.serving.latency_curve import LatencyCurve
-from kdist.serving.settings import BatchSettings, Limits, Objective
-from kdist.serving.simulation import Outcome, simulate
-from kdist.serving.tuning import Choice, choose
-
-# Name -> the module that holds it, imported late.
-_LATE = {
+# Public name -> the module that defines it.
+_PUBLIC = {
+    "BatchSettings": "core.settings",
+    "Choice": "policy.selection",
+    "KubernetesOptions": "exporting.kubernetes",
+    "LatencyCurve": "policy.latency_curve",
+    "Objective": "core.settings",
+    "Outcome": "policy.simulation",
+    "ServerLimits": "core.settings",
     "ServerOptions": "server",
-    "export": "exporting",
+    "bursty": "policy.arrivals",
+    "choose": "policy.selection",
+    "export": "exporting.export",
+    "manifests": "exporting.kubernetes",
+    "poisson": "policy.arrivals",
+    "read_trace": "policy.arrivals",
     "run": "server",
+    "simulate": "policy.simulation",
+    "write_manifests": "exporting.kubernetes",
 }
 
-__all__ = [
-    "BatchSettings",
-    "Choice",
-    "KubernetesOptions",
-    "LatencyCurve",
-    "Limits",
-    "Objective",
-    "Outcome",
-    "ServerOptions",
-    "bursty",
-    "choose",
-    "export",
-    "manifests",
-    "poisson",
-    "read_trace",
-    "run",
-    "simulate",
-    "write_manifests",
-]
+_DEPRECATED = {"Limits": "ServerLimits"}
+
+__all__ = sorted(_PUBLIC)
 
 
-def __getattr__(name):
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
-    return getattr(importlib.import_module(f"kdist.serving.{_LATE[name]}"), name)
+__getattr__ = import_on_demand(__name__, {**_PUBLIC, "ray": "ray"}, _DEPRECATED)

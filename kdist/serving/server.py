@@ -1,4 +1,4 @@
-"""One command serves models over REST and gRPC until it is told to end.
+"""Model server: serves exported models over REST and gRPC until a signal ends it.
 
 run(ServerOptions({"fashion": "models/fashion"}, port=8501, grpc_port=8500))
 """
@@ -6,6 +6,7 @@ run(ServerOptions({"fashion": "models/fashion"}, port=8501, grpc_port=8500))
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import ipaddress
 import logging
 import os
@@ -16,38 +17,43 @@ from collections.abc import Callable, Mapping
 import uvicorn
 import uvloop
 
-from kdist.serving.computing import InProcess
-from kdist.serving.http_protocol import protocol
-from kdist.serving.interpreter import prepare_interpreter
-from kdist.serving.model_directory import all_needed_devices
-from kdist.serving.models import Models
-from kdist.serving.rest import create_application
-from kdist.serving.rpc import create_grpc_server
-from kdist.serving.settings import BatchSettings, Limits, Objective
-from kdist.serving.workers import Workers
+from kdist.serving.core.model_directory import all_needed_devices
+from kdist.serving.core.settings import BatchSettings, Objective, ServerLimits
+from kdist.serving.engine.in_process import InProcess, prepare_interpreter
+from kdist.serving.engine.models import Models
+from kdist.serving.engine.worker_pool import WorkerPool
+from kdist.serving.protocol.connections import connection_factory
+from kdist.serving.protocol.rest import create_application
+from kdist.serving.protocol.rpc import create_grpc_server
 
-_log = logging.getLogger(__name__)
-_LOOK_SECONDS = 0.01  # whether it listens
-# For the models, when all requests have ended or had the time to.
+_logger = logging.getLogger(__name__)
+_POLL_SECONDS = 0.01  # until the server listens
+# Time limit for closing the models after the requests have ended.
 _CLOSE_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerOptions:
-    """What is served, and where.
+    """Options of the model server.
+
+    Example:
+
+        options = kdist.serving.ServerOptions({"fashion": "models/fashion"}, port=8501, workers=2)
+        kdist.serving.run(options)
 
     Attributes:
-        directories: {name: directory of a model's versions}.
-        port: for REST; 0 for any that is free.
-        grpc_port: for gRPC; 0 for any that is free, None for no gRPC.
-        host: the address to listen at; this machine alone unless told.
-        workers: processes that compute; 0 computes in the server's own.
-        settings: of batches; where there is an objective, only the largest batch counts.
-        objective: what settings are chosen for while the load changes; None for fixed ones.
-        limits: of requests.
-        newest: versions of a model that are served.
-        watch_seconds: between looks for new versions.
-        end_seconds: that requests have to end in, once the server is told to end.
+        directories: {name: directory of the model's versions}.
+        port: port for REST; 0 chooses a free port. Defaults to 8501.
+        grpc_port: port for gRPC; 0 chooses a free port, None disables gRPC. Defaults to 8500.
+        host: address to listen on. Defaults to 127.0.0.1, which only this machine can reach.
+        workers: number of processes that compute. Defaults to 0: the server process computes.
+        settings: batch settings; with an objective, only `max_batch` is used.
+        objective: goal for adapting the settings to the load; None keeps them fixed. Defaults to
+            the lowest mean latency.
+        limits: limits on requests and connections.
+        newest: number of newest versions of a model to serve. Defaults to 1.
+        watch_seconds: seconds between checks for new versions. Defaults to 1.
+        end_seconds: seconds for requests to finish after a signal. Defaults to 30.
     """
 
     directories: Mapping[str, str | os.PathLike]
@@ -57,34 +63,41 @@ class ServerOptions:
     workers: int = 0
     settings: BatchSettings = dataclasses.field(default_factory=BatchSettings)
     objective: Objective | None = dataclasses.field(default_factory=Objective)
-    limits: Limits = dataclasses.field(default_factory=Limits)
+    limits: ServerLimits = dataclasses.field(default_factory=ServerLimits)
     newest: int = 1
     watch_seconds: float = 1.0
     end_seconds: float = 30.0
 
 
-def run(options: ServerOptions, on_ready: Callable[[str], None] = print) -> None:
-    """Serves until SIGTERM or SIGINT; requests that it has taken are answered first.
+def run(options: ServerOptions, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serves models until SIGTERM or SIGINT. Accepted requests are answered before it returns.
 
     Args:
-        options: what, and where.
-        on_ready: called with a sentence that names the addresses, when all models are loaded.
+        options: models, addresses, and limits.
+        on_ready: called with a message that contains the addresses, once all models are loaded.
+            Defaults to logging the message.
 
     Raises:
-        OSError: a port is in use, or the address is not this machine's.
-        ValueError: a directory is not there, or no model in it loads.
+        OSError: a port is in use, or the address does not belong to this machine.
+        ValueError: a directory does not exist, or no model in it loads.
+
+    Example:
+
+        kdist.serving.run(kdist.serving.ServerOptions({"fashion": "models/fashion"}))
+        # curl -d '{"instances": [[…]]}' http://127.0.0.1:8501/v1/models/fashion:predict
     """
     uvloop.run(serve(options, on_ready))
 
 
-async def serve(options: ServerOptions, on_ready: Callable[[str], None] = print) -> None:
-    """`run`, in an event loop."""
-    _warn_of_the_world(options.host)
+async def serve(options: ServerOptions, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serves models in the running event loop; see `run`."""
+    _warn_if_exposed(options.host)
+    on_ready = on_ready or functools.partial(_logger.info, "%s")
     with _listening(options.host, options.port, "port") as listener:
-        computing = _computing(options)
+        compute_engine = _create_engine(options)
         models = Models(
             options.directories,
-            computing,
+            compute_engine,
             settings=options.settings,
             objective=options.objective,
             limits=options.limits,
@@ -100,9 +113,9 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] = print)
             await models.close(_CLOSE_SECONDS)
 
 
-def _computing(options):
+def _create_engine(options):
     devices = all_needed_devices(options.directories.values())
-    return Workers(options.workers, devices=devices) if options.workers else InProcess(devices)
+    return WorkerPool(options.workers, devices=devices) if options.workers else InProcess(devices)
 
 
 async def _serve(options, models, listener, grpc_server, on_ready, addresses):
@@ -111,36 +124,36 @@ async def _serve(options, models, listener, grpc_server, on_ready, addresses):
     models.check_served()
     web = _Web(_uvicorn_settings(options, create_application(models)))
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, web.end, models)
+        asyncio.get_running_loop().add_signal_handler(number, web.stop, models)
     await grpc_server.start()
     watching = asyncio.create_task(models.watch(options.watch_seconds))
     serving = asyncio.create_task(web.serve([listener]))
     try:
         while not (web.started or serving.done()):
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         if web.started:
             on_ready(f"kdist serves {', '.join(models.names)}: {', '.join(addresses)}")
-        told = asyncio.create_task(web.told.wait())
-        await asyncio.wait([serving, told], return_when=asyncio.FIRST_COMPLETED)
+        stop_signal = asyncio.create_task(web.stopping.wait())
+        await asyncio.wait([serving, stop_signal], return_when=asyncio.FIRST_COMPLETED)
     finally:
         watching.cancel()
-        # Both at once, so that together they take no longer than they may.
+        # Both at once, so that they share the time limit.
         await asyncio.gather(serving, grpc_server.stop(options.end_seconds))
 
 
 class _Web(uvicorn.Server):
-    """Ends when it is told to; by itself uvicorn would raise the signal anew afterwards."""
+    """HTTP server that `stop` ends; uvicorn alone would raise the signal again afterwards."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.told = asyncio.Event()
+        self.stopping = asyncio.Event()
 
-    def end(self, models):
-        if self.should_exit:  # told again: who does so does not want to wait
+    def stop(self, models):
+        if self.should_exit:  # a second signal skips the wait for requests
             os._exit(1)
-        models.ending = True  # so that /readyz says so at once
+        models.ending = True  # /readyz reports it immediately
         self.should_exit = True
-        self.told.set()
+        self.stopping.set()
 
     @contextlib.contextmanager
     def capture_signals(self):
@@ -154,7 +167,7 @@ def _uvicorn_settings(options, application):
         access_log=False,
         lifespan="off",
         loop="none",
-        http=protocol(options.limits),
+        http=connection_factory(options.limits),
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=options.end_seconds,
@@ -170,7 +183,7 @@ def _listening(host, port, flag):
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise OSError(_not_listening(host, port, flag, error.strerror)) from error
+            raise OSError(_listen_error(host, port, flag, error.strerror)) from error
         yield listener
 
 
@@ -179,26 +192,26 @@ def _listen(grpc_server, options):
         port = grpc_server.add_insecure_port(_address(options.host, options.grpc_port))
     except RuntimeError as error:
         raise OSError(
-            _not_listening(options.host, options.grpc_port, "grpc_port", "it is in use")
+            _listen_error(options.host, options.grpc_port, "grpc_port", "it is in use")
         ) from error
     return _address(options.host, port)
 
 
-def _not_listening(host, port, flag, why):
-    return f"cannot listen at {_address(host, port)}: {why}; give another {flag}, or 0 for any"
+def _listen_error(host, port, flag, reason):
+    return f"cannot listen at {_address(host, port)}: {reason}; choose another {flag}, or 0 for any"
 
 
 def _address(host, port):
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _warn_of_the_world(host):
+def _warn_if_exposed(host):
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return
     if host != "localhost":
-        _log.warning(
-            "listening at %s: anyone who reaches it may ask the models; there is no encryption and "
-            "no password, so put a proxy with both in front",
+        _logger.warning(
+            "listening at %s: anyone who can reach this address can use the models, without "
+            "encryption or a password; put a proxy that provides both in front",
             host,
         )

@@ -1,1 +1,1 @@
-"""What scripts/train.py does with its flags, part by part."""
+"""Parts of scripts/train.py: options, data, model, recording, and summary."""

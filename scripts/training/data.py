@@ -1,4 +1,4 @@
-"""The data that the flags name, all of them or what --minutes leave time for."""
+"""Data of the run: all examples, or as many as --minutes leaves time for."""
 
 import json
 import sys
@@ -8,30 +8,30 @@ from absl import flags
 
 import kdist
 from kdist.run_directory import RunDirectory
-from training.recipe import compiled_model
+from training.model import compiled_model
 
 FLAGS = flags.FLAGS
 
-# --minutes: how many steps are timed, and how many are trained in any case.
+# --minutes: number of steps that are timed, and minimum number of steps to train.
 MEASURED_STEPS = 2
-MINIMAL_STEPS = 4
+MIN_STEPS = 4
 
 
-def data_in_time(strategy, batch, started, interrupted=None):
-    """The data set's name and its pipelines; with --minutes, of as much as there is time for.
+def load_data_in_time(strategy, batch, started, interrupted=None):
+    """Returns (name of the dataset, training pipeline, test pipeline), within --minutes.
 
     Args:
-        strategy: to train under.
+        strategy: the strategy to train with.
         batch: a `kdist.Batch`.
-        started: when the program did, of `time.perf_counter`.
-        interrupted: path of the run that is gone on with, which has found its examples.
+        started: start of the program, in seconds of `time.perf_counter`.
+        interrupted: run directory of the interrupted run to resume, which determined its examples.
     """
     import keras
 
     dataset, train, test = load_data(batch)
     if FLAGS.minutes is None:
         return dataset, train, test
-    examples = measured_before(interrupted) if interrupted else None
+    examples = examples_of_run(interrupted) if interrupted else None
     examples = examples or examples_in_time(strategy, train, test, started)
     keras.utils.set_random_seed(FLAGS.seed)
     if examples < train.num_examples:
@@ -40,11 +40,11 @@ def data_in_time(strategy, batch, started, interrupted=None):
 
 
 def load_data(batch, examples=None):
-    """The data set's name and its pipelines; the fallback's if it cannot be had.
+    """Returns (name of the dataset, training pipeline, test pipeline), or those of the fallback.
 
     Args:
         batch: a `kdist.Batch`.
-        examples: to train on, in the place of --examples.
+        examples: number of training examples, instead of --examples.
     """
     options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
     try:
@@ -63,18 +63,18 @@ def load_data(batch, examples=None):
 
 
 def examples_in_time(strategy, train, test, started):
-    """How many examples --minutes leave time for, by the time that a few steps take."""
+    """Returns the number of examples that fit into --minutes, from the time of a few steps."""
     if kdist.strategies.num_workers(strategy) > 1:
-        raise ValueError("--minutes is for one host; on several, give --examples")
+        raise ValueError("--minutes is for one host; use --examples on several")
     model = compiled_model(strategy, train)
     training = rate(train, lambda steps: model.fit(train, steps_per_epoch=steps, verbose=0))
     testing = rate(train, lambda steps: model.evaluate(train, steps=steps, verbose=0))
-    # Compiling anew takes no longer than all of this has taken.
+    # Compiling again takes at most as long as everything so far.
     left = 60 * FLAGS.minutes - 2 * (time.perf_counter() - started)
     left -= FLAGS.epochs * test.num_examples / testing
     batch = train.batch.global_size
     examples = int(left * training / FLAGS.epochs) // batch * batch
-    kept = min(train.num_examples, max(MINIMAL_STEPS * batch, examples))
+    kept = min(train.num_examples, max(MIN_STEPS * batch, examples))
     print(
         f"{training:,.0f} examples/s: {FLAGS.minutes:g} minutes are enough for {kept:,} of "
         f"{train.num_examples:,} examples"
@@ -83,13 +83,13 @@ def examples_in_time(strategy, train, test, started):
 
 
 def rate(train, run):
-    """Examples a second of `run`, a function of how many steps to run, after compiling."""
+    """Returns the examples per second of `run(number of steps)`, after compilation."""
     run(1)
     began = time.perf_counter()
     run(MEASURED_STEPS)
     return MEASURED_STEPS * train.batch.global_size / (time.perf_counter() - began)
 
 
-def measured_before(run_dir):
-    """The examples that an interrupted run with --minutes has found time for."""
+def examples_of_run(run_dir):
+    """Returns the number of examples of an interrupted run with --minutes."""
     return json.loads(RunDirectory(run_dir).config.read_text())["num_examples"]

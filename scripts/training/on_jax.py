@@ -1,4 +1,4 @@
-"""Training by --backend=jax."""
+"""Training with --backend=jax."""
 
 import time
 
@@ -7,7 +7,7 @@ from absl import flags
 import kdist
 from kdist.run_directory import RunDirectory
 from training.data import load_data
-from training.recipe import (
+from training.model import (
     accuracy,
     build_model,
     learning_rate,
@@ -17,19 +17,19 @@ from training.recipe import (
     steps_per_execution,
     verbosity,
 )
-from training.recorded import run_directory
-from training.summary import config, cost, print_summary, speed_of, summary_on_jax
+from training.recording import run_directory
+from training.summary import cost, jax_summary, print_summary, run_config, speed_of
 
 FLAGS = flags.FLAGS
 
 
 def train_on_jax():
-    """Trains a layout of data and tensor on a mesh, and leaves a run directory."""
+    """Trains a layout of data and tensor parallelism on a mesh, and writes a run directory."""
     import keras
 
     started = time.perf_counter()
     run_dir = run_directory()
-    RunDirectory(run_dir).check_is_free()
+    RunDirectory(run_dir).check_available()
     check_one_task()
     layout = split_layout() or kdist.Layout(data=FLAGS.num_devices or 1)
     mesh = kdist.parallel.Mesh(layout)
@@ -38,27 +38,27 @@ def train_on_jax():
     dataset, train, test = load_data(batch)
     print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
     model = build_model(train)
-    mesh.place(model, kdist.parallel.plan_as_said(model, layout, FLAGS.split))
+    mesh.place(model, kdist.parallel.resolve_placement(model, layout, FLAGS.split))
     model.compile(
         optimizer(learning_rate(batch, train.num_examples)),
         loss(model),
         weighted_metrics=[accuracy(model)],
         steps_per_execution=steps_per_execution(),
     )
-    run = RunDirectory.create(run_dir, config(dataset, train.num_examples))
+    run = RunDirectory.create(run_dir, run_config(dataset, train.num_examples))
     seconds = kdist.callbacks.EpochSeconds()
     checkpoint = kdist.callbacks.EpochCheckpoint(run.checkpoints)
     history = model.fit(
         train.dataset(),
         steps_per_epoch=train.steps_per_epoch,
-        validation_data=kdist.data.weighed(test),
-        shuffle=False,  # the pipeline has done it
+        validation_data=kdist.data.weighted(test),
+        shuffle=False,  # the pipeline shuffles
         epochs=FLAGS.epochs,
         callbacks=[seconds, kdist.callbacks.StopOnNonFiniteLoss(checkpoint), checkpoint],
         verbose=verbosity(),
     ).history
     summary = {
-        **summary_on_jax(mesh, batch, dataset, train, model),
+        **jax_summary(mesh, batch, dataset, train, model),
         "test_accuracy": history["val_accuracy"][-1],
         "test_loss": history["val_loss"][-1],
         **speed_of(seconds.seconds, train),
@@ -69,10 +69,10 @@ def train_on_jax():
 
 
 def check_one_task():
-    """Raises a ValueError where this is one of several tasks of a job."""
+    """Raises a ValueError if this is one of several tasks of a job."""
     tasks = sum(map(len, kdist.Cluster.resolve().tasks.values()))
     if tasks > 1:
         raise ValueError(
-            f"--backend=jax is for the devices of one machine, and this job has {tasks} tasks: "
-            "start it alone, without TF_CONFIG, or take --backend=tensorflow"
+            f"--backend=jax supports the devices of one machine, but this job has {tasks} tasks; "
+            "start it without TF_CONFIG, or use --backend=tensorflow"
         )

@@ -1,4 +1,4 @@
-"""What is kept of a run and said at its end."""
+"""Configuration and summary of a run."""
 
 import dataclasses
 import importlib.metadata
@@ -13,15 +13,18 @@ import kdist
 FLAGS = flags.FLAGS
 
 
-def config(dataset, num_examples=None):
-    """What the run was asked to do: every flag of this program, and the data that it got."""
+def run_config(dataset, num_examples=None):
+    """Returns all flags of this program with the actual dataset and number of examples."""
     own = FLAGS.flags_by_module_dict()[sys.argv[0]]
-    asked = {flag.name: flag.value for flag in own}
-    return {**asked, "dataset": dataset, "num_examples": num_examples}
+    return {
+        **{flag.name: flag.value for flag in own},
+        "dataset": dataset,
+        "num_examples": num_examples,
+    }
 
 
-def summary_of_layout(strategy, batch, dataset, examples, model):
-    """What was trained, where, and with which versions."""
+def tensorflow_summary(strategy, batch, dataset, examples, model):
+    """Returns the model, devices, batch, and versions of the run."""
     return {
         "model": FLAGS.model,
         "parameters": model.count_params(),
@@ -33,7 +36,7 @@ def summary_of_layout(strategy, batch, dataset, examples, model):
         "local_batch_size": batch.local,
         "accumulate": batch.accumulate,
         "workers": kdist.strategies.num_workers(strategy),
-        "staleness": dataclasses.asdict(model.staleness),
+        "staleness": dataclasses.asdict(model.training_state.staleness),
         "global_batch_size": batch.global_size,
         "local_steps": FLAGS.local_steps,
         "local_slots": FLAGS.local_slots if FLAGS.local_steps else None,
@@ -44,11 +47,11 @@ def summary_of_layout(strategy, batch, dataset, examples, model):
     }
 
 
-def summary_on_jax(mesh, batch, dataset, train, model):
-    """As `summary_of_layout`, of a mesh; and what its devices hold of the model."""
+def jax_summary(mesh, batch, dataset, train, model):
+    """Returns the summary of a run on a JAX mesh, with the bytes of state per device."""
     from kdist.parallel.jax_mesh import bytes_per_device
 
-    held = bytes_per_device([*model.variables, *model.optimizer.variables])
+    state_bytes = bytes_per_device([*model.variables, *model.optimizer.variables])
     return {
         "model": FLAGS.model,
         "parameters": model.count_params(),
@@ -58,7 +61,7 @@ def summary_on_jax(mesh, batch, dataset, train, model):
         "strategy": f"JAX mesh {mesh.layout}",
         "layout": str(mesh.layout),
         "devices": [str(name).upper() for name in mesh.device_mesh.devices.flatten()],
-        "state_bytes_per_device": {name.upper(): size for name, size in held.items()},
+        "state_bytes_per_device": {name.upper(): size for name, size in state_bytes.items()},
         "num_replicas": batch.replicas,
         "local_batch_size": batch.local,
         "accumulate": batch.accumulate,
@@ -73,7 +76,7 @@ def summary_on_jax(mesh, batch, dataset, train, model):
 
 
 def speed_of(epoch_seconds, train):
-    """Seconds of an epoch, and the rate of those after the first, in which JAX compiles."""
+    """Returns seconds per epoch, and the throughput after the first epoch, which compiles."""
     examples = train.steps_per_epoch * train.batch.global_size
     later = epoch_seconds[1:]
     return {
@@ -83,7 +86,7 @@ def speed_of(epoch_seconds, train):
 
 
 def versions(*more):
-    """Versions of what the numbers depend on."""
+    """Returns the versions of Python and of the packages that affect the results."""
     names = ("kdist", "tensorflow", "keras", "numpy", *more)
     return {
         "python": sys.version.split()[0],
@@ -92,7 +95,7 @@ def versions(*more):
 
 
 def git_commit():
-    """The commit of this program's checkout; None outside of one."""
+    """Returns the commit of this checkout; None outside of one."""
     try:
         return subprocess.run(
             ["git", "rev-parse", "HEAD"],
@@ -107,14 +110,14 @@ def git_commit():
 
 
 def cost(seconds):
-    """How long the program ran, and what that costs where a price is given."""
+    """Returns the duration of the program, and its cost if a price is given."""
     price = FLAGS.price_usd_per_hour
     paid = {} if price is None else {"cost_usd": price * seconds / 3600}
     return {"total_seconds": seconds, "price_usd_per_hour": price, **paid}
 
 
 def print_summary(summary):
-    """The end of the run in two lines, the way d2l says it."""
+    """Prints the results of the run, in the format of *Dive into Deep Learning*."""
     rate, local = summary["examples_per_second"], summary["local_steps"]
     print(
         f"test accuracy {summary['test_accuracy']:.4f}, test loss {summary['test_loss']:.4f}, "

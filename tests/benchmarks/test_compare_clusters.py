@@ -28,22 +28,22 @@ def test_two_processes_beside_one(tmp_path):
         *("--save", f"--results_dir={tmp_path}"),
     )
     assert process.returncode == 0, process.stderr[-3000:]
-    rows = re.findall(r"^\| (\w+), 4 a call +\| +4 \| +([\d.]+) \|", process.stdout, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+), 4 per call +\| +4 \| +([\d.]+) \|", process.stdout, re.MULTILINE)
     assert [name for name, _ in rows] == ["mirrored", "multi_worker"]
     assert all(float(milliseconds) > 0 for _, milliseconds in rows)
-    assert re.search(r"part of mirrored's, 4 a call: \d+\.\d\d .*(met|missed)", process.stdout)
+    assert re.search(r"relative to mirrored, 4 per call: \d+\.\d\d .*(met|missed)", process.stdout)
     (saved,) = tmp_path.iterdir()
     text = saved.read_text()
     assert text.startswith("# Clusters compared")
     assert "TF_NUM_INTRAOP_THREADS=1" in text
-    assert "## multi_worker beside mirrored" in text
+    assert "## multi_worker and mirrored" in text
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--only=ps"], "--only: no 'ps'; take some of multi_worker, parameter_server, slowed"),
-        (["--steps_per_call=0"], "--steps_per_call=0: numbers from 1 on"),
+        (["--steps_per_call=0"], "--steps_per_call=0: give numbers"),
         (["--only=multi_worker", "--cores=10000"], "--cores=10000, but only"),
     ],
 )
@@ -67,15 +67,15 @@ def test_ratios_are_taken_within_a_repetition_and_held_against_the_target():
     """The machine is ten times slower in the second repetition, for both."""
     part = parts.multi_worker(parts.Sizes(steps_per_call=[1, 16]))
     answers = {
-        "mirrored, 1 a call": rates(1000, 100, 1000),
-        "multi_worker, 1 a call": rates(800, 75, 690),
-        "mirrored, 16 a call": rates(1000, 100, 1000),
-        "multi_worker, 16 a call": rates(650, 65, 600),
+        "mirrored, 1 per call": rates(1000, 100, 1000),
+        "multi_worker, 1 per call": rates(800, 75, 690),
+        "mirrored, 16 per call": rates(1000, 100, 1000),
+        "multi_worker, 16 per call": rates(650, 65, 600),
     }
     one, sixteen = tables.outcomes(part, answers)
     assert list(one.values) == pytest.approx([0.8, 0.75, 0.69])
     assert (one.verdict, sixteen.verdict) == ("met", "missed")
-    assert "1 a call: 0.75 (0.69 to 0.80); target ≥ 0.7: met" in tables.text(part, answers)
+    assert "1 per call: 0.75 (0.69 to 0.80); target ≥ 0.7: met" in tables.text(part, answers)
 
 
 def test_accuracy_is_compared_in_points():

@@ -47,7 +47,7 @@ def test_telemetry_writes_steps_examples_and_epochs(tmp_path, strategy):
     assert [r["learning_rate"] for r in records] == pytest.approx([0.1] * 14)
     assert sum(telemetry.epoch_seconds) == pytest.approx(sum(r["epoch_seconds"] for r in epochs))
     after_first = sum(telemetry.epoch_seconds) - telemetry.first_call_seconds
-    # Steps alone: what an epoch takes besides, such as reading its metrics, is left out.
+    # Steps only, without the rest of an epoch, such as reading its metrics.
     assert telemetry.examples_per_second >= 9 * 8 / after_first
     timing = [r for r in records if r["kind"] == "timing"]
     seconds = sum(r["window_seconds"] for r in timing)
@@ -65,7 +65,7 @@ def test_several_optimizers_have_no_common_rate(tmp_path):
     assert kdist.report.write([tmp_path], tmp_path / "report.html").exists()
 
 
-def test_telemetry_hands_its_lines_to_the_given_writer(tmp_path):
+def test_telemetry_uses_the_given_writer(tmp_path):
     class Listener(NullWriter):
         records, closed = [], False
 
@@ -79,7 +79,7 @@ def test_telemetry_hands_its_lines_to_the_given_writer(tmp_path):
     telemetry = Telemetry(tmp_path / "run", every_seconds=0.0, writer=writer)
     linear().fit(X, Y, batch_size=8, verbose=0, callbacks=[telemetry])
     assert [record["kind"] for record in writer.records] == ["train"] * 5 + ["timing", "epoch"]
-    assert not writer.closed  # there is a summary to come
+    assert not writer.closed  # the summary follows
     assert not (tmp_path / "run").exists()
 
 
@@ -129,11 +129,11 @@ def test_a_bad_loss_stops_at_its_step_and_keeps_the_last_good_model(tmp_path, st
 
 def test_a_bad_loss_stops_plain_keras_after_the_epoch():
     model = linear(model_class=keras.Model)
-    with pytest.raises(NonFiniteLossError, match="some step of epoch 1"):
+    with pytest.raises(NonFiniteLossError, match="a step of epoch 1"):
         model.fit(poisoned(), Y, batch_size=8, verbose=0, callbacks=[StopOnNonFiniteLoss()])
 
 
-def test_a_good_loss_stops_nothing():
+def test_finite_loss_does_not_stop_training():
     model = linear()
     history = model.fit(X, Y, epochs=3, verbose=0, callbacks=[StopOnNonFiniteLoss(every_seconds=0)])
     assert len(history.history["loss"]) == 3
@@ -147,7 +147,7 @@ def test_checkpoints_keep_the_newest(tmp_path):
     assert names == ["epoch-0003.keras", "epoch-0004.keras", "epoch-0005.keras"]
     newest = keras.saving.load_model(checkpoint.newest())
     assert np.array_equal(newest.get_weights()[0], model.get_weights()[0])
-    with pytest.raises(ValueError, match="keep at least 1"):
+    with pytest.raises(ValueError, match="keep=0"):
         EpochCheckpoint(tmp_path, keep=0)
 
 

@@ -12,7 +12,7 @@ from kdist.callbacks import Checkpoint, Telemetry
 from kdist.checkpoint import CheckpointError, CheckpointFiles
 from kdist.run_directory import RunDirectory
 from kdist.strategies import create_strategy
-from kdist.testing import python_tasks
+from tests.forked import python_tasks
 
 
 def pipelines(replicas=1, local=32, **options):
@@ -36,7 +36,7 @@ class Interruption(Exception):
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Stops training as a crash would, after so many calls."""
+    """Stops training after a number of calls, like a crash."""
 
     def __init__(self, calls):
         super().__init__()
@@ -82,7 +82,7 @@ def deciding():
 
 
 @pytest.mark.parametrize(("devices", "calls"), [(1, 1), (2, 15)])
-def test_it_goes_on_bit_by_bit_from_any_step(tmp_path, devices, calls):
+def test_resume_is_bit_equal_from_any_step(tmp_path, devices, calls):
     strategy = create_strategy("one_device" if devices == 1 else "mirrored", devices)
     options = {"accumulate": 2, "local": 32 // devices}
     whole, history = fit(strategy, deciding(), **options)
@@ -107,9 +107,9 @@ def test_it_goes_on_bit_by_bit_from_any_step(tmp_path, devices, calls):
     ],
     ids=["local SGD", "several steps a call", "moving average"],
 )
-def test_it_goes_on_with_all_ways_of_training(tmp_path, mirrored, options):
+def test_resume_with_all_training_options(tmp_path, mirrored, options):
     whole, history = fit(mirrored, [], **options)
-    # Of two steps; a round of local steps is under way there.
+    # Calls of two steps, between two averagings of local SGD.
     fit(mirrored, [Checkpoint(tmp_path, every_steps=1), Interrupt(3)], **options)
     checkpoint = Checkpoint(tmp_path)
     resumed, went_on = fit(mirrored, [checkpoint], **options)
@@ -146,7 +146,7 @@ def test_each_example_of_an_epoch_is_seen_once_across_an_interruption(tmp_path):
     np.testing.assert_array_equal(np.concatenate(seen), whole)
 
 
-def test_it_goes_on_with_another_number_of_replicas(tmp_path, capsys):
+def test_resume_with_another_number_of_replicas(tmp_path, capsys):
     fit(
         create_strategy("mirrored", 2),
         [Checkpoint(tmp_path, every_steps=1), Interrupt(4)],
@@ -154,50 +154,50 @@ def test_it_goes_on_with_another_number_of_replicas(tmp_path, capsys):
     )
     one = create_strategy("one_device")
     resumed, history = fit(one, [Checkpoint(tmp_path)], local=32)
-    assert "on 1 replicas now, 2 before" in capsys.readouterr().out
+    assert "on 1 replicas now, 2 before" in capsys.readouterr().err
     assert int(resumed.optimizer.iterations.numpy()) == 30
     _, plain = fit(one, [], local=32)
-    # Dropout's masks are each replica's own, so that equal weights cannot be had.
+    # Dropout masks differ between replicas, so the weights cannot be equal.
     assert history["loss"][-1] == pytest.approx(plain["loss"][-1], rel=0.3)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "expected"),
     [
-        ({"local": 16}, "global_batch_size=32, and this is 16"),
+        ({"local": 16}, "global_batch_size=32.* 16"),
         ({"units": 9}, "the checkpoint is of another model"),
-        ({"optimizer": "sgd"}, "of another model, optimizer or metrics"),
+        ({"optimizer": "sgd"}, "of another model, optimizer, or metrics"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused(tmp_path, options, says):
+def test_checkpoint_of_another_run_is_rejected(tmp_path, options, expected):
     strategy = create_strategy("one_device")
     fit(strategy, [Checkpoint(tmp_path)], epochs=1)
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=expected):
         fit(strategy, [Checkpoint(tmp_path)], **options)
 
 
-def test_without_a_whole_one_it_does_not_begin_anew_unasked(tmp_path):
+def test_damaged_checkpoints_are_an_error(tmp_path):
     strategy = create_strategy("one_device")
     fit(strategy, [Checkpoint(tmp_path, keep=1)], epochs=1)
     for path in tmp_path.glob("step-*/tensors.index"):
         path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole; begin anew"):
+    with pytest.raises(CheckpointError, match="all checkpoints in .* damaged"):
         fit(strategy, [Checkpoint(tmp_path)])
     fit(strategy, [Checkpoint(tmp_path, resume="never")], epochs=1)
-    assert CheckpointFiles(tmp_path).newest().step == 20  # above what lay there
+    assert CheckpointFiles(tmp_path).newest().step == 20  # above the existing ones
 
 
-def test_a_path_is_gone_on_from_and_a_wrong_one_is_refused(tmp_path):
+def test_resume_from_a_path(tmp_path):
     strategy = create_strategy("one_device")
     fit(strategy, [Checkpoint(tmp_path / "a", every_steps=5, keep=10)], epochs=1)
     checkpoint = Checkpoint(tmp_path / "b", resume=tmp_path / "a" / "step-0000000005")
     fit(strategy, [checkpoint], epochs=1)
     assert checkpoint.resumed_from == 5
-    with pytest.raises(CheckpointError, match="is no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         fit(strategy, [Checkpoint(tmp_path / "b", resume=tmp_path / "none")])
 
 
-def test_a_second_fit_of_the_same_callback_goes_on_with_the_model(tmp_path):
+def test_second_fit_with_the_same_callback_continues(tmp_path):
     strategy = create_strategy("one_device")
     train, _ = pipelines()
     model = built(train.image_shape)
@@ -209,7 +209,7 @@ def test_a_second_fit_of_the_same_callback_goes_on_with_the_model(tmp_path):
     assert strategy.num_replicas_in_sync == 1
 
 
-def test_a_model_of_plain_keras_is_refused(tmp_path):
+def test_plain_keras_model_is_rejected(tmp_path):
     inputs = keras.Input((4,))
     model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
     model.compile("sgd", "mse")
@@ -217,7 +217,7 @@ def test_a_model_of_plain_keras_is_refused(tmp_path):
         model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0, callbacks=[Checkpoint(tmp_path)])
 
 
-def test_weights_of_a_loss_that_is_no_number_are_not_saved(tmp_path):
+def test_nonfinite_loss_is_not_saved(tmp_path):
     x = np.ones((64, 4), "float32")
     x[40] = np.nan
     inputs = keras.Input((4,))
@@ -230,7 +230,7 @@ def test_weights_of_a_loss_that_is_no_number_are_not_saved(tmp_path):
     assert all(np.isfinite(array).all() for array in saved.tensors().values())
 
 
-def test_two_callbacks_that_resume_are_refused(tmp_path):
+def test_two_resuming_callbacks_are_rejected(tmp_path):
     callbacks = [Checkpoint(tmp_path / "a"), Checkpoint(tmp_path / "b")]
     with pytest.raises(ValueError, match="one callback that resumes"):
         fit(create_strategy("one_device"), callbacks)
@@ -239,7 +239,7 @@ def test_two_callbacks_that_resume_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "arguments", [{"every_steps": 0}, {"every_minutes": -1.0}, {"keep": 0}], ids=str
 )
-def test_arguments_that_cannot_be_are_refused(tmp_path, arguments):
+def test_invalid_arguments(tmp_path, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         Checkpoint(tmp_path, **arguments)
 
@@ -276,7 +276,7 @@ def test_a_signal_saves_and_ends(tmp_path, capfd, number, error, moment, step):
         fit(strategy, [Checkpoint(tmp_path), Signal(number, moment)])
     assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
     assert error is KeyboardInterrupt or raised.value.code == 143
-    assert f"{number.name}: saving, then ending" in capfd.readouterr().err
+    assert f"{number.name}: saving a checkpoint" in capfd.readouterr().err
     assert CheckpointFiles(tmp_path).newest().step == step
     whole, history = fit(strategy, [])
     resumed, went_on = fit(strategy, [Checkpoint(tmp_path)])
@@ -284,7 +284,7 @@ def test_a_signal_saves_and_ends(tmp_path, capfd, number, error, moment, step):
     assert_equal(resumed, whole)
 
 
-def test_the_best_stays(tmp_path):
+def test_best_is_kept(tmp_path):
     class Worse(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             logs["val_loss"] = [3.0, 1.0, 2.0, 4.0][epoch]
@@ -296,7 +296,7 @@ def test_the_best_stays(tmp_path):
     ]
 
 
-def test_data_that_are_no_pipeline_go_on_after_what_was_read(tmp_path):
+def test_resume_with_other_data_skips_read_batches(tmp_path):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(96, 4)).astype("float32"), rng.normal(size=(96, 1))
 
@@ -314,7 +314,7 @@ def test_data_that_are_no_pipeline_go_on_after_what_was_read(tmp_path):
     assert_equal(train([Checkpoint(tmp_path)]), whole)
 
 
-def test_a_run_that_goes_on_has_one_line_of_metrics_a_step(tmp_path):
+def test_resumed_run_has_one_line_of_metrics_per_step(tmp_path):
     strategy = create_strategy("one_device")
     run = RunDirectory(tmp_path)
 
@@ -322,7 +322,7 @@ def test_a_run_that_goes_on_has_one_line_of_metrics_a_step(tmp_path):
         return Telemetry(tmp_path, every_seconds=0.0, device_seconds=None)
 
     def checkpoint(**options):
-        return Checkpoint(run.checkpoints, at_resume=run.forget_after, **options)
+        return Checkpoint(run.checkpoints, at_resume=run.discard_after, **options)
 
     fit(strategy, [telemetry(), checkpoint(every_steps=5), Interrupt(18)])
     with open(run.metrics, "a") as file:

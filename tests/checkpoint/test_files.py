@@ -5,7 +5,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kdist.checkpoint import CheckpointError, CheckpointFiles, opened
+import kdist.checkpoint
+from kdist.checkpoint import CheckpointError, CheckpointFiles, open_checkpoint
 from kdist.checkpoint.background import BackgroundWriter
 
 ARRAYS = {
@@ -26,7 +27,7 @@ def steps(files):
     return [int(path.name.split("-")[1]) for path in files.paths()]
 
 
-def test_what_is_written_is_read_bit_by_bit(tmp_path):
+def test_arrays_are_read_bit_by_bit(tmp_path):
     saved = write(tmp_path / "new" / "directory", 12).newest()
     assert (saved.step, saved.state["number"]) == (12, 12)
     found = saved.tensors()
@@ -36,26 +37,26 @@ def test_what_is_written_is_read_bit_by_bit(tmp_path):
         np.testing.assert_array_equal(found[name], array)
 
 
-def test_there_is_none_in_a_directory_that_is_empty_or_not_there(tmp_path):
+def test_no_checkpoint_in_an_empty_or_missing_directory(tmp_path):
     assert CheckpointFiles(tmp_path).newest() is None
     assert CheckpointFiles(tmp_path / "none").newest() is None
 
 
-def test_the_newest_and_the_best_stay(tmp_path):
+def test_newest_and_best_are_kept(tmp_path):
     files = write(tmp_path, 1, 2, 3, 4, 5, keep=2, best=(1, 2))
     assert steps(files) == [2, 4, 5]
     assert list(tmp_path.glob("unfinished*")) == []
 
 
-def test_the_same_step_again_takes_the_others_place(tmp_path):
+def test_same_step_replaces_the_checkpoint(tmp_path):
     files = write(tmp_path, 3)
     files.write(3, ARRAYS, {"number": "second"})
     assert files.newest().state["number"] == "second"
     assert steps(files) == [3]
 
 
-def test_one_that_was_killed_while_it_replaced_another_loses_neither(tmp_path):
-    """Before the new one is in its place, and before the old one is removed."""
+def test_kill_during_replacement_loses_no_checkpoint(tmp_path):
+    """Kills before the new checkpoint is renamed, and before the old one is removed."""
     files = write(tmp_path, 3, 7)
     (tmp_path / "step-0000000007").rename(tmp_path / "unfinished-replaced-step-0000000007")
     assert files.newest().step == 7
@@ -83,18 +84,18 @@ def truncate(file):
 @pytest.mark.parametrize(
     "name", ["state.json", "checksums.json", "tensors.index", "tensors.data-00000-of-00001"]
 )
-def test_the_one_before_is_taken_where_the_newest_is_torn(tmp_path, capsys, harm, name):
+def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, capsys, harm, name):
     files = write(tmp_path, 1, 2)
     harm(tmp_path / "step-0000000002" / name)
     assert files.newest().step == 1
-    said = capsys.readouterr().err
-    assert "step-0000000002 is " in said
-    assert said.rstrip().endswith("looking for the one before")
+    logged = capsys.readouterr().err
+    assert "step-0000000002 is " in logged
+    assert logged.rstrip().endswith("trying the checkpoint before it")
     with pytest.raises(CheckpointError):
-        opened(tmp_path / "step-0000000002")
+        open_checkpoint(tmp_path / "step-0000000002")
 
 
-def test_what_a_killed_process_left_is_no_checkpoint_and_is_written_over(tmp_path):
+def test_unfinished_checkpoints_are_ignored_and_replaced(tmp_path):
     files = write(tmp_path, 1)
     (tmp_path / "unfinished-step-0000000002").mkdir()
     (tmp_path / "unfinished-step-0000000002" / "state.json").write_text("{")
@@ -114,7 +115,7 @@ def test_nothing_is_unpickled(tmp_path):
     assert files.newest() is None
 
 
-def test_a_file_in_the_way_leaves_what_is_there(tmp_path):
+def test_failed_write_keeps_existing_checkpoints(tmp_path):
     files = write(tmp_path / "files", 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
@@ -123,11 +124,11 @@ def test_a_file_in_the_way_leaves_what_is_there(tmp_path):
 
 
 def test_keep_is_at_least_one(tmp_path):
-    with pytest.raises(ValueError, match="keep=0: keep at least 1"):
+    with pytest.raises(ValueError, match="keep=0"):
         CheckpointFiles(tmp_path, keep=0)
 
 
-def test_the_background_writes_what_it_is_given_and_says_what_it_cannot(tmp_path, capsys):
+def test_background_writer_logs_failures(tmp_path, capsys):
     files = CheckpointFiles(tmp_path / "in" / "here")
     writer = BackgroundWriter(files)
     writer.put(1, ARRAYS, {})
@@ -139,10 +140,10 @@ def test_the_background_writes_what_it_is_given_and_says_what_it_cannot(tmp_path
     blocked.close()
     writer.close()
     assert blocked.failed == 1
-    assert "training goes on" in capsys.readouterr().err
+    assert "training continues" in capsys.readouterr().err
 
 
-def test_of_several_that_wait_the_last_and_the_best_are_written(tmp_path):
+def test_newest_and_best_queued_checkpoints_are_written(tmp_path):
     files = CheckpointFiles(tmp_path, keep=100)
     writer = BackgroundWriter(files)
     for step in range(1, 40):
@@ -155,3 +156,9 @@ def test_of_several_that_wait_the_last_and_the_best_are_written(tmp_path):
         if json.loads((tmp_path / f"step-{s:010d}" / "state.json").read_text())["is_best"]
     ]
     assert best == [20]
+
+
+@pytest.mark.parametrize("name", ["Saved", "opened"])
+def test_old_names_warn(name):
+    with pytest.warns(DeprecationWarning, match=name):
+        assert callable(getattr(kdist.checkpoint, name))

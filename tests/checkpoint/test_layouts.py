@@ -1,4 +1,4 @@
-"""A checkpoint that was written under any layout is gone on from under any other."""
+"""Checkpoints written under one layout and resumed under another."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ import pytest
 import kdist
 from kdist.callbacks import Checkpoint
 from kdist.checkpoint import CheckpointError, CheckpointFiles
-from kdist.checkpoint.snapshot import put, take
+from kdist.checkpoint.snapshot import capture, restore
 from kdist.parallel import column, heads, row, split, stage
 from kdist.testing import assert_same_weights, largest_difference
 
@@ -40,7 +40,7 @@ def adam():
 
 
 def two_optimizers():
-    """Momentum for attention, Adam for all else."""
+    """Returns momentum for attention and Adam for the other layers."""
     attention, others = keras.optimizers.SGD(0.02, momentum=0.9), adam()
     return keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(others, {"it/.*": attention})
@@ -66,7 +66,7 @@ def built(dropout=0.0, units=16):
 
 
 def compiled(name, optimizer="Adam", model=None, **options):
-    """The same model under a layout; in a program that is started anew."""
+    """Builds the same model under a layout, as in a restarted program."""
     keras.utils.set_random_seed(5)
     keras.utils.clear_session(free_memory=False)
     layout, plan = LAYOUTS[name]
@@ -101,18 +101,18 @@ def fit(model, *callbacks):
 
 @pytest.fixture(scope="module")
 def whole():
-    """A function that gives the run of an optimizer on one device that nothing happened to."""
+    """Returns a function that trains with an optimizer on one device without interruption."""
     return functools.cache(lambda optimizer: fit(compiled("one device", optimizer)))
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """A function that gives the checkpoint of a run that ended early under a layout."""
+    """Returns a function that writes a checkpoint of an interrupted run under a layout."""
 
     @functools.cache
     def of(name, optimizer="Adam", **options):
         directory = tmp_path_factory.mktemp("checkpoints")
-        # Noted before the interruption, in the order of callbacks.
+        # Runs before the interruption, by the order of callbacks.
         fit(compiled(name, optimizer, **options), Checkpoint(directory, every_steps=1), Interrupt())
         return CheckpointFiles(directory).newest()
 
@@ -127,8 +127,8 @@ def resumed(name, saved, directory, optimizer="Adam", **options):
 
 
 def slots(model):
-    """Those of the plain model."""
-    return [array for name, array in take(model).items() if name.startswith("optimizer/")]
+    """Returns the slots of the plain model."""
+    return [array for name, array in capture(model).items() if name.startswith("optimizer/")]
 
 
 PAIRS = [
@@ -160,7 +160,7 @@ def ids(pair):
 @pytest.mark.parametrize(
     "pair", [*PAIRS, *(pytest.param(pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)], ids=ids
 )
-def test_it_goes_on_under_another_layout(pair, written, whole, tmp_path):
+def test_resume_under_another_layout(pair, written, whole, tmp_path):
     before, after = pair
     saved = written(before)
     assert 0 < saved.step < STEPS
@@ -183,7 +183,7 @@ def test_it_goes_on_under_another_layout(pair, written, whole, tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else ids(value),
 )
-def test_all_that_an_optimizer_knows_goes_along(pair, optimizer, written, whole, tmp_path):
+def test_resume_restores_all_optimizer_state(pair, optimizer, written, whole, tmp_path):
     before, after = pair
     model = resumed(after, written(before, optimizer), tmp_path, optimizer)
     expected = whole(optimizer)
@@ -195,21 +195,21 @@ def test_all_that_an_optimizer_knows_goes_along(pair, optimizer, written, whole,
 @pytest.mark.parametrize(
     "pair", [("data and tensor", "mirrored"), ("mirrored", "data and tensor")], ids=ids
 )
-def test_a_round_of_local_sgd_that_is_under_way_goes_along(pair, written, tmp_path):
-    """Each replica's own weights and slots, one step after the last average."""
+def test_resume_between_averagings_of_local_sgd(pair, written, tmp_path):
+    """Per-replica weights and slots, one step after the last averaging."""
     before, after = pair
     saved = written(before, local_steps=3)
     assert saved.step % 3
     model = resumed(after, saved, tmp_path, local_steps=3)
     expected = fit(compiled(after, local_steps=3))
     assert_same_weights(model.get_weights(), expected.get_weights(), TOLERANCE)
-    kept = [take(each)["optimizer/5"] for each in (model, expected)]
+    kept = [capture(each)["optimizer/5"] for each in (model, expected)]
     assert largest_difference(kept[0][:1], kept[0][1:]) > 10 * TOLERANCE  # each replica has its own
     assert_same_weights(*kept, TOLERANCE)
 
 
 def test_slots_count(written, whole, tmp_path):
-    """What the tests above rest on: had slots been lost, weights would differ by far more."""
+    """Without slots, weights differ far more than the tolerance of the tests above."""
 
     class Forgetting(keras.callbacks.Callback):
         def on_train_begin(self, logs=None):
@@ -223,7 +223,7 @@ def test_slots_count(written, whole, tmp_path):
     assert difference > 100 * TOLERANCE
 
 
-def test_what_is_divided_stays_on_its_devices(written, tmp_path):
+def test_divided_variables_stay_on_their_devices(written, tmp_path):
     model = resumed("tensor=2", written("one device"), tmp_path)
     parts = [each for each in model.trainable_variables if each.path.startswith("up/shard_")]
     assert [each.value.values[0].device[-5:] for each in parts] == 2 * ["CPU:0"] + 2 * ["CPU:1"]
@@ -236,18 +236,18 @@ def test_what_is_divided_stays_on_its_devices(written, tmp_path):
 
 @pytest.mark.parametrize("name", ["tensor=2", "pipeline and tensor"])
 def test_arrays_are_those_of_the_plain_model(name):
-    """By name, shape and type; generators of random numbers among them."""
+    """Compares names, shapes, and dtypes, including random number generators."""
     of = functools.partial(compiled, model=lambda: built(dropout=0.1))
     models = [of("one device"), of(name)]
     for model in models:
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
-    plain, divided = ([(n, a.shape, a.dtype) for n, a in take(m).items()] for m in models)
+    plain, divided = ([(n, a.shape, a.dtype) for n, a in capture(m).items()] for m in models)
     assert divided == plain
     assert [shape for _, shape, kind in plain if kind == np.int64 and shape] == 2 * [(2,)]
 
 
-def test_random_numbers_go_on_under_the_same_layout(written, tmp_path):
+def test_random_numbers_continue_under_the_same_layout(written, tmp_path):
     of = functools.partial(compiled, "tensor=2", model=lambda: built(dropout=0.2))
     expected = fit(of())
     fit(of(), Checkpoint(tmp_path, every_steps=1), Interrupt())
@@ -263,30 +263,30 @@ def test_random_numbers_go_on_under_the_same_layout(written, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "units", "says"),
+    ("optimizer", "units", "expected"),
     [
-        ("Adam", 32, r"up/kernel is float32 \(32, 32\), in the checkpoint float32 \(32, 16\)"),
+        ("Adam", 32, r"up/kernel is float32 \(32, 32\), but float32 \(32, 16\)"),
         ("moving average", 16, "model or optimizer: .*/it_query_bias_average is float32"),
-        ("loss scale", 16, "of another model, optimizer or metrics"),
+        ("loss scale", 16, "of another model, optimizer, or metrics"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(optimizer, units, says, written, tmp_path):
+def test_checkpoint_of_another_model_is_rejected(optimizer, units, expected, written, tmp_path):
     model = compiled("tensor=2", optimizer, model=lambda: built(units=units))
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=expected):
         fit(model, Checkpoint(tmp_path, resume=written("tensor=2").path))
 
 
-def test_refused_arrays_change_nothing():
+def test_rejected_arrays_change_nothing():
     model = fit(compiled("tensor=2"))
-    weights, arrays = model.get_weights(), take(model)
+    weights, arrays = model.get_weights(), capture(model)
     arrays["weights/0"] = arrays["weights/0"][:1]
     with pytest.raises(CheckpointError):
-        put(model, arrays)
+        restore(model, arrays)
     assert_same_weights(model.get_weights(), weights, 0)
 
 
 def towers():
-    """Layers of two nested models have the same names, and so their variables the same paths."""
+    """Returns two nested models with equal layer names, and hence equal variable paths."""
     inputs = keras.Input((8,))
 
     def tower(name):
@@ -318,12 +318,12 @@ def test_layers_of_equal_names(plan, tmp_path):
         model.compile(adam(), "sparse_categorical_crossentropy")
     trained(model)
     model.save(tmp_path / "model.keras")
-    arrays = take(model)
+    arrays = capture(model)
     other = kdist.Model.of(towers())
     other.compile(adam(), "sparse_categorical_crossentropy")
     other.optimizer.build(other.trainable_variables)
-    assert len(arrays) == len(take(other))
-    put(other, arrays)
+    assert len(arrays) == len(capture(other))
+    restore(other, arrays)
     opened = keras.models.load_model(tmp_path / "model.keras")
     assert int(opened.optimizer.iterations) == 4
     expected = trained(model)

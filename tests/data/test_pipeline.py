@@ -4,17 +4,17 @@ import tensorflow as tf
 
 from kdist.batch import Batch
 from kdist.data import Pipeline, from_arrays
-from kdist.data.operations import parse
+from kdist.data.operations import as_operations
 
 
 def numbered(number=50, size=4):
-    """Example i is an image full of i, with label i % 10."""
+    """Returns a source whose example i is an image of value i with label i % 10."""
     images = np.repeat(np.arange(number, dtype="uint8"), size * size).reshape(-1, size, size, 1)
     return from_arrays(images, np.arange(number) % 10, num_classes=10)
 
 
 def seen(pipeline, steps, start_step=0):
-    """The numbers of the examples in the batches; labels have to go with them."""
+    """Returns the numbers of the examples in the batches, and checks their labels."""
     numbers = []
     for x, y in pipeline.dataset(start_step).take(steps).as_numpy_iterator():
         assert np.array_equal(x[:, 0, 0, 0] % 10, y)
@@ -52,7 +52,7 @@ def test_the_seed_decides_the_order():
 @pytest.mark.parametrize("operations", ["", "random_flip()"])
 @pytest.mark.parametrize("start", [1, 5, 6, 14])
 def test_any_position_is_reached(start, operations):
-    pipeline = Pipeline(numbered(), Batch(8), operations=parse(operations))
+    pipeline = Pipeline(numbered(), Batch(8), operations=as_operations(operations))
     assert np.array_equal(seen(pipeline, 4, start), seen(pipeline, start + 4)[start:])
 
 
@@ -66,7 +66,11 @@ def test_replicas_and_accumulation_change_nothing():
 @pytest.mark.parametrize(("number", "batch"), [(50, 8), (48, 8), (3, 8), (1, 1), (9, 8)])
 def test_evaluation_has_each_example_once_in_order(number, batch, operations):
     pipeline = Pipeline(
-        numbered(number), Batch(batch), training=False, operations=parse(operations), cache=False
+        numbered(number),
+        Batch(batch),
+        training=False,
+        operations=as_operations(operations),
+        cache=False,
     )
     batches = list(pipeline.dataset().as_numpy_iterator())
     assert len(batches) == pipeline.steps_per_epoch == -(-number // batch)
@@ -90,7 +94,7 @@ def test_shapes_are_static_and_images_stay_bytes(training):
 def test_augmentation_follows_from_seed_epoch_and_example():
     rng = np.random.default_rng(0)
     source = from_arrays(rng.integers(0, 255, (32, 6, 6, 1), "uint8"), np.arange(32) % 4)
-    operations = parse("random_crop(4, 4)|random_flip()")
+    operations = as_operations("random_crop(4, 4)|random_flip()")
 
     def images(batch, seed=0, steps=8):
         pipeline = Pipeline(source, batch, seed=seed, operations=operations)
@@ -98,32 +102,37 @@ def test_augmentation_follows_from_seed_epoch_and_example():
 
     assert np.array_equal(images(Batch(8)), images(Batch(4, 2)))
     assert not np.array_equal(images(Batch(8)), images(Batch(8), seed=1))
-    # The same example comes out differently in another epoch.
+    # The same example differs in another epoch.
     first, second = images(Batch(32), steps=2).reshape(2, 32, -1)
     assert {tuple(image) for image in first} != {tuple(image) for image in second}
 
 
 def test_random_operations_are_for_training_only():
     test = Pipeline(
-        numbered(8, 6), Batch(4), training=False, operations=parse("random_flip()|resize(4, 4)")
+        numbered(8, 6),
+        Batch(4),
+        training=False,
+        operations=as_operations("random_flip()|resize(4, 4)"),
     )
     assert test.image_shape == (4, 4, 1)
     assert "random_flip" not in repr(test)
 
 
-@pytest.mark.parametrize(("cache", "says"), [("auto", "kept"), (True, "kept"), (False, None)])
-def test_the_cache_is_decided_once_and_told(cache, says, capsys):
-    pipeline = Pipeline(numbered(), Batch(8), operations=parse("resize(2, 2)"), cache=cache)
+@pytest.mark.parametrize(
+    ("cache", "expected"), [("auto", "cached"), (True, "cached"), (False, None)]
+)
+def test_cache_decision_is_logged_once(cache, expected, capsys):
+    pipeline = Pipeline(numbered(), Batch(8), operations=as_operations("resize(2, 2)"), cache=cache)
     for _ in range(2):
         assert seen(pipeline, 3).shape == (3, 8)
-    told = capsys.readouterr().err
-    assert told.count("GB free") == (1 if says else 0)
-    assert says is None or f"{says} in memory" in told
+    logged = capsys.readouterr().err
+    assert logged.count("GB free") == (1 if expected else 0)
+    assert expected is None or f"{expected} in memory" in logged
 
 
-def test_what_does_not_fit_is_not_cached(monkeypatch, capsys):
-    monkeypatch.setattr("kdist.data.pipeline.CACHE_SHARE", 0.0)
-    pipeline = Pipeline(numbered(), Batch(8), operations=parse("resize(2, 2)"))
+def test_images_above_the_memory_limit_are_not_cached(monkeypatch, capsys):
+    monkeypatch.setattr("kdist.data.pipeline.MAX_CACHE_FRACTION", 0.0)
+    pipeline = Pipeline(numbered(), Batch(8), operations=as_operations("resize(2, 2)"))
     assert "decoded in each epoch" in capsys.readouterr().err
     assert seen(pipeline, 2).shape == (2, 8)
 
@@ -138,8 +147,8 @@ def test_the_sharding_policy_is_set_and_the_order_kept():
 @pytest.mark.parametrize("operations", ["", "random_crop(3, 3)|random_flip()"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_parts_of_a_batch_make_it_up(parts, training, operations):
-    """Also augmented: what becomes of an example does not depend on who reads it."""
+def test_parts_add_up_to_the_batch(parts, training, operations):
+    """Random operations do not depend on the worker that reads an example."""
     rng = np.random.default_rng(0)
     source = from_arrays(rng.integers(0, 255, (50, 4, 4, 1), "uint8"), np.arange(50), 50)
     pipeline = Pipeline(source, Batch(8), training=training, operations=operations, cache=False)
@@ -168,8 +177,8 @@ def test_each_example_of_an_epoch_is_in_one_part_once(training):
 
 
 @pytest.mark.parametrize("part", [(0, 9), (2, 2), (-1, 2), (0, 0)])
-def test_there_are_no_parts_without_rows(part):
-    with pytest.raises(ValueError, match=r"give \(i, n\) with i from 0 to n - 1"):
+def test_parts_without_rows_are_rejected(part):
+    with pytest.raises(ValueError, match=r"part="):
         Pipeline(numbered(), Batch(8)).dataset(part=part)
 
 
@@ -183,8 +192,8 @@ def test_replicas_share_each_batch_evenly(mirrored):
         assert np.concatenate([s.numpy()[:, 0, 0, 0] for s in shares]).tolist() == numbers.tolist()
 
 
-def test_refuses_a_batch_larger_than_the_data():
-    with pytest.raises(ValueError, match=r"larger than the 50 examples.*to 25 or less"):
+def test_batch_larger_than_the_data():
+    with pytest.raises(ValueError, match=r"larger than the dataset of 50 examples.*to 25 or less"):
         Pipeline(numbered(), Batch(64, 2))
 
 

@@ -10,9 +10,9 @@ from PIL import Image
 import kdist
 from kdist.batch import Batch
 from kdist.data import DatasetUnavailable, from_arrays
-from kdist.data.idx import holds_idx, read_idx
-from kdist.data.load import DEBIAN_FASHION_MNIST
-from kdist.testing import python
+from kdist.data.datasets import DEBIAN_FASHION_MNIST
+from kdist.data.idx import has_idx_files, read_idx
+from tests.forked import python
 
 
 def write_idx(path, array):
@@ -44,11 +44,11 @@ def test_arrays_get_a_channel_and_their_types():
 
 
 @pytest.mark.parametrize(
-    ("images", "labels", "options", "says"),
+    ("images", "labels", "options", "expected"),
     [
-        (np.zeros((2, 3)), [0, 1], {}, r"images of shape \(2, 3\)"),
-        (np.zeros((2, 3, 3)), [0.0, 1.0], {}, "give whole numbers"),
-        (np.zeros((2, 3, 3)), [[0], [1]], {}, r"labels of shape \(2, 1\)"),
+        (np.zeros((2, 3)), [0, 1], {}, r"images.* \(2, 3\)"),
+        (np.zeros((2, 3, 3)), [0.0, 1.0], {}, "integers"),
+        (np.zeros((2, 3, 3)), [[0], [1]], {}, r"labels.* \(2, 1\)"),
         (np.zeros((2, 3, 3)), [0], {}, "2 images and 1 labels"),
         (np.zeros((0, 3, 3)), np.zeros(0, int), {}, "0 images"),
         (
@@ -60,12 +60,12 @@ def test_arrays_get_a_channel_and_their_types():
         (np.zeros((3, 3, 3)), [0, 1, -1], {}, "example 2 has the label -1"),
     ],
 )
-def test_arrays_that_cannot_be(images, labels, options, says):
-    with pytest.raises(ValueError, match=says):
+def test_invalid_arrays(images, labels, options, expected):
+    with pytest.raises(ValueError, match=expected):
         from_arrays(images, labels, **options)
 
 
-def test_digits_are_always_there():
+def test_digits():
     train, test = kdist.data.load("digits", batch=Batch(16))
     assert (train.num_examples, test.num_examples) == (1437, 360)
     assert (train.image_shape, train.num_classes) == ((8, 8, 1), 10)
@@ -80,7 +80,7 @@ def test_digits_are_always_there():
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_idx_files(tmp_path, suffix):
     write_mnist(tmp_path, suffix=suffix)
-    assert holds_idx(tmp_path)
+    assert has_idx_files(tmp_path)
     train, test = kdist.data.load(tmp_path, batch=Batch(5))
     assert (train.num_examples, test.num_examples, train.num_classes) == (20, 10, 10)
     fashion, _ = kdist.data.load("fashion_mnist", data_dir=tmp_path, batch=Batch(5))
@@ -89,20 +89,20 @@ def test_idx_files(tmp_path, suffix):
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "expected"),
     [
-        (lambda content: content[:-1], "is cut short or damaged"),
-        (lambda content: content[:6], "is cut short or damaged"),
-        (lambda content: b"\x89PNG" + content, "is no IDX file"),
-        (lambda content: b"", "is no IDX file"),
+        (lambda content: content[:-1], "is damaged"),
+        (lambda content: content[:6], "is damaged"),
+        (lambda content: b"\x89PNG" + content, "is not an IDX file"),
+        (lambda content: b"", "is not an IDX file"),
     ],
 )
-def test_damaged_idx_files_are_named(tmp_path, damage, says):
+def test_damaged_idx_files_are_named(tmp_path, damage, expected):
     path = tmp_path / "labels"
     write_idx(path, np.arange(7, dtype="uint8"))
     assert read_idx(path).tolist() == list(range(7))
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"labels {says}"):
+    with pytest.raises(ValueError, match=f"labels {expected}"):
         read_idx(path)
 
 
@@ -110,12 +110,13 @@ def test_a_truncated_gz_file_is_named(tmp_path):
     path = tmp_path / "labels.gz"
     write_idx(path, np.arange(200, dtype="uint8"))
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"labels.gz cannot be read .*fetch the file again"):
+    with pytest.raises(ValueError, match=r"labels.gz cannot be read .*download"):
         read_idx(path)
 
 
 @pytest.mark.skipif(
-    not holds_idx(DEBIAN_FASHION_MNIST), reason="Debian's dataset-fashion-mnist is not installed"
+    not has_idx_files(DEBIAN_FASHION_MNIST),
+    reason="Debian's dataset-fashion-mnist is not installed",
 )
 def test_fashion_mnist_is_found_by_its_name(tmp_path):
     train, test = kdist.data.load("fashion_mnist", batch=Batch(64, 2), download=False)
@@ -150,7 +151,7 @@ def test_image_folder(pets):
         assert np.array_equal(x[..., 2].mean((1, 2)) > 100, y == 1)  # dogs are blue
 
 
-def test_broken_images_are_left_out_counted_and_named(pets, capsys):
+def test_broken_images_are_skipped_and_logged(pets, capsys):
     (pets / "Cat" / "3.jpg").write_bytes((pets / "Cat" / "3.jpg").read_bytes()[:100])
     (pets / "Dog" / "empty.jpg").touch()
     (pets / "Dog" / "text.jpg").write_text("no image")
@@ -160,10 +161,10 @@ def test_broken_images_are_left_out_counted_and_named(pets, capsys):
     write_image(pets / "Dog" / "transparent.png", mode="RGBA")
     train, test = kdist.data.load(pets, batch=Batch(2), operations="resize(8, 8)")
     assert train.num_examples + test.num_examples == 22
-    told = capsys.readouterr().err
-    assert "3 of 25 images cannot be read and are left out" in told
+    logged = capsys.readouterr().err
+    assert "skipped 3 of 25 images" in logged
     for name in ("Cat/3.jpg", "Dog/empty.jpg", "Dog/text.jpg"):
-        assert name in told
+        assert name in logged
     shapes = [x.shape for x, *_ in [*train.dataset().take(9), *test.dataset()]]
     assert set(shapes) == {(2, 8, 8, 3)}
 
@@ -177,11 +178,11 @@ def test_train_and_test_folders(tmp_path):
     assert (train.num_examples, test.num_examples) == (6, 4)
 
 
-def test_image_folders_that_cannot_be(tmp_path, pets):
+def test_invalid_image_folders(tmp_path, pets):
     with pytest.raises(FileNotFoundError, match="no such directory"):
         kdist.data.load(tmp_path / "nowhere" / "x", batch=Batch(1))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no images in class folders"):
+    with pytest.raises(ValueError, match="no images in class folders"):
         kdist.data.load(tmp_path / "empty", batch=Batch(1))
     with pytest.raises(ValueError, match="differ in size.*--operations='resize"):
         kdist.data.load(pets, batch=Batch(1))
@@ -192,7 +193,7 @@ def test_image_folders_that_cannot_be(tmp_path, pets):
 
 @pytest.fixture
 def prepared(tmp_path):
-    """A small data set of TFDS's own kind, prepared without a download."""
+    """Prepares a small TFDS dataset without a download."""
     import tensorflow_datasets as tfds
 
     class TinyShapes(tfds.core.GeneratorBasedBuilder):
@@ -232,19 +233,19 @@ def test_tfds_by_name_with_split_expressions(prepared):
     assert (train.num_examples, test.num_examples) == (10, 5)
     for x, y in train.dataset().take(4).as_numpy_iterator():
         assert np.array_equal(x[:, 0, 0, 0] // 10 % 2, y)
-    with pytest.raises(ValueError, match="has no split 'tset'; it has train"):
+    with pytest.raises(ValueError, match="has no split 'tset'; use one of train"):
         kdist.data.load("tiny_shapes", splits=("train", "tset"), **load)
 
 
-def test_without_a_network_it_fails_at_once(tmp_path):
-    """In a process that cannot resolve or reach any host; the Debian files hidden."""
+def test_download_fails_fast_without_a_network(tmp_path):
+    """Runs in a process without a network and without Debian's files."""
     code = """
 import json, socket, sys, time
 def refuse(*_, **__): raise OSError("no network")
 socket.create_connection = refuse
 import kdist
 import importlib
-load = importlib.import_module("kdist.data.load")
+load = importlib.import_module("kdist.data.datasets")
 load.DEBIAN_FASHION_MNIST = "nowhere"
 began = time.monotonic()
 try:
@@ -260,18 +261,18 @@ except kdist.data.DatasetUnavailable as error:
     assert seconds < 30
 
 
-def test_downloading_can_be_switched_off(tmp_path):
-    with pytest.raises(DatasetUnavailable, match="switched off.*--download"):
+def test_download_can_be_disabled(tmp_path):
+    with pytest.raises(DatasetUnavailable, match="--download"):
         kdist.data.load("mnist", batch=Batch(1), data_dir=tmp_path, download=False)
 
 
 def test_unknown_names_suggest_known_ones():
     with pytest.raises(ValueError, match="did you mean fashion_mnist"):
         kdist.data.load("fashion_mnits", batch=Batch(1))
-    with pytest.raises(ValueError, match="unknown data set 'zzzzzz'; Give a name"):
+    with pytest.raises(ValueError, match="unknown dataset 'zzzzzz'"):
         kdist.data.load("zzzzzz", batch=Batch(1))
 
 
-def test_training_on_some_of_the_examples():
+def test_number_of_training_examples():
     train, test = kdist.data.load("digits", batch=Batch(2), examples=10)
     assert (train.num_examples, test.num_examples) == (10, 360)

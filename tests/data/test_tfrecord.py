@@ -1,4 +1,4 @@
-"""Records read where they lie, alone and for a data set of TFDS that memory cannot hold."""
+"""Random access to records, alone and for a TFDS dataset that does not fit in memory."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from kdist.data.tfrecord import RecordSource
 
 
 def parse(record):
-    """A record of two bytes: the example's number, its label."""
+    """Parses a record of two bytes: the number and label of the example."""
     values = tf.io.decode_raw(record, tf.uint8)
     return tf.reshape(values[:1], [1, 1, 1]), tf.cast(values[1], tf.int32)
 
@@ -24,7 +24,7 @@ def write(path, numbers, num_classes=3):
 
 
 def source_of(*files, num_classes=3):
-    return RecordSource.of_files(files, parse, (1, 1, 1), num_classes)
+    return RecordSource.from_files(files, parse, (1, 1, 1), num_classes)
 
 
 def numbers_in(pipeline, steps=None, start_step=0):
@@ -38,13 +38,13 @@ def source(tmp_path):
     return source_of((first, 0, -1), (second, 0, -1))
 
 
-def test_records_of_several_files_are_numbered_through(source):
+def test_records_of_several_files_have_consecutive_numbers(source):
     assert source.num_examples == 30
     batches = numbers_in(Pipeline(source, Batch(5), training=False))
     assert np.ravel(batches).tolist() == list(range(30))
 
 
-def test_parts_of_files(tmp_path):
+def test_parts_from_files(tmp_path):
     path = write(tmp_path / "a", range(10))
     part = source_of((path, 2, 3), (path, 8, -1))
     batches = numbers_in(Pipeline(part, Batch(5), training=False))
@@ -66,12 +66,12 @@ def test_a_subset(source):
     assert len({number for batch in numbers for number in batch}) == 6
 
 
-def test_a_file_cut_short_is_named(tmp_path):
+def test_truncated_file(tmp_path):
     path = write(tmp_path / "a.tfrecord", range(10))
     content = path.read_bytes()
     for length in (1, 4, 5, 17):  # in the last checksum, in the record, in its header
         path.write_bytes(content[:-length])
-        with pytest.raises(ValueError, match="a.tfrecord is cut short.*prepare .* again"):
+        with pytest.raises(ValueError, match="a.tfrecord is truncated"):
             source_of((path, 0, -1))
 
 
@@ -80,7 +80,7 @@ def test_no_records(tmp_path):
         source_of((write(tmp_path / "empty", []), 0, -1))
 
 
-def test_a_label_out_of_range_stops_it(tmp_path):
+def test_label_out_of_range(tmp_path):
     source = source_of((write(tmp_path / "a", range(6)), 0, -1), num_classes=2)
     with pytest.raises(tf.errors.InvalidArgumentError, match="has the label"):
         numbers_in(Pipeline(source, Batch(3), training=False, cache=False))
@@ -91,7 +91,7 @@ def test_a_label_out_of_range_stops_it(tmp_path):
 
 @pytest.fixture
 def prepared(tmp_path):
-    """A prepared data set without its code; other feature names, and validation for test."""
+    """Prepares a dataset without its code, with other feature names and no test split."""
     import tensorflow_datasets as tfds
 
     class TinyKinds(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -122,11 +122,11 @@ def prepared(tmp_path):
     return {"data_dir": tmp_path, "batch": Batch(4), "operations": "resize(4, 4)", "seed": 3}
 
 
-def test_what_memory_cannot_hold_is_read_from_disk_alike(prepared, monkeypatch, capsys):
+def test_disk_and_memory_return_the_same_batches(prepared, monkeypatch, capsys):
     in_memory = kdist.data.load("tiny_kinds", cache=False, **prepared)
-    monkeypatch.setattr("kdist.data.tfds.MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("kdist.data.tfds.MAX_MEMORY_FRACTION", 0.0)
     on_disk = kdist.data.load("tiny_kinds", cache=False, **prepared)
-    assert "read from disk as it is asked for" in capsys.readouterr().err
+    assert "read from disk on demand" in capsys.readouterr().err
     assert [part.num_examples for part in on_disk] == [20, 6]
     assert on_disk[0].class_names == ("even", "odd")
     for one, other in zip(in_memory, on_disk, strict=True):
@@ -136,12 +136,12 @@ def test_what_memory_cannot_hold_is_read_from_disk_alike(prepared, monkeypatch, 
 
 
 def test_split_expressions_on_disk(prepared, monkeypatch):
-    monkeypatch.setattr("kdist.data.tfds.MEMORY_SHARE", 0.0)
+    monkeypatch.setattr("kdist.data.tfds.MAX_MEMORY_FRACTION", 0.0)
     train, test = kdist.data.load(
         "tiny_kinds", splits=("train[25%:75%]+validation", "train[75%:]"), **prepared
     )
     assert (train.num_examples, test.num_examples) == (16, 5)
     with pytest.raises(ValueError, match=r"the split 'train\[:0%\]' is empty"):
         kdist.data.load("tiny_kinds", splits=("train[:0%]", "train"), **prepared)
-    with pytest.raises(ValueError, match=r"no split 'train\[x%:\]'; it has train, validation"):
+    with pytest.raises(ValueError, match=r"no split 'train\[x%:\]'.*train, validation"):
         kdist.data.load("tiny_kinds", splits=("train[x%:]", "train"), **prepared)

@@ -1,4 +1,4 @@
-"""Every feature of `kdist.equivalence` on 2 and 4 replicas, next to plain Keras on one device.
+"""Every feature of `benchmarks.equivalence` on 2 and 4 replicas, next to plain Keras on one device.
 
 A new feature joins by a row in one of the tables there; `scripts/compare.py` shows the same rows
 for plain Keras as well.
@@ -10,8 +10,8 @@ import keras
 import pytest
 
 import kdist
-from kdist.equivalence import trial
-from kdist.equivalence.features import FEATURES
+from benchmarks.equivalence import trial
+from benchmarks.equivalence.features import FEATURES
 
 
 @functools.cache
@@ -25,11 +25,26 @@ def verdict(name, model_class, strategy):
     return feature.judge(trial.run(feature, model_class, strategy), reference(name))
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FEATURES)
+# `scripts/compare.py` runs all of them on four.
+ON_FOUR = [pytest.param(name, 4, marks=pytest.mark.slow) for name in list(FEATURES)[::3]]
+
+
+@pytest.mark.parametrize(("name", "replicas"), [*((name, 2) for name in FEATURES), *ON_FOUR])
 def test_feature_is_that_of_one_device(name, replicas):
     says = verdict(name, kdist.Model, kdist.create_strategy("mirrored", replicas))
     assert says.kind == "works", f"{name} on {replicas} replicas: {says}"
+
+
+_FAST = ("Adam", "custom train_step", "synchronised BatchNorm, uneven batch")
+
+
+# `scripts/compare.py` runs all of them.
+@pytest.mark.parametrize(
+    "name", [*_FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in list(FEATURES)[::6])]
+)
+def test_feature_is_that_of_one_device_with_central_storage(name):
+    says = verdict(name, kdist.Model, kdist.create_strategy("central_storage", 2))
+    assert says.kind == "works", f"{name}: {says}"
 
 
 @pytest.mark.parametrize("name", ["SGD", "dropout", "accumulate", "uneven batch, odd remainder"])
@@ -43,3 +58,10 @@ def test_the_comparison_sees_what_plain_keras_gets_wrong():
     says = verdict("clipnorm", keras.Model, kdist.create_strategy("mirrored", 2))
     assert says.kind == "wrong"
     assert says.difference > 1e-3
+
+
+def test_what_is_not_asked_for_is_a_feature_all_the_same():
+    from benchmarks.equivalence.cells import _NOT_ASKED
+    from benchmarks.equivalence.features import FEATURES
+
+    assert {name for _, name in _NOT_ASKED} <= FEATURES.keys()

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kdist.testing import python_tasks
 from tests.equivalence.test_workers import TRAINING, assert_trained_alike, reference
+from tests.forked import python_tasks
 
 TASK = f"""
 import json, sys

@@ -1,4 +1,4 @@
-"""Real models, split in every way, have the weights of one device, on the devices asked for.
+"""Real models, split in every way, train to the weights of one device, on their devices.
 
 What BatchNorm sees is part of the comparison. Micro-batches are normalised each by itself, as under
 `compile(accumulate=…)`: such rows are compared with a model that accumulates as many. Two replicas
@@ -24,9 +24,9 @@ import pytest
 
 import kdist
 from kdist.parallel import column, device, heads, row, split, stage, suggest
-from kdist.parallel.in_place import assert_in_place
-from kdist.parallel.placement import operations_that_run
+from kdist.parallel.inspect.operation_devices import operations_that_run
 from kdist.testing import assert_same_weights, largest_difference
+from tests.parallel.in_place import assert_in_place
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,8 @@ MODELS = {
 }
 HAVE_BATCH_NORM = set(MODELS) - {"transformer"}
 SYNCHRONISE_IT = {"resnet18", "inception"}
-PLANS = {
+OWN_STATISTICS = {("resnet18", "data=2,branch=2")}  # not synchronised, in spite of the above
+PLACEMENTS = {
     "resnet18": {
         "placed": {"stage3_.*": device(1)},
         "tensor": {"stem_conv|.*_conv1|.*_shortcut": column(), ".*_conv2": row()},
@@ -93,7 +94,6 @@ PLANS = {
     },
     "ResNet50": {
         "placed": {"conv4_.*": device(1)},
-        "tensor": {"conv._.*_[13]_conv": column(), "conv._.*_2_conv|predictions": row()},
         "stages of tensors": {
             "conv[23]_.*_[13]_conv": column(),
             "conv[23]_.*_2_conv": row(),
@@ -109,7 +109,7 @@ OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(3e-4, epsilon=1e-3),
 }
 CASES = [
-    ("resnet18", "placed", "branch=2", "sgd"),
+    ("resnet18", "placed", "data=2,branch=2", "momentum"),
     ("resnet18", "suggested", "pipeline=2", "momentum"),
     ("resnet18", "suggested", "pipeline=2,micro_batches=2", "adam"),
     ("resnet18", "tensor", "tensor=2", "adam"),
@@ -122,7 +122,7 @@ CASES = [
     ("inception", "suggested", "data=2,pipeline=2,micro_batches=2", "momentum"),
     ("inception", "tensor", "tensor=2", "sgd"),
     ("inception", "tensor", "data=2,tensor=2", "adam"),
-    ("transformer", "placed", "branch=2", "momentum"),
+    ("transformer", "placed", "branch=2", "sgd"),
     ("transformer", "placed", "data=2,branch=2", "sgd"),
     ("transformer", "suggested", "pipeline=2", "sgd"),
     ("transformer", "suggested", "pipeline=2,micro_batches=4", "adam"),
@@ -133,11 +133,10 @@ CASES = [
     ("transformer", "stages of tensors", "pipeline=2,tensor=2,micro_batches=2", "sgd"),
     ("transformer", "suggested", "data=2,pipeline=2,micro_batches=2", "adam"),
     ("MobileNetV2", "suggested", "pipeline=4", "sgd"),
-    ("MobileNetV2", "placed", "data=2,branch=2", "momentum"),
+    ("MobileNetV2", "placed", "branch=2", "momentum"),
     ("MobileNetV2", "tensor", "tensor=2", "adam"),
     ("ResNet50", "placed", "branch=2", "momentum"),
     ("ResNet50", "suggested", "pipeline=2", "sgd"),
-    ("ResNet50", "tensor", "tensor=2", "adam"),
     ("ResNet50", "stages of tensors", "pipeline=2,tensor=2", "adam"),
 ]
 
@@ -155,7 +154,7 @@ def examples(name):
 
 @functools.cache
 def plain_model(name):
-    """The model with its first weights, which stay so; with BatchNorm in float64 throughout."""
+    """Returns the model with its initial weights; BatchNormalization is in float64 throughout."""
     keras.utils.set_random_seed(0)
     plain = MODELS[name]()
     return copied(plain, dtype="float64") if name in HAVE_BATCH_NORM else plain
@@ -163,12 +162,12 @@ def plain_model(name):
 
 @functools.cache
 def synchronized_model(name):
-    """The same, with BatchNorm over all replicas."""
+    """Returns the same with BatchNormalization over all replicas."""
     return copied(plain_model(name), synchronized=True)
 
 
 def copied(model, **arguments):
-    """A copy with its weights, whose layers have those of `arguments` that they take."""
+    """Returns a copy with its weights, whose layers have the `arguments` that they accept."""
 
     def changed(layer):
         config = layer.get_config()
@@ -182,7 +181,7 @@ def copied(model, **arguments):
 
 @functools.cache
 def reference(name, optimizer, replicas, micro_batches):
-    """The weights after training of a model that is whole.
+    """Returns the weights of a whole model after training.
 
     Args:
         replicas: 1; or 2, each with its own statistics.
@@ -205,7 +204,7 @@ def train(name, model):
 
 @contextlib.contextmanager
 def dtype(name):
-    """In which Keras computes meanwhile, with losses and optimizers."""
+    """Sets the dtype in which Keras computes, including losses and optimizers."""
     keras.config.set_floatx(name)
     keras.config.set_dtype_policy(name)
     try:
@@ -215,19 +214,22 @@ def dtype(name):
         keras.config.set_dtype_policy("float32")
 
 
-@pytest.mark.parametrize(("name", "plan", "layout", "optimizer"), CASES)
-def test_weights_are_those_of_one_device(name, plan, layout, optimizer):
+@pytest.mark.parametrize(("name", "placement", "layout", "optimizer"), CASES)
+def test_weights_are_those_of_one_device(name, placement, layout, optimizer):
+    synchronise_it = name in SYNCHRONISE_IT and (name, layout) not in OWN_STATISTICS
     layout = kdist.Layout.parse(layout)
     has_batch_norm = name in HAVE_BATCH_NORM
-    synchronized = name in SYNCHRONISE_IT and layout.data > 1 and layout.micro_batches == 1
+    synchronized = synchronise_it and layout.data > 1 and layout.micro_batches == 1
     replicas = layout.data if has_batch_norm and not synchronized else 1
     accumulated = layout.micro_batches if has_batch_norm else 1
     with dtype("float64" if has_batch_norm else "float32"):
         expected = reference(name, optimizer, replicas, accumulated)
         plain = synchronized_model(name) if synchronized else plain_model(name)
         with kdist.create_strategy(layout).scope():
-            plan = suggest(plain, layout) if plan == "suggested" else PLANS[name][plan]
-            model = split(plain, plan)
+            placement = (
+                suggest(plain, layout) if placement == "suggested" else PLACEMENTS[name][placement]
+            )
+            model = split(plain, placement)
             model.compile(OPTIMIZERS[optimizer](), "sparse_categorical_crossentropy")
         with operations_that_run() as operations:
             train(name, model)

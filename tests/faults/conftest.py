@@ -1,4 +1,4 @@
-"""Runs that are left alone, to compare with; and the table of faults."""
+"""Undisturbed runs to compare with, and records for the table of faults."""
 
 import json
 import os
@@ -9,50 +9,50 @@ from tests.faults.jobs import Run
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """A function that gives the run of a kind of strategy that nothing happened to."""
+def undisturbed(tmp_path_factory):
+    """Returns a function that returns an undisturbed run of a strategy."""
     runs = {}
 
-    def of(kind):
+    def run_of(kind):
         if kind not in runs:
-            runs[kind] = Run(tmp_path_factory.mktemp(f"whole-{kind}"), kind).start()
-            runs[kind].ends()
+            runs[kind] = Run(tmp_path_factory.mktemp(f"undisturbed-{kind}"), kind).start()
+            runs[kind].wait_for_success()
         return runs[kind]
 
-    return of
+    return run_of
 
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that starts a `Run`; what is left of it ends with the test."""
+    """Returns a function that starts a `Run`, which ends with the test at the latest."""
     runs = []
 
-    def started(kind, *launch, fault="", **more):
+    def start_run(kind, *launch, fault="", **options):
         directory = tmp_path / f"run-{len(runs)}"
         directory.mkdir()
-        runs.append(Run(directory, kind, launch, **more))
+        runs.append(Run(directory, kind, launch, **options))
         return runs[-1].start(fault)
 
-    yield started
+    yield start_run
     for run in runs:
         run.stop()
 
 
 @pytest.fixture
-def row():
-    """A function that notes a row for the table of faults (see `table.py`)."""
+def record():
+    """Returns a function that appends a row for the table of faults (see `table.py`)."""
 
-    def note(fault, strategy, happens, noticed=None, lost=None, equal=""):
+    def append(fault, strategy, outcome, detected_after=None, lost=None, equal=""):
         if path := os.environ.get("KDIST_FAULT_TABLE"):
-            record = {
+            row = {
                 "fault": fault,
                 "strategy": strategy,
-                "what happens": happens,
-                "seconds to notice": noticed,
+                "what happens": outcome,
+                "seconds to notice": detected_after,
                 "examples lost": lost,
                 "equal at the end": equal,
             }
             with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(row) + "\n")
 
-    return note
+    return append

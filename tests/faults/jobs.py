@@ -1,4 +1,4 @@
-"""Jobs of real processes that tests disturb."""
+"""Jobs of real processes, for tests that disturb them."""
 
 import collections
 import json
@@ -11,47 +11,48 @@ import sys
 import time
 
 from kdist.run_directory import checkpoint_step
-from tests.faults import trained
+from tests.faults import training_program
 
 ROOT = pathlib.Path(__file__).parents[2]
-TRAINED = pathlib.Path(trained.__file__)
+TRAINING_PROGRAM = pathlib.Path(training_program.__file__)
 
-# What the launcher does about most faults, for the table.
-RESTARTED = "named; the job is started again from its last checkpoint"
+# The launcher's reaction to most faults, for the table.
+RESTARTED = "named; the job is restarted from its last checkpoint"
 
 
 class Run:
-    """A training in a directory; several workers are started by the launcher.
+    """A training run in a directory; the launcher starts several workers.
 
     Args:
-        directory: for everything.
-        kind: the strategy.
-        launch: flags of the launcher; any of them has one device started by it, too.
-        program: what trains; it takes the strategy, the directory for checkpoints, and an output.
-        around: what stands before the command, such as a limit on memory.
+        directory: Directory of all files.
+        kind: Name of the strategy.
+        launch: Flags of the launcher; with any, it also starts a single process.
+        program: Program that trains. Its arguments are the strategy, the directory of checkpoints,
+            and the file of results.
+        prefix: Command that wraps the job, such as a memory limit.
     """
 
-    def __init__(self, directory, kind, launch=(), program=TRAINED, around=()):
+    def __init__(self, directory, kind, launch=(), program=TRAINING_PROGRAM, prefix=()):
         self.directory, self._kind, self._program = directory, kind, program
-        self._launch, self._around = list(launch), list(around)
+        self._launch, self._prefix = list(launch), list(prefix)
         if kind == "multi_worker":
             self._launch.insert(0, "--workers=2")
         self.checkpoints = directory / "run" / "checkpoints"
-        self.output = directory / "result.json"
+        self.result = directory / "result.json"
         self.process = None
 
     def start(self, fault=""):
-        """Starts the job; `fault` is what KDIST_FAULT says."""
+        """Starts the job; `fault` is the value of KDIST_FAULT."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        command = [self._program, self._kind, self.checkpoints, self.output]
+        command = [self._program, self._kind, self.checkpoints, self.result]
         if self._launch:
             run_dir = f"--run_dir={self.directory / 'run'}"
             command = [ROOT / "scripts" / "launch.py", *self._launch, run_dir, "--", *command]
-        self.process = self._begin([*self._around, sys.executable, *command], KDIST_FAULT=fault)
+        self.process = self._popen([*self._prefix, sys.executable, *command], KDIST_FAULT=fault)
         return self
 
-    def _begin(self, command, **environment):
-        """A process that writes to the log."""
+    def _popen(self, command, **environment):
+        """Starts a process that writes to the log."""
         with open(self.directory / "log.txt", "a") as log:
             return subprocess.Popen(
                 [os.fspath(part) for part in command],
@@ -60,63 +61,62 @@ class Run:
                 env={**os.environ, "PYTHONPATH": os.fspath(ROOT), **environment},
             )
 
-    def ends(self, seconds=240):
-        """Waits for the end, which has to be a good one; gives what the job wrote."""
-        assert self.process.wait(seconds) == 0, self.said()
+    def wait_for_success(self, seconds=240):
+        """Waits until the job succeeds, and returns its result."""
+        assert self.process.wait(seconds) == 0, self.output()
         assert not self.tasks()
-        return json.loads(self.output.read_text())
+        return json.loads(self.result.read_text())
 
-    def fails(self, seconds=90):
-        """Waits for the end, which has to be a bad one; gives the exit code."""
+    def wait_for_failure(self, seconds=90):
+        """Waits until the job fails, and returns its exit code."""
         code = self.process.wait(seconds)
-        assert code != 0, self.said()
+        assert code != 0, self.output()
         assert not self.tasks()
         return code
 
     def stop(self):
-        """Ends what a test that failed has left."""
+        """Ends the processes that a failed test has left."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
             self.process.wait(30)
 
-    # What it does.
+    # While it runs.
 
     def wait_until(self, condition, seconds=120):
-        """Waits for something to hold while the job runs; gives the seconds that took."""
+        """Waits for a condition while the job runs; returns the waiting time in seconds."""
         began = time.monotonic()
         while not condition():
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() - began < seconds, self.said()
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() - began < seconds, self.output()
             time.sleep(0.01)
         return time.monotonic() - began
 
-    def newest(self):
-        """The step of the newest checkpoint; 0 without any."""
+    def newest_step(self):
+        """Returns the step of the newest checkpoint; 0 without any."""
         return max((checkpoint_step(p) or 0 for p in self.checkpoints.glob("step-*")), default=0)
 
     def wait_for_checkpoint(self, step):
-        """Waits until there is one of that step or of a later one."""
-        self.wait_until(lambda: self.newest() >= step)
+        """Waits for a checkpoint of this step or a later one."""
+        self.wait_until(lambda: self.newest_step() >= step)
 
-    def wait_to_be_told(self, text, seconds=120, times=1):
-        """Waits until the job has written something so often; gives the seconds that took."""
-        return self.wait_until(lambda: self.told(text) >= times, seconds)
+    def wait_for_message(self, text, seconds=120, times=1):
+        """Waits until the job has written a text `times` times; returns the seconds waited."""
+        return self.wait_until(lambda: self.count(text) >= times, seconds)
 
-    def told(self, text):
-        """How often the job has written something."""
-        return self.said(None).count(text)
+    def count(self, text):
+        """Returns how often the job has written a text."""
+        return self.output().count(text)
 
-    def said(self, characters=4000):
-        """The end of what the job wrote; all of it without a number."""
-        text = (self.directory / "log.txt").read_text(errors="replace")
-        return text if characters is None else text[-characters:]
+    def output(self):
+        """Returns the output of the job."""
+        return (self.directory / "log.txt").read_text(errors="replace")
 
     def attempts(self):
-        """How often a replica began to train."""
+        """Returns the number of times that a replica has begun to train."""
         return len(list((self.directory / "seen").glob("*/0.txt")))
 
     def tasks(self):
-        """The processes that train: their ids by their names, such as "worker 1"."""
+        """Returns the ids of the training processes, by names such as "worker 1"."""
         found = subprocess.run(
             ["pgrep", "-f", f"{self._program.name} {self._kind} {self.checkpoints} "],
             capture_output=True,
@@ -133,38 +133,38 @@ class Run:
         """Sends a signal to a task."""
         os.kill(self.tasks()[name], number)
 
-    # What came out.
+    # Results.
 
-    def seen(self):
-        """For each step, in order, the marks of what it took of the data, in the last attempt."""
-        last, self._again = collections.defaultdict(dict), set()
+    def recorded_examples(self):
+        """Returns the marks of the examples of each step, in the last attempt that ran it."""
+        last, self._repeated = collections.defaultdict(dict), set()
         for file in sorted((self.directory / "seen").glob("*/*.txt")):
-            here = collections.defaultdict(list)
+            steps_here = collections.defaultdict(list)
             for line in file.read_text().splitlines():
                 step, *marks = map(int, re.findall(r"\d+", line))
-                here[step] += marks
-            self._again |= here.keys() & last[file.name].keys()
-            last[file.name].update(here)
+                steps_here[step] += marks
+            self._repeated |= steps_here.keys() & last[file.name].keys()
+            last[file.name].update(steps_here)
         steps = {step for replica in last.values() for step in replica}
         return [
             sorted(mark for replica in last.values() for mark in replica.get(step, ()))
             for step in sorted(steps)
         ]
 
-    def lost(self):
-        """Examples that were computed with and had to be computed with again."""
-        self.seen()
-        return len(self._again) * trained.BATCH
+    def num_lost_examples(self):
+        """Returns the number of examples that had to be trained on again."""
+        self.recorded_examples()
+        return len(self._repeated) * training_program.BATCH
 
 
-def check_equal(run, whole):
-    """The run ends as the one that was left alone, having seen the same in each step."""
-    assert json.loads(run.output.read_text()) == json.loads(whole.output.read_text())
-    steps = run.seen()
-    assert steps == whole.seen()
-    per_epoch = trained.EXAMPLES // trained.BATCH
-    assert len(steps) == trained.EPOCHS * per_epoch
-    for epoch in range(trained.EPOCHS):
+def check_equal(run, undisturbed):
+    """Checks that a run has the result and the examples per step of the undisturbed one."""
+    assert json.loads(run.result.read_text()) == json.loads(undisturbed.result.read_text())
+    steps = run.recorded_examples()
+    assert steps == undisturbed.recorded_examples()
+    per_epoch = training_program.EXAMPLES // training_program.BATCH
+    assert len(steps) == training_program.EPOCHS * per_epoch
+    for epoch in range(training_program.EPOCHS):
         part = steps[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert sorted(mark for step in part for mark in step) == _marks_of_all()
 
@@ -172,15 +172,15 @@ def check_equal(run, whole):
 def _marks_of_all():
     import kdist
 
-    train, _ = trained.pipelines(kdist.create_strategy("one_device"))
+    train, _ = training_program.pipelines(kdist.create_strategy("one_device"))
     marks = []
-    for images, _ in train.dataset().take(trained.EXAMPLES // trained.BATCH):
-        marks += trained.marks_of(images).numpy().tolist()
+    for images, _ in train.dataset().take(training_program.EXAMPLES // training_program.BATCH):
+        marks += training_program.marks_of(images).numpy().tolist()
     return sorted(marks)
 
 
 def _task_name(pid):
-    """A task's name by its environment; None for the launcher, and for what has ended."""
+    """Returns a task's name from its environment; None for the launcher and ended processes."""
     try:
         command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
         status = pathlib.Path(f"/proc/{pid}/stat").read_text()

@@ -1,4 +1,4 @@
-"""The table of faults, from what a run of the suite has noted.
+"""Prints the table of faults from the records of a test run.
 
 KDIST_FAULT_TABLE=faults.jsonl make test-slow
 python -m tests.faults.table faults.jsonl
@@ -10,7 +10,7 @@ import sys
 
 
 def table(path):
-    """Markdown: a row for each fault under each strategy, as it was noted last."""
+    """Returns Markdown with the last record of each fault and strategy."""
     records = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
     rows = {(record["fault"], record["strategy"]): list(record.values()) for record in records}
     head = list(records[0])

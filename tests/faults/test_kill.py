@@ -1,6 +1,6 @@
-"""kill -9 at random moments: the run's end is bit-equal to that of a run that was left alone.
+"""kill -9 at random moments: the result is bit-equal to that of an undisturbed run.
 
-KDIST_KILLS=20 in the environment kills more often than CI has time for.
+The environment variable KDIST_KILLS=20 kills more often than in CI.
 """
 
 import os
@@ -11,82 +11,82 @@ import time
 
 import pytest
 
-from tests.faults import trained
+from tests.faults import training_program
 from tests.faults.jobs import check_equal
 
 KILLS = int(os.environ.get("KDIST_KILLS", "3"))
 
-LAST_STEP = trained.EPOCHS * trained.EXAMPLES // trained.BATCH
+LAST_STEP = training_program.EPOCHS * training_program.EXAMPLES // training_program.BATCH
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker"])
-def test_a_run_that_is_killed_ends_as_one_that_was_not(kind, start, whole, row):
+def test_a_killed_run_has_the_result_of_an_undisturbed_one(kind, start, undisturbed, record):
     randomly = random.Random(int(os.environ.get("KDIST_KILL_SEED", "0")))
-    expected = whole(kind)
+    expected = undisturbed(kind)
     kills = lost = 0
-    while kills < KILLS:  # over as many runs as that takes; some end before they are killed
+    while kills < KILLS:  # over several runs, as some end before they are killed
         run, steps = start(kind), []
         while kills < KILLS and _is_killed(run, randomly):
-            if run.newest():  # killed before its first checkpoint, it begins again
-                steps.append(run.newest())
+            if run.newest_step():  # before its first checkpoint, it starts from the beginning
+                steps.append(run.newest_step())
                 kills += 1
             run.start()
-        run.ends()
-        # The launcher says a dead task's last lines again: what was said once may stand twice.
-        said = map(int, re.findall(r"going on after step (\d+)", run.said(None)))
-        assert list(dict.fromkeys(said)) == list(dict.fromkeys(steps))
+        run.wait_for_success()
+        # The launcher repeats a dead task's last lines, so a message may appear twice.
+        steps_resumed = map(int, re.findall(r"resumed after step (\d+)", run.output()))
+        assert list(dict.fromkeys(steps_resumed)) == list(dict.fromkeys(steps))
         check_equal(run, expected)
-        lost += run.lost()
-    row(f"kill -9, {kills} times", kind, "started again by hand, goes on", None, lost, "yes")
+        lost += run.num_lost_examples()
+    record(f"kill -9, {kills} times", kind, "restarted by hand, resumes", None, lost, "yes")
 
 
 def _is_killed(run, randomly):
-    """Kills a task at some moment from its first step on; False if it has ended before."""
+    """Kills a task at a random time after its first step; returns False if the job had ended."""
     attempts = run.attempts()
     run.wait_until(lambda: run.attempts() > attempts)
-    # Between checkpoints, while one is written, in validation.
+    # Between checkpoints, while one is written, or in validation.
     time.sleep(randomly.uniform(0.0, 1.0))
-    if run.newest() == LAST_STEP:
+    if run.newest_step() == LAST_STEP:
         return False
     run.signal(randomly.choice(list(run.tasks())))
-    run.fails()
+    run.wait_for_failure()
     return True
 
 
-def test_the_launcher_goes_on_by_itself(start, whole, row):
-    """A task is killed twice; nobody starts anything by hand."""
-    expected = whole("multi_worker")
+def test_the_launcher_restarts_a_job(start, undisturbed, record):
+    """Two tasks are killed, and the launcher alone restarts the job."""
+    expected = undisturbed("multi_worker")
     run = start("multi_worker", "--max_restarts=1")
-    noticed = []
+    detected_after = []
     for name in ("worker 1", "worker 0"):
-        run.wait_for_checkpoint(run.newest() + 1)
+        run.wait_for_checkpoint(run.newest_step() + 1)
         run.signal(name)
-        noticed.append(run.wait_to_be_told(f"{name} was ended by SIGKILL"))
-    run.ends()
-    assert run.said(None).count("starting again from the checkpoint of step ") == 2
+        detected_after.append(run.wait_for_message(f"{name} was ended by SIGKILL"))
+    run.wait_for_success()
+    assert run.output().count("starting again from the checkpoint of step ") == 2
     check_equal(run, expected)
-    happens = "the task is named, the job started again from its last checkpoint"
-    row(
+    outcome = "the task is named; the job is restarted from its last checkpoint"
+    record(
         "kill -9 of a worker, of the chief",
         "multi_worker",
-        happens,
-        max(noticed),
-        run.lost(),
+        outcome,
+        max(detected_after),
+        run.num_lost_examples(),
         "yes",
     )
 
 
-def test_a_preempted_worker_has_all_save_and_end(start, whole, row):
+def test_after_a_preemption_all_workers_save_and_end(start, undisturbed, record):
     run = start("multi_worker")
     run.wait_for_checkpoint(10)
-    before = run.newest()
+    before = run.newest_step()
     run.signal("worker 1", signal.SIGTERM)
-    noticed = run.wait_to_be_told("SIGTERM: saving, then ending")
-    assert run.fails(30) == 128 + signal.SIGTERM
-    assert run.newest() >= before
-    run.start().ends()
-    check_equal(run, whole("multi_worker"))
-    assert run.lost() == 0
-    row("SIGTERM to one worker", "multi_worker", "all save and end", noticed, 0, "yes")
+    detected_after = run.wait_for_message("SIGTERM: saving a checkpoint")
+    assert run.wait_for_failure(30) == 128 + signal.SIGTERM
+    assert run.newest_step() >= before
+    run.start().wait_for_success()
+    check_equal(run, undisturbed("multi_worker"))
+    assert run.num_lost_examples() == 0
+    record("SIGTERM to one worker", "multi_worker", "all save and end", detected_after, 0, "yes")

@@ -1,4 +1,4 @@
-"""Two workers on two hosts, and what happens to the link between them: network namespaces."""
+"""Two workers on two hosts (network namespaces), and faults of the link between them."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.clusters import network
 from tests.faults import relay
-from tests.faults.jobs import TRAINED, Run, check_equal
+from tests.faults.jobs import TRAINING_PROGRAM, Run, check_equal
 
 pytestmark = pytest.mark.slow
 
@@ -19,27 +19,27 @@ PORT = 4567
 
 
 class TwoHosts(Run):
-    """A job of a worker on each of two hosts, started by hand, as two people would."""
+    """A job with a worker on each of two hosts, started without the launcher."""
 
     def __init__(self, directory, hosts):
         super().__init__(directory, "multi_worker")
         self._hosts, self.processes = hosts, []
 
     def start(self, fault=""):
-        """Starts both."""
+        """Starts both workers."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         cluster = {"worker": [f"{host.address}:{PORT}" for host in self._hosts]}
-        command = [sys.executable, TRAINED, "multi_worker", self.checkpoints, self.output]
+        command = [sys.executable, TRAINING_PROGRAM, "multi_worker", self.checkpoints, self.result]
         self.processes = []
         for index, host in enumerate(self._hosts):
             config = {"cluster": cluster, "task": {"type": "worker", "index": index}}
-            process = self._begin([*host.prefix, *command], TF_CONFIG=json.dumps(config))
+            process = self._popen([*host.prefix, *command], TF_CONFIG=json.dumps(config))
             self.processes.append(process)
         self.process = self.processes[0]
         return self
 
-    def both_end(self, seconds=240):
-        """Waits until both have, and gives their exit codes."""
+    def wait_for_both(self, seconds=240):
+        """Waits for both workers, and returns their exit codes."""
         deadline = time.monotonic() + seconds
         return [process.wait(max(deadline - time.monotonic(), 0.1)) for process in self.processes]
 
@@ -52,7 +52,7 @@ class TwoHosts(Run):
 
 @pytest.fixture
 def hosts():
-    """Two hosts, joined by a fast link."""
+    """Returns two hosts with a fast link between them."""
     with contextlib.ExitStack() as stack:
         try:
             both = stack.enter_context(network.two_hosts(rate_mbit=1000))
@@ -68,46 +68,46 @@ def run(tmp_path, hosts):
     run.stop()
 
 
-def test_a_link_that_is_cut_for_a_while(run, hosts, whole, row):
+def test_a_link_that_is_cut_for_a_while(run, hosts, undisturbed, record):
     run.wait_for_checkpoint(10)
     network.cut(hosts[1])
     time.sleep(6)
     network.heal(hosts[1])
-    assert run.both_end() == [0, 0], run.said()
-    check_equal(run, whole("multi_worker"))
+    assert run.wait_for_both() == [0, 0], run.output()
+    check_equal(run, undisturbed("multi_worker"))
     assert run.attempts() == 1
-    row("the link is cut for 6 s", "multi_worker", "waited for", None, 0, "yes")
+    record("the link is cut for 6 s", "multi_worker", "waited for", None, 0, "yes")
 
 
-def test_a_link_that_is_cut_for_good(run, hosts, whole, row):
-    """Both end within the limit for a step, 20 s here; started again, they go on."""
+def test_a_link_that_is_cut_for_good(run, hosts, undisturbed, record):
+    """Both workers end within the time limit of a step, 20 s; restarted, they resume."""
     run.wait_for_checkpoint(10)
     network.cut(hosts[1])
     began = time.monotonic()
-    codes = run.both_end(60)
-    noticed = time.monotonic() - began
+    codes = run.wait_for_both(60)
+    detected_after = time.monotonic() - began
     assert 0 not in codes
-    assert run.told("a step took longer than 20 s: another worker has stopped") > 0, run.said()
+    assert run.count("a step took longer than 20 s: another worker has stopped") > 0, run.output()
     network.heal(hosts[1])
     run.start()
-    assert run.both_end() == [0, 0], run.said()
-    check_equal(run, whole("multi_worker"))
-    happens = "both end and say so; started again they go on"
+    assert run.wait_for_both() == [0, 0], run.output()
+    check_equal(run, undisturbed("multi_worker"))
+    outcome = "both end with a message; restarted, they resume"
     fault = "the link is cut for good, --step_timeout_seconds=20"
-    row(fault, "multi_worker", happens, noticed, run.lost(), "yes")
+    record(fault, "multi_worker", outcome, detected_after, run.num_lost_examples(), "yes")
 
 
-def test_a_link_that_becomes_slow(run, hosts, whole, row):
+def test_a_link_that_becomes_slow(run, hosts, undisturbed, record):
     run.wait_for_checkpoint(10)
     network.limit(hosts[1], rate_mbit=1)
-    assert run.both_end() == [0, 0], run.said()
-    check_equal(run, whole("multi_worker"))
-    row("the link falls to 1 Mbit/s", "multi_worker", "slower", None, 0, "yes")
+    assert run.wait_for_both() == [0, 0], run.output()
+    check_equal(run, undisturbed("multi_worker"))
+    record("the link falls to 1 Mbit/s", "multi_worker", "slower", None, 0, "yes")
 
 
 @pytest.fixture
 def delayed():
-    """Two hosts, and the process that carries packets between them."""
+    """Returns two hosts and the process that relays packets between them."""
     with contextlib.ExitStack() as stack:
         try:
             hosts = stack.enter_context(network.apart())
@@ -122,15 +122,15 @@ def delayed():
         yield hosts, process
 
 
-def test_a_link_that_delays(delayed, tmp_path, whole, row):
+def test_a_link_that_delays(delayed, tmp_path, undisturbed, record):
     hosts, carrier = delayed
     run = TwoHosts(tmp_path, hosts)
     try:
         run.start().wait_for_checkpoint(10)
         carrier.send_signal(signal.SIGUSR1)
-        assert run.both_end() == [0, 0], run.said()
-        check_equal(run, whole("multi_worker"))
+        assert run.wait_for_both() == [0, 0], run.output()
+        check_equal(run, undisturbed("multi_worker"))
         assert run.attempts() == 1
     finally:
         run.stop()
-    row("the link delays by 50 ms", "multi_worker", "slower", None, 0, "yes")
+    record("the link delays by 50 ms", "multi_worker", "slower", None, 0, "yes")

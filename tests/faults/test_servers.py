@@ -1,4 +1,4 @@
-"""Parameter servers: workers are replaced alone; else the job goes on from its checkpoint."""
+"""Parameter servers: a killed worker is replaced; otherwise the job resumes from a checkpoint."""
 
 import os
 import pathlib
@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from tests.faults import served
+from tests.faults import parameter_server_program
 
 KILLS = int(os.environ.get("KDIST_KILLS", "3"))
-SERVED = pathlib.Path(served.__file__)
+PROGRAM = pathlib.Path(parameter_server_program.__file__)
 
 pytestmark = pytest.mark.slow
 
@@ -20,41 +20,57 @@ def check(result):
     assert result["accuracy"] >= 0.95
 
 
-def test_workers_are_replaced_alone(start, row):
+def test_workers_are_replaced_alone(start, record):
     randomly = random.Random(0)
     flags = "--workers=2", "--ps=1", "--max_restarts=20"
-    run = start("parameter_server", *flags, program=SERVED)
+    run = start("parameter_server", *flags, program=PROGRAM)
     run.wait_for_checkpoint(50)
-    noticed, kills = [], 0
+    detected_after, kills = [], 0
     while kills < KILLS and run.process.poll() is None:
         name = f"worker {randomly.randrange(2)}"
         if name not in run.tasks():
             continue
-        started, joined = f"starting {name} again", f"{name} joins a job that runs already"
-        starts, joins = run.told(started) + 1, run.told(joined) + 1
+        restart, join = f"starting {name} again", f"{name} joins a running job"
+        starts, joins = run.count(restart) + 1, run.count(join) + 1
         run.signal(name)
-        noticed.append(run.wait_to_be_told(started, times=starts))
-        run.wait_to_be_told(joined, 60, times=joins)
+        detected_after.append(run.wait_for_message(restart, times=starts))
+        run.wait_for_message(join, 60, times=joins)
         time.sleep(randomly.uniform(0.0, 2.0))
         kills += 1
-    result = run.ends(600)
+    (run.directory / "full-speed").touch()
+    result = run.wait_for_success(600)
     assert kills == KILLS
     check(result)
-    happens = "replaced alone; the others go on, what it was at is done again"
-    row(f"kill -9 of a worker, {kills} times", "parameter_server", happens, max(noticed), None, "—")
+    outcome = "replaced alone; the others continue, and its step group is repeated"
+    record(
+        f"kill -9 of a worker, {kills} times",
+        "parameter_server",
+        outcome,
+        max(detected_after),
+        None,
+        "—",
+    )
 
 
 @pytest.mark.parametrize("name", ["ps 0", "chief 0"])
-def test_a_parameter_server_and_the_coordinator_start_again_with_the_job(name, start, row):
+def test_without_a_parameter_server_or_the_coordinator_the_job_restarts(name, start, record):
     flags = "--workers=2", "--ps=1", "--max_restarts=2"
-    run = start("parameter_server", *flags, program=SERVED)
-    noticed = []
+    run = start("parameter_server", *flags, program=PROGRAM)
+    detected_after = []
     for kill in (1, 2):
-        run.wait_for_checkpoint(run.newest() + 100)
+        run.wait_for_checkpoint(run.newest_step() + 100)
         run.signal(name)
-        noticed.append(run.wait_to_be_told("starting again from the checkpoint", times=kill))
-    check(run.ends(600))
-    happens = "named; the job is started again from its last checkpoint"
-    row(
-        f"kill -9 of {name.split()[0]}, twice", "parameter_server", happens, max(noticed), None, "—"
+        detected_after.append(
+            run.wait_for_message("starting again from the checkpoint", times=kill)
+        )
+    (run.directory / "full-speed").touch()
+    check(run.wait_for_success(600))
+    outcome = "named; the job is restarted from its last checkpoint"
+    record(
+        f"kill -9 of {name.split()[0]}, twice",
+        "parameter_server",
+        outcome,
+        max(detected_after),
+        None,
+        "—",
     )

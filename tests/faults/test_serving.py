@@ -1,4 +1,4 @@
-"""A server under load while its workers are killed, versions change and clients misbehave."""
+"""A server under load while workers are killed, versions change, and clients misbehave."""
 
 import asyncio
 import shutil
@@ -14,10 +14,10 @@ from benchmarks.serving.servers import Command, Server
 from benchmarks.serving.soak import Plan, soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-REFUSED = {RIGHT, "429"}
+RIGHT_OR_REJECTED = {RIGHT, "429"}
 
 
-def test_no_answer_is_wrong_and_no_request_that_was_taken_is_lost(tmp_path):
+def test_no_response_is_wrong_and_no_accepted_request_is_lost(tmp_path):
     kept, examples = prepared("small_resnet", tmp_path / "kept")
     served = tmp_path / "small_resnet"
     shutil.copytree(kept, served)
@@ -27,9 +27,9 @@ def test_no_answer_is_wrong_and_no_request_that_was_taken_is_lost(tmp_path):
     plan = Plan(count=12_000, clients=16, pause_seconds=1.0, flood_size=400)
     with Server(command, cores=2) as server:
         story = asyncio.run(asyncio.wait_for(soak(server, served, requests, plan), 300))
-    assert set(story.steady.answers) <= REFUSED
+    assert set(story.steady.answers) <= RIGHT_OR_REJECTED
     assert story.steady.answers[RIGHT] >= plan.count
     assert set(story.events) == set(plan.events)
     assert not any(answers["wrong"] for answers in story.others.values())
-    assert set(story.others["flood"]) <= REFUSED
+    assert set(story.others["flood"]) <= RIGHT_OR_REJECTED
     assert set(story.others["slow"]) <= {RIGHT}

@@ -1,6 +1,6 @@
-"""The life of a split model: trained, killed, gone on with under another layout, and served.
+"""Life of a split model: trained, killed, resumed under another layout, and served.
 
-Each part is a process of its own; what is served is opened without kdist, on one device.
+Each part is a separate process; the served model is opened without kdist, on one device.
 """
 
 import pathlib
@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from kdist.testing import assert_same_weights, python
-from tests.faults import trained_split
+from tests.faults import split_training_program
 from tests.faults.jobs import Run
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = pathlib.Path(trained_split.__file__)
+PROGRAM = pathlib.Path(split_training_program.__file__)
 
 SERVED = """
 import json, sys
 import numpy as np
 import tensorflow as tf
 assert len(tf.config.list_logical_devices()) == 1
-tf.config.set_soft_device_placement(False)  # no operation may ask for a device that is not here
+tf.config.set_soft_device_placement(False)  # an operation on a missing device fails
 served = tf.saved_model.load(sys.argv[1] + "/served")
 predicted = np.load(sys.argv[1] + "/predicted.npz")
 assert "kdist" not in sys.modules, "opened by TensorFlow alone"
@@ -46,9 +46,9 @@ print(json.dumps([type(model).__module__, difference, steps]))
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """The weights of a run on one device that nothing happened to."""
-    run = Run(tmp_path_factory.mktemp("whole"), "data=1", program=PROGRAM).start()
-    assert run.ends() == {"from": None, "steps": trained_split.STEPS}
+    """Returns the weights of an undisturbed run on one device."""
+    run = Run(tmp_path_factory.mktemp("undisturbed"), "data=1", program=PROGRAM).start()
+    assert run.wait_for_success() == {"from": None, "steps": split_training_program.STEPS}
     return _weights(run)
 
 
@@ -60,16 +60,16 @@ def expected(tmp_path_factory):
         ("data=2,tensor=2", "data=1"),
     ],
 )
-def test_it_is_killed_goes_on_otherwise_and_is_served(before, after, start, expected):
+def test_a_killed_run_resumes_under_another_layout_and_is_served(before, after, start, expected):
     killed = start(before, program=PROGRAM)
-    killed.wait_for_checkpoint(trained_split.STEPS // 4)
+    killed.wait_for_checkpoint(split_training_program.STEPS // 4)
     killed.signal("worker 0")
-    killed.fails()
-    at = killed.newest()
-    assert trained_split.STEPS // 4 <= at < trained_split.STEPS
+    killed.wait_for_failure()
+    at = killed.newest_step()
+    assert split_training_program.STEPS // 4 <= at < split_training_program.STEPS
     run = Run(killed.directory, after, program=PROGRAM).start()
     try:
-        assert run.ends() == {"from": at, "steps": trained_split.STEPS}
+        assert run.wait_for_success() == {"from": at, "steps": split_training_program.STEPS}
     finally:
         run.stop()
     assert_same_weights(_weights(run), expected, 1e-5)
@@ -78,7 +78,7 @@ def test_it_is_killed_goes_on_otherwise_and_is_served(before, after, start, expe
     module, difference, steps = python(OPENED, [here])
     assert module.startswith("keras.")
     assert difference < 1e-6
-    assert steps == trained_split.STEPS
+    assert steps == split_training_program.STEPS
 
 
 def _weights(run):

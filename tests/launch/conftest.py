@@ -1,4 +1,4 @@
-"""The launcher as a user runs it, with tasks that are small Python scripts."""
+"""scripts/launch.py in a process of its own, with small Python scripts as tasks."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 
-# What every task's script begins with.
+# The beginning of every task's script.
 HEAD = """
 import json, os, pathlib, signal, subprocess, sys, time
 config = json.loads(os.environ["TF_CONFIG"])
@@ -25,14 +25,14 @@ note(f"{role}-{index}", os.getpid())
 
 
 class Launcher:
-    """Runs scripts/launch.py on a script of a test's; its logs are in `directory`/run/logs."""
+    """Runs scripts/launch.py with a test's script; the logs are in `directory`/run/logs."""
 
     def __init__(self, directory):
         self.directory = directory
         self._processes = []
 
     def start(self, code, *flags):
-        """The process of the launcher, not waited for."""
+        """Returns the launcher's process, without waiting."""
         script = self.directory / "task.py"
         script.write_text(HEAD + code)
         run_dir = f"--run_dir={self.directory / 'run'}"
@@ -41,27 +41,27 @@ class Launcher:
             [str(part) for part in command],
             stdout=(self.directory / "out").open("w"),
             stderr=(self.directory / "err").open("w"),
-            start_new_session=True,  # as a terminal gives it a group of its own
+            start_new_session=True,  # its own process group, as in a terminal
         )
         self._processes.append(process)
         return process
 
     def run(self, code, *flags, timeout=60):
-        """(exit code, standard output, standard error, seconds) of a launcher that ends."""
+        """Returns (exit code, standard output, standard error, seconds) of the launcher."""
         began = time.monotonic()
         code = self.start(code, *flags).wait(timeout)
         return code, self.read("out"), self.read("err"), time.monotonic() - began
 
     def read(self, name):
-        """The text of a file in the directory."""
+        """Returns the text of a file in the directory."""
         return (self.directory / name).read_text()
 
     def log(self, name):
-        """All that a task wrote."""
+        """Returns the complete output of a task."""
         return (self.directory / "run" / "logs" / f"{name}.log").read_bytes()
 
     def pids(self, *names, timeout=20):
-        """What tasks have noted, waited for."""
+        """Waits until tasks have noted process ids, and returns them."""
         deadline = time.monotonic() + timeout
         paths = [self.directory / f"pid-{name}" for name in names]
         while not all(path.exists() for path in paths):
@@ -81,7 +81,7 @@ class Launcher:
 
 @pytest.fixture
 def scripts():
-    """The directory of kdist's programs."""
+    """Returns the directory of kdist's programs."""
     return SCRIPTS
 
 
@@ -93,7 +93,7 @@ def launcher(tmp_path):
 
 
 def runs(pid):
-    """Whether the process runs; one that has ended and is not reaped does not."""
+    """Returns whether the process runs; a zombie does not."""
     try:
         status = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -103,7 +103,7 @@ def runs(pid):
 
 @pytest.fixture
 def all_end():
-    """A function that waits until none of some processes runs, and fails after `seconds`."""
+    """Returns a function that waits for processes to end, and fails after `seconds`."""
 
     def wait(pids, seconds):
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""How a job ends: processes are really killed, and looked for afterwards."""
+"""The end of a job: processes are killed, and searched for afterwards."""
 
 import os
 import signal
@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="by /proc and prctl")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and prctl")
 
-# A task whose child ignores everything, and one of whose children has left for its own session.
+# A task with a child that ignores all signals, and another one in a session of its own.
 WITH_CHILDREN = """
 code = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15, 1)]; "
 code += "print('deaf', flush=True); time.sleep(100)"
@@ -52,7 +52,7 @@ def test_a_task_that_is_killed_gives_128_and_the_signal(launcher):
     assert "worker 0 was ended by SIGKILL (exit code 137)" in err
 
 
-def test_one_that_is_asked_to_end_may_finish_what_it_does(launcher):
+def test_a_task_may_finish_after_the_signal(launcher):
     code, out, _, _ = launcher.run(
         """
 if index == 1:
@@ -69,7 +69,7 @@ time.sleep(100)
     assert (code, out) == (4, "[worker 0] saved\n")
 
 
-def test_one_that_does_not_listen_is_killed(launcher, all_end):
+def test_a_task_that_ignores_the_signal_is_killed(launcher, all_end):
     code, _, _, seconds = launcher.run(
         """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -89,16 +89,16 @@ time.sleep(100)
 @LINUX
 def test_children_of_tasks_end_with_the_job(launcher, all_end):
     code, _, err, _ = launcher.run(WITH_CHILDREN, "--workers=2", "--end_seconds=0.5")
-    assert code == 0, err  # the tasks themselves have ended well
+    assert code == 0, err  # the tasks themselves have succeeded
     all_end(launcher.pids(*CHILDREN), 0)
 
 
-def test_when_the_deciding_task_has_ended_the_others_may_finish(launcher):
+def test_the_others_may_finish_after_the_chief(launcher):
     code, out, _, _ = launcher.run("if index == 1: time.sleep(1); print('finished')", "--workers=2")
     assert (code, out) == (0, "[worker 1] finished\n")
 
 
-def test_but_not_for_ever(launcher, all_end):
+def test_the_others_are_ended_after_a_while(launcher, all_end):
     code, _, err, seconds = launcher.run(
         "if index == 1: time.sleep(100)", "--workers=2", "--wait_seconds=0.5"
     )
@@ -108,7 +108,7 @@ def test_but_not_for_ever(launcher, all_end):
     assert "worker 1 still ran 0.5 s after worker 0 had ended" in err
 
 
-def test_a_task_that_fails_after_the_deciding_one_has_failed_all_the_same(launcher):
+def test_a_failure_after_the_chief_has_ended_counts(launcher):
     code, _, _, _ = launcher.run("if index == 1: time.sleep(0.5); sys.exit(9)", "--workers=2")
     assert code == 9
 
@@ -120,7 +120,7 @@ if role == "chief":
     while not (here / "pid-worker-0").exists() or not (here / "pid-ps-0").exists():
         time.sleep(0.01)
     sys.exit(0)
-if role == "worker":  # its coordinator is gone
+if role == "worker":  # its coordinator has ended
     time.sleep(1)
     sys.exit(5)
 time.sleep(100)
@@ -142,7 +142,7 @@ def test_a_server_that_fails_before_is_a_failure(launcher):
     assert "ps 0 failed with exit code 6" in err
 
 
-def test_a_job_that_runs_too_long_is_ended(launcher, all_end):
+def test_a_job_that_exceeds_its_time_limit_is_ended(launcher, all_end):
     code, _, err, seconds = launcher.run("time.sleep(100)", "--workers=2", "--timeout_seconds=1")
     assert code == 124
     assert seconds < 6
@@ -239,7 +239,7 @@ if index == 0:
         ((), 0, 3, 5, 1),
         ((), 2, 3, 5, 3),
         ((), 2, 2, 0, 3),
-        ((0, 1, 2), 1, 3, 0, 4),  # only what brings no new checkpoint is counted
+        ((0, 1, 2), 1, 3, 0, 4),  # counts only restarts without a new checkpoint
     ],
 )
 def test_a_job_that_failed_is_started_again(launcher, progress, most, last, code, tries):
@@ -249,4 +249,4 @@ def test_a_job_that_failed_is_started_again(launcher, progress, most, last, code
     assert len(list(launcher.directory.glob("try-*"))) == tries
     assert err.count("starting again from ") == tries - 1
     assert ("from the checkpoint of step 2 " in err) == bool(progress)
-    assert ("restarts in a row came to no new checkpoint" in err) == (code != 0 and most > 0)
+    assert ("restarts in a row produced no new checkpoint" in err) == (code != 0 and most > 0)

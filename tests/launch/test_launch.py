@@ -1,4 +1,4 @@
-"""The launcher's programs of every kind, its flags, and what it makes of output."""
+"""The launcher: programs of every kind, flags, and output."""
 
 import json
 import socket
@@ -8,7 +8,7 @@ import sys
 import pytest
 
 
-def test_each_line_has_its_tasks_name_and_each_task_a_file(launcher):
+def test_lines_have_task_names_and_each_task_has_a_log_file(launcher):
     code, out, _, _ = launcher.run(
         """
 for n in range(300):
@@ -30,14 +30,14 @@ print("no end", end="")
     assert len(out.splitlines()) == 3 * 303
 
 
-def test_lines_come_when_they_are_written(launcher):
+def test_lines_are_shown_at_once(launcher):
     process = launcher.start("print('at once'); time.sleep(60)", "--workers=1")
     launcher.pids("worker-0")
     while "[worker 0] at once" not in launcher.read("out"):
         assert process.poll() is None
 
 
-def test_a_second_run_adds_to_the_files(launcher):
+def test_a_second_run_appends_to_the_log_files(launcher):
     launcher.run("print('first')")
     launcher.run("print('second')")
     assert launcher.log("worker-0") == b"first\nsecond\n"
@@ -52,19 +52,19 @@ def test_a_second_run_adds_to_the_files(launcher):
         (["--workers=2", "--ps=1"], {"chief": 1, "worker": 2, "ps": 1}),
     ],
 )
-def test_every_task_is_told_of_the_job(launcher, flags, counts):
+def test_every_task_gets_the_cluster(launcher, flags, counts):
     code, out, _, _ = launcher.run("print(json.dumps(config))", *flags)
     assert code == 0
-    told = [line.removeprefix("[").split("] ", 1) for line in out.splitlines()]
-    configs = {name: json.loads(text) for name, text in told}
-    assert len(configs) == len(told) == sum(counts.values())
+    pairs = [line.removeprefix("[").split("] ", 1) for line in out.splitlines()]
+    configs = {name: json.loads(text) for name, text in pairs}
+    assert len(configs) == len(pairs) == sum(counts.values())
     (cluster,) = {json.dumps(config["cluster"]) for config in configs.values()}
     tasks = json.loads(cluster)
     assert {role: len(addresses) for role, addresses in tasks.items()} == counts
     for name, config in configs.items():
         role, index = config["task"]["type"], config["task"]["index"]
         assert name == (f"{role} {index}" if role in ("worker", "ps") else role)
-    addresses = [address for some in tasks.values() for address in some]
+    addresses = [address for role in tasks.values() for address in role]
     assert len(set(addresses)) == len(addresses)
 
 
@@ -81,19 +81,19 @@ with socket.create_server((host, int(port))):
     assert code == 0, err
 
 
-def test_ports_are_held_until_the_job_ends(launcher, monkeypatch):
-    from kdist.launch import ports
+def test_ports_are_reserved_until_the_job_ends(launcher, monkeypatch):
+    from kdist.launch import local_engine
 
     launcher.start("print(json.dumps(config)); time.sleep(60)", "--workers=1")
     while "\n" not in launcher.read("out"):
         launcher.pids("worker-0")
     config = json.loads(launcher.read("out").removeprefix("[worker 0] "))
     port = int(config["cluster"]["worker"][0].split(":")[1])
-    socket.create_server(("127.0.0.1", port)).close()  # nobody listens there
-    monkeypatch.setattr(ports, "_FIRST", port)
-    monkeypatch.setattr(ports, "_LAST", port)
+    socket.create_server(("127.0.0.1", port)).close()  # no task listens there
+    monkeypatch.setattr(local_engine, "_FIRST_PORT", port)
+    monkeypatch.setattr(local_engine, "_LAST_PORT", port)
     with pytest.raises(OSError, match="only 0"):
-        ports.reserved(1).__enter__()
+        local_engine.reserve_ports(1).__enter__()
 
 
 def test_gpus_and_threads_reach_the_tasks(launcher, monkeypatch):
@@ -111,7 +111,7 @@ assert int(os.environ["TF_NUM_INTRAOP_THREADS"]) >= 1"""
     ]
     code, _, err, _ = launcher.run(show, "--workers=3")
     assert (code, "Traceback" in err) == (1, False)
-    assert "3 tasks compute, and there are 2 GPUs (5, 7); take fewer --workers, --share_gpus" in err
+    assert "3 tasks compute, and there are 2 GPUs (5, 7); use fewer --workers, --share_gpus" in err
     assert launcher.run(show, "--workers=3", "--share_gpus")[0] == 0
 
 
@@ -127,22 +127,22 @@ def launch(program, *arguments, directory):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
-        ([], "launch.py: name the program to start, after -- (--help)"),
-        (["--", "nope.py"], "launch.py: there is no script nope.py in "),
+        ([], "launch.py: missing argument: the program to start, after -- (--help)"),
+        (["--", "nope.py"], "launch.py: no script nope.py in "),
         (["--", "trian.py"], "did you mean train.py?"),
-        (["--", "no-such-program"], "launch.py: there is no program 'no-such-program'"),
-        (["--run_dir=train.py", "--", "true"], "cannot make the directory train.py/logs"),
+        (["--", "no-such-program"], "cannot find an executable program 'no-such-program'"),
+        (["--run_dir=train.py", "--", "true"], "cannot create the directory train.py/logs"),
         (["--workers=0", "--", "x"], "--workers=0: 0 is not a positive integer"),
         (["--wrkers=2", "--", "x"], "Did you mean: workers ?"),
     ],
 )
-def test_what_cannot_be_started_is_said_in_a_line(scripts, tmp_path, arguments, says):
+def test_an_error_at_the_start_is_one_line(scripts, tmp_path, arguments, message):
     (tmp_path / "train.py").touch()
     process = launch(scripts / "launch.py", *arguments, directory=tmp_path)
     assert process.returncode == 1
-    assert says in process.stderr
+    assert message in process.stderr
     assert "Traceback" not in process.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -162,10 +162,10 @@ def test_any_program_can_be_a_task_and_makes_a_new_directory(scripts, tmp_path):
     assert (run_dir / "logs" / "worker-1.log").read_text() == "it is me\n"
 
 
-@pytest.mark.parametrize("written", [["--run_dir=own"], ["--run_dir", "own"], ["-run_dir=own"]])
-def test_logs_go_to_the_programs_own_run_directory(scripts, tmp_path, written):
+@pytest.mark.parametrize("flag", [["--run_dir=own"], ["--run_dir", "own"], ["-run_dir=own"]])
+def test_logs_go_to_the_programs_own_run_directory(scripts, tmp_path, flag):
     process = launch(
-        scripts / "launch.py", "--run_dir=other", "--", "echo", "hi", *written, directory=tmp_path
+        scripts / "launch.py", "--run_dir=other", "--", "echo", "hi", *flag, directory=tmp_path
     )
     assert process.returncode == 0
     assert (tmp_path / "own" / "logs" / "worker-0.log").exists()
@@ -173,5 +173,7 @@ def test_logs_go_to_the_programs_own_run_directory(scripts, tmp_path, written):
 
 
 def test_the_launcher_imports_no_tensorflow():
-    code = "import sys, kdist.launch.here; print({'tensorflow', 'keras'} & sys.modules.keys())"
+    code = (
+        "import sys, kdist.launch.local_engine; print({'tensorflow', 'keras'} & sys.modules.keys())"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

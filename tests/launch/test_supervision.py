@@ -1,4 +1,4 @@
-"""Tasks that hang, that fall silent, and that come back: the launcher tells which one."""
+"""Tasks that hang, become silent, or come back, as the launcher reports them."""
 
 import os
 import signal
@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-# A task that beats as `fit` does; `seconds` are those of its steps.
+# A task that sends heartbeats as `fit` does; `seconds` are those of its steps.
 BEATING = """
 sys.path.insert(0, {root!r})
-from kdist import heartbeat
+from kdist.cluster import heartbeat
 heartbeat.start()
 def training(): pass
 def steps(seconds, first=0, begins=False):
@@ -21,10 +21,11 @@ def steps(seconds, first=0, begins=False):
 
 @pytest.fixture
 def beating(scripts):
-    """The beginning of a task's code."""
+    """Returns the beginning of a task's code."""
     return BEATING.replace("{root!r}", repr(str(scripts.parent)))
 
 
+@pytest.mark.slow
 def test_a_stopped_task_is_named_and_ended(launcher, beating, all_end):
     process = launcher.start(
         beating + "steps([0.1] * 5)\nnote(f'ready-{index}', os.getpid())\n"
@@ -33,25 +34,25 @@ def test_a_stopped_task_is_named_and_ended(launcher, beating, all_end):
         "--hang_seconds=7",
     )
     _, stopped = launcher.pids("ready-0", "ready-1")
-    time.sleep(1.5)  # it has beaten
+    time.sleep(1.5)  # it has sent heartbeats
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
     assert process.wait(30) != 0
     assert time.monotonic() - began < 20
-    said = launcher.read("err")
-    assert "worker 1 gives no sign of life since " in said
-    assert "worker 1 hung: it gave no sign of life for " in said
-    assert "ending worker 0 (in step 6 for " in said
+    err = launcher.read("err")
+    assert "worker 1 has sent no heartbeat for " in err
+    assert "worker 1 hung: it sent no heartbeat for " in err
+    assert "ending worker 0 (in step 6 for " in err
     all_end(launcher.pids("worker-0", "worker-1"), 0)
 
 
-def test_a_task_that_is_waited_for_is_named_and_shows_where_it_is(launcher, beating):
+def test_a_task_that_others_wait_for_is_named_and_dumps_its_stack(launcher, beating):
     code, out, err, seconds = launcher.run(
         beating
         + """
-def a_callback_of_the_user(): time.sleep(100)
+def user_callback(): time.sleep(100)
 steps([0.1] * 5)
-if index == 1: a_callback_of_the_user()
+if index == 1: user_callback()
 steps([100], 5)
 """,
         "--workers=2",
@@ -61,21 +62,21 @@ steps([100], 5)
     assert seconds < 20
     assert "worker 1 hung: it was between steps, after step 5 for " in err
     assert ", and worker 0 waited for it (more time: hang_seconds)" in err
-    assert "a_callback_of_the_user" in out
+    assert "user_callback" in out
 
 
-def test_a_slow_step_is_reported_before_it_is_judged(launcher, beating):
+def test_a_slow_step_is_logged_before_it_counts_as_hung(launcher, beating):
     code, out, err, _ = launcher.run(
         beating + "steps([0.2] * 5)\nsteps([100], 5)", "--workers=1", "--hang_seconds=8"
     )
     assert code == 128 + signal.SIGABRT
     assert "[worker 0] kdist: in step 6 for " in out
-    assert " s by now; the usual is 0.2 s" in out
+    assert " s so far; it usually takes 0.2 s" in out
     assert "worker 0 hung: it was in step 6 for 8 s, usually 0.2 s" in err
 
 
 @pytest.mark.slow
-def test_a_task_that_has_not_begun_is_named_not_those_that_wait_for_it(launcher, beating):
+def test_a_task_that_has_not_begun_is_named(launcher, beating):
     code, _, err, _ = launcher.run(
         "if index == 1: time.sleep(100)\n" + beating + "steps([100])",
         "--workers=2",
@@ -85,13 +86,13 @@ def test_a_task_that_has_not_begun_is_named_not_those_that_wait_for_it(launcher,
     assert "worker 1 hung: it had not begun to train, and worker 0 waited for it" in err
 
 
-def test_what_all_do_together_outside_of_steps_is_no_idling(launcher, beating):
+def test_a_collective_outside_of_steps_is_not_idle_time(launcher, beating):
     code, _, err, _ = launcher.run(
         beating
         + """
 steps([0.1] * 5)
 if index == 0:
-    with heartbeat.meeting("averaging replicas"): time.sleep(100)
+    with heartbeat.collective("averaging replicas"): time.sleep(100)
 steps([100], 5)
 """,
         "--workers=2",
@@ -102,7 +103,7 @@ steps([100], 5)
 
 
 @pytest.mark.slow
-def test_what_usually_takes_long_and_first_steps_have_their_time(launcher, beating):
+def test_long_steps_and_first_steps_have_longer_limits(launcher, beating):
     code, _, err, _ = launcher.run(
         beating + "steps([1.0] * 5)\nsteps([4], 5)\nsteps([5], 0, begins=True)",
         "--workers=1",
@@ -124,9 +125,9 @@ def test_a_task_that_comes_back_is_not_ended(launcher, beating):
     time.sleep(7)
     os.kill(stopped, signal.SIGCONT)
     assert process.wait(30) == 0
-    said = launcher.read("err")
-    assert "worker 0 gives no sign of life since " in said
-    assert "worker 0 is back: " in said
+    err = launcher.read("err")
+    assert "worker 0 has sent no heartbeat for " in err
+    assert "worker 0 is back: " in err
 
 
 SERVING = """
@@ -147,20 +148,20 @@ def test_a_worker_of_parameter_servers_is_started_again_alone(launcher, beating)
     code, _, err, _ = launcher.run(beating + SERVING, "--workers=1", "--ps=1", "--max_restarts=1")
     assert code == 0, err
     assert "worker 0 was ended by SIGKILL" in err
-    assert "starting worker 0 again; restart 1 of 1 since there was a new checkpoint" in err
+    assert "starting worker 0 again; restart 1 of 1 since the last new checkpoint" in err
 
 
-def test_but_not_without_being_asked_to(launcher, beating):
+def test_a_worker_is_not_restarted_by_default(launcher, beating):
     code, _, err, _ = launcher.run(beating + SERVING, "--workers=1", "--ps=1")
     assert code == 128 + signal.SIGKILL
     assert "again" not in err
 
 
-def test_a_variable_that_is_inherited_without_its_pipe_is_no_pipe(tmp_path, monkeypatch):
-    from kdist import heartbeat
+def test_an_inherited_variable_without_its_pipe_is_ignored(tmp_path, monkeypatch):
+    from kdist.cluster import heartbeat
 
     with open(tmp_path / "other", "w") as other:
-        monkeypatch.setenv(heartbeat.PIPE, f"{other.fileno()}:1")
+        monkeypatch.setenv(heartbeat.PIPE_VARIABLE, f"{other.fileno()}:1")
         heart = heartbeat.Heartbeat()
         heart.start()
         time.sleep(0.1)

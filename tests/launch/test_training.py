@@ -27,14 +27,14 @@ def test_two_workers_train_and_the_chief_alone_writes(scripts, tmp_path):
     assert process.returncode == 0, process.stderr[-3000:] + process.stdout[-3000:]
     results = [line for line in process.stdout.splitlines() if "test accuracy 0." in line]
     assert [line[:11] for line in results] == ["[worker 0] "]
-    assert len(process.stdout.splitlines()) < 60  # a progress bar writes itself often
+    assert len(process.stdout.splitlines()) < 60  # a progress bar overwrites itself often
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["num_replicas"] == 2
     for n in range(2):
         assert (tmp_path / "run" / "logs" / f"worker-{n}.log").stat().st_size > 0
 
 
-# What a matrix product takes of the processor, in seconds of processor a second.
+# CPU seconds per second that a matrix product uses.
 CORES_TAKEN = """
 import json, time
 import tensorflow as tf
@@ -49,13 +49,14 @@ print(json.dumps([taken]))
 
 
 @pytest.mark.slow
-def test_tensorflow_keeps_to_the_threads_that_it_is_given():
-    """A bound from above, which holds on a machine of one core and on a busy one."""
+def test_tensorflow_uses_only_its_threads():
+    """An upper bound, which holds also on one core and on a busy machine."""
     (taken,) = python(CORES_TAKEN, environment={"TF_NUM_INTRAOP_THREADS": "1"})
     assert taken < 1.2
 
 
-def test_logical_devices_share_what_the_launcher_gives():
+@pytest.mark.slow
+def test_logical_devices_divide_the_launchers_share():
     code = """
 import json, os
 import tensorflow as tf
@@ -64,5 +65,5 @@ devices.find_devices(2)
 print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
 """
     launchers = {"KDIST_CORES": "2", "TF_NUM_INTRAOP_THREADS": "2"}
-    assert python(code, environment=launchers) == 1  # as many devices as cores: one each
+    assert python(code, environment=launchers) == 1  # as many devices as cores: one thread each
     assert python(code, environment={**launchers, "KDIST_CORES": "3"}) == 0

@@ -1,4 +1,4 @@
-"""What the tests of meshes run in a process of their own, where Keras computes with JAX.
+"""Programs of the mesh tests, which run in a separate process with Keras on JAX.
 
 python jax_programs.py DIRECTORY mlp misuse           # a saved model, or a function of this file
 """
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import kdist
-from kdist.parallel import Mesh, column, heads, read_plan, row
+from kdist.parallel import Mesh, column, heads, read_placement, row
 from kdist.parallel.jax_mesh import bytes_per_device
 
 LAYOUTS = ("data=2", "tensor=2", "data=2,tensor=2")
@@ -20,28 +20,28 @@ BATCH, STEPS = 16, 10
 
 
 def fit(model, x, y):
-    """As many steps as there are batches in the data."""
+    """Trains one step per batch."""
     model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
 
 
 def train(directory, name):
-    """Goes on, in each layout, with a model that TensorFlow has left; tells what lies where."""
-    data, plan = np.load(directory / f"{name}.npz"), read_plan(directory / f"{name}.json")
+    """Continues training a TensorFlow model in each layout; returns the parts on each device."""
+    data, placement = np.load(directory / f"{name}.npz"), read_placement(directory / f"{name}.json")
     found = {}
     for said in LAYOUTS:
         layout = kdist.Layout.parse(said)
         mesh = Mesh(layout, [f"cpu:{n}" for n in range(layout.devices)])
         with mesh.scope():
             model = keras.saving.load_model(directory / f"{name}.keras")
-            mesh.place(model, plan if layout.tensor > 1 else None)
+            mesh.place(model, placement if layout.tensor > 1 else None)
             fit(model, data["x"], data["y"])
-            found[said] = what_lies_where(model)
+            found[said] = profile_devices(model)
             model.save(directory / f"{name} {said}.keras")
     return found
 
 
-def what_lies_where(model):
-    """Of weights and slots, the shape of the part on each device, and bytes on each device."""
+def profile_devices(model):
+    """Returns the shapes of the parts of weights and slots, and bytes, on each device."""
     parts = {
         variable.path: [
             list(variable.shape),
@@ -54,7 +54,7 @@ def what_lies_where(model):
 
 
 def misuse():
-    """The messages of all errors."""
+    """Returns the messages of all errors."""
     inputs = keras.Input((6,), name="inputs")
     hidden = keras.layers.Dense(6, name="up")(inputs)
     model = keras.Model(inputs, keras.layers.Dense(3, name="down")(hidden))
@@ -104,16 +104,16 @@ def message(action):
 
 
 def suggested():
-    """How a model is divided where no file says it."""
+    """Returns the divisions of a model without a placement file."""
     inputs = keras.Input((6,))
     hidden = keras.layers.Dense(8, "relu", name="up")(inputs)
     model = keras.Model(inputs, keras.layers.Dense(3, name="down")(hidden))
-    plan = kdist.parallel.plan_as_said(model, kdist.Layout(tensor=2))
-    return {name: where.how for name, where in plan.items()}
+    placement = kdist.parallel.resolve_placement(model, kdist.Layout(tensor=2))
+    return {name: where.how for name, where in placement.items()}
 
 
 def builders():
-    """A step of each builder's model, on two replicas."""
+    """Trains a step of each builder's model on two replicas."""
     mesh = Mesh(kdist.Layout(data=2))
     found = {}
     for name in kdist.models.BUILDERS:

@@ -1,4 +1,4 @@
-"""A copy is like the original in what its numbers do not show, or it is refused."""
+"""Copies of layers behave like the originals, or are refused."""
 
 import keras
 import numpy as np
@@ -19,16 +19,16 @@ def examples(rows=24, features=4):
 
 
 def chain(*middle):
-    """Inputs, the layers given, a head."""
+    """Returns a model of inputs, the given layers, and a head."""
     x = inputs = keras.Input((4,))
     for layer in middle:
         x = layer(x)
     return keras.Model(inputs, layers.Dense(3, activation="softmax", name="head")(x))
 
 
-def split_in(layout, plain, plan=None):
+def split_in(layout, plain, placement=None):
     with kdist.create_strategy(layout).scope():
-        return split(plain, {"head": device(1)} if plan is None else plan)
+        return split(plain, {"head": device(1)} if placement is None else placement)
 
 
 def adapted():
@@ -106,16 +106,16 @@ def test_a_nested_model_that_is_cut_takes_its_inputs_in_their_order():
         return keras.Model(inputs, layers.Dense(3, name="head")(inner(order(p, q))))
 
     layout = kdist.Layout(pipeline=2, micro_batches=2)
-    plan = {"inner/second|head": stage(1)}
-    with pytest.raises(ValueError, match="'inner' is cut and called with names"):
-        split_in(layout, plain_of(lambda p, q: {"a": p, "b": q}), plan)
-    split_in(layout, plain_of(lambda p, q: [q, p]), plan)
+    placement = {"inner/second|head": stage(1)}
+    with pytest.raises(ValueError, match="'inner' is on several stages"):
+        split_in(layout, plain_of(lambda p, q: {"a": p, "b": q}), placement)
+    split_in(layout, plain_of(lambda p, q: [q, p]), placement)
 
 
 def test_synchronised_statistics_in_a_pipeline_of_several_replicas():
     layout = kdist.Layout(data=2, pipeline=2, micro_batches=2)
     plain = chain(layers.BatchNormalization(synchronized=True, name="norm"))
-    with pytest.raises(ValueError, match="'norm' is synchronised"):
+    with pytest.raises(ValueError, match="'norm' is synchronized"):
         split_in(layout, plain, {"head": stage(1)})
 
 
@@ -129,7 +129,7 @@ class Counting(layers.Layer):
 
 
 def test_state_is_written_once_a_micro_batch():
-    """Also where sample weights have to be known beforehand."""
+    """Also with sample weights, whose sum must be known in advance."""
     layout = kdist.Layout(pipeline=2, micro_batches=2)
     model = split_in(layout, chain(Counting(name="counting")), {"head": stage(1)})
     with model.distribute_strategy.scope():
@@ -170,20 +170,20 @@ def lookup():
 
 
 @pytest.mark.parametrize(
-    ("build", "plan", "message"),
+    ("build", "placement", "message"),
     [
         (
             lambda: chain(BuiltInCall(name="late")),
             {"late": device(1), "head": device(0)},
-            "'late' makes its weights when it is called: give it a build",
+            "'late' creates its weights",
         ),
-        (lambda: chain(Nameless()), None, "get_config lacks the name"),
-        (lookup, None, "'lookup' looks things up in a table"),
+        (lambda: chain(Nameless()), None, "get_config omits the name"),
+        (lookup, None, "'lookup' uses a lookup table"),
     ],
 )
-def test_layers_that_cannot_be_copied(build, plan, message):
+def test_layers_that_cannot_be_copied(build, placement, message):
     with pytest.raises(ValueError, match=message):
-        split_in(TWO, build(), plan)
+        split_in(TWO, build(), placement)
 
 
 def test_a_model_that_is_not_split_in_a_layout_that_splits():

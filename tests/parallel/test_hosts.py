@@ -1,11 +1,11 @@
-"""Models that are split over hosts, each a process here, have the weights of one device."""
+"""Models split over hosts (processes here) train to the weights of one device."""
 
 import re
 
 import pytest
 
 from kdist.layout import Layout
-from kdist.testing import python_tasks
+from tests.forked import python_tasks
 
 TRAINING = """
 import collections, json, re, sys
@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from kdist.parallel import column, row, split, stage
-from kdist.parallel.placement import devices_of, groups_of, operations_that_run
+from kdist.parallel.inspect.operation_devices import devices_of, groups_of, operations_that_run
 from kdist.testing import largest_difference
 
 def build():
@@ -27,13 +27,13 @@ def build():
     return keras.Model(inputs, keras.layers.Dense(4, name="third")(x))
 
 if layout.tensor > 1:
-    plan = {"first": column(), "second": row()}
+    placement = {"first": column(), "second": row()}
 else:
-    plan = {"first": stage(0), "second|third": stage(1)}
+    placement = {"first": stage(0), "second|third": stage(1)}
 plain = build()
 plain.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
 with strategy.scope():
-    model = split(plain, plan)
+    model = split(plain, placement)
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
 x = np.random.default_rng(0).normal(size=(86, 8)).astype("float32")
 y = x[:, :4] ** 2
@@ -109,7 +109,7 @@ def test_weights_are_those_of_one_device(case):
 
 
 def check_placement(result, groups, layout):
-    """Variables, slots, forward and backward operations and updates are where they should be."""
+    """Checks the devices of variables, slots, forward and backward operations, and updates."""
     places = {"first": {0}, "second": {1}}
     if layout.tensor > 1:
         places = {layer: {0, 1} for layer in places}

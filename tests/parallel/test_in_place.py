@@ -1,4 +1,4 @@
-"""What `assert_in_place` is to find, it finds: each kind of thing, put elsewhere."""
+"""`assert_in_place` detects every kind of misplacement."""
 
 import dataclasses
 import functools
@@ -10,13 +10,13 @@ import tensorflow as tf
 
 import kdist
 from kdist.parallel import column, device, row, split, split_model
-from kdist.parallel.in_place import assert_in_place, parts_of, slots_of
-from kdist.parallel.placement import operations_that_run
+from kdist.parallel.inspect.operation_devices import operations_that_run
+from tests.parallel.in_place import assert_in_place, parts_of, slots_of
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """A model on two replicas of two devices, and what ran in its first step."""
+    """A model on two replicas of two devices, and the operations of its first step."""
     layers = keras.layers
     inputs = keras.Input((8,))
     x = layers.Dense(8, name="up")(inputs)
@@ -70,7 +70,7 @@ def test_operations_elsewhere(trained, what):
 
 
 def trained_in_two_places():
-    """A model on two devices, not divided, and what ran in its first step."""
+    """Returns a model on two devices, not divided, and the operations of its first step."""
     layers = keras.layers
     inputs = keras.Input((8,))
     x = layers.Dense(8, name="low")(inputs)
@@ -84,7 +84,7 @@ def trained_in_two_places():
 
 
 def test_a_model_that_does_its_work_elsewhere(monkeypatch):
-    """Calls, or gradients, on the device of the step: where TensorFlow has them by itself."""
+    """Calls or gradients on the step's device, which is TensorFlow's default."""
     assert_in_place(*trained_in_two_places())
     call = lambda strategy, here, stay, name, operation, *args, **kwargs: operation(*args, **kwargs)  # noqa: E731
     by_itself = functools.partial(tf.compat.v1.gradients, colocate_gradients_with_ops=False)

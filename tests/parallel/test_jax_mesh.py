@@ -1,4 +1,4 @@
-"""Layouts and plans on Keras's JAX backend, beside one device of the TensorFlow backend.
+"""Layouts and placements on Keras's JAX backend, compared with one device on TensorFlow.
 
 A process has one backend: this one has TensorFlow, and starts others for JAX.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.parallel import column, heads, row, write_plan
+from kdist.parallel import column, heads, row, write_placement
 from kdist.testing import assert_same_weights
 from tests.parallel import jax_programs
 
@@ -40,7 +40,7 @@ BY_NAME = {
 BY_SHAPE = {(32, 16): 1, (16,): 0, (16, 8): 0}
 
 
-def plan_of(name, model):
+def placement_of(name, model):
     if name == "mlp":
         first, second, _ = (each.name for each in model.layers if hasattr(each, "kernel"))
         return {first: column(), second: row()}
@@ -54,7 +54,7 @@ def plan_of(name, model):
 
 
 def expected_axis(name, path, shape):
-    """The axis that is divided, of a weight or of its momentum; None if it is whole."""
+    """Returns the divided axis of a weight or of its momentum; None if it is whole."""
     if name == "mlp":
         return BY_SHAPE.get(tuple(shape))
     flat = path.replace("/", "_").removesuffix("_momentum")
@@ -83,13 +83,13 @@ def data(name, steps):
 
 
 def trained(directory, name):
-    """The model after some steps here, of which it leaves a file, and then as many as on JAX."""
+    """Returns the model after some steps, saved to a file, and the same steps as on JAX."""
     keras.utils.set_random_seed(1)
     model = MODELS[name]()
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "sparse_categorical_crossentropy")
     jax_programs.fit(model, *data(name, 3))
     model.save(directory / f"{name}.keras")
-    write_plan(plan_of(name, model), directory / f"{name}.json")
+    write_placement(placement_of(name, model), directory / f"{name}.json")
     x, y = data(name, jax_programs.STEPS)
     np.savez(directory / f"{name}.npz", x=x, y=y)
     jax_programs.fit(model, x, y)
@@ -98,7 +98,7 @@ def trained(directory, name):
 
 @pytest.fixture(scope="module")
 def few(tmp_path_factory):
-    """(directory, the model trained here, what the program on JAX has found)."""
+    """Returns (directory, the model trained here, results of the program on JAX)."""
     directory = tmp_path_factory.mktemp("few")
     return directory, trained(directory, "mlp"), on_jax(directory, "mlp", "misuse", "suggested")
 
@@ -116,10 +116,11 @@ models = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @layouts
 @models
 def test_a_file_goes_to_a_mesh_and_back_as_though_it_had_stayed(name, runs, layout, request):
-    """Ten steps on the mesh are ten steps on one device; weights, slots and the count of steps."""
+    """Ten steps on the mesh equal ten steps on one device: weights, slots and step count."""
     directory, reference, _ = request.getfixturevalue(runs)
     back = keras.saving.load_model(directory / f"{name} {layout}.keras")
     assert type(back).__module__.startswith("keras.")
@@ -160,24 +161,24 @@ def test_a_device_of_two_holds_half_of_what_is_divided(few):
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ("pipeline", "ValueError: pipeline=2: .*take Keras's TensorFlow backend"),
+        ("pipeline", "ValueError: pipeline=2: .*use Keras's TensorFlow backend"),
         ("branch", "ValueError: branch=2: .*--backend=tensorflow"),
-        ("too many", "RuntimeError: data=5 is for 5 devices, .*started with 4 CPU devices: make"),
-        ("too few named", "ValueError: data=2 is for 2 devices and there are 1 .cpu:0.: name"),
-        ("no match", "ValueError: 'middle' matches no layer; there are up, down"),
-        ("two match", "ValueError: 'up' and 'u.' both match 'up': make one of them narrower"),
-        ("device", r"TypeError: 'up' goes to device 1: .*say column\(\), row\(\) or heads\(\)"),
-        ("stage", "ValueError: 'up' goes to stage 1, and tensor=2 has 1"),
-        ("uneven", "ValueError: 'down' has 3 units, which tensor=2 does not divide: take"),
-        ("kind", r"TypeError: 'up' is a Dense: it is divided by column\(\) or row\(\)"),
+        ("too many", "RuntimeError: data=5 is for 5 devices, .*started with 4 CPU devices"),
+        ("too few named", "ValueError: data=2 is for 2 devices and there are 1 .cpu:0."),
+        ("no match", "ValueError: 'middle' matches no layer. The layers are up, down"),
+        ("two match", "ValueError: 'up' and 'u.' both match 'up'"),
+        ("device", r"TypeError: 'up' is placed on device 1, .*column\(\), row\(\) or heads\(\)"),
+        ("stage", "ValueError: 'up' is placed on stage 1, and tensor=2 has 1"),
+        ("uneven", "ValueError: 'down' has 3 units, which tensor=2 does not divide"),
+        ("kind", r"TypeError: 'up' is a Dense. Place it with column\(\) or row\(\)"),
         ("nothing divided", "ValueError: tensor=2 is for layers whose weights are divided"),
-        ("no tensor", "ValueError: up: to be divided, and data=2 has tensor=1: take a layout"),
+        ("no tensor", "ValueError: up: cannot be divided, because data=2 has tensor=1"),
         ("synchronized", "ValueError: 'batch_normalization.*layer.synchronized = False"),
-        ("not built", "ValueError: 'sequential.* is not built: call it"),
-        ("uneven batch", "ValueError: a batch of 3 rows, which data=2 does not divide: take a"),
-        ("kdist.Model", "RuntimeError: kdist.Model is for Keras on TensorFlow, and .* is jax"),
-        ("Model.of", "RuntimeError: kdist.Model is for Keras on TensorFlow, and .* is jax"),
-        ("strategy", "RuntimeError: kdist.create_strategy is for Keras on TensorFlow"),
+        ("not built", "ValueError: 'sequential.* is not built"),
+        ("uneven batch", "ValueError: a batch of 3 rows, which data=2 does not divide"),
+        ("kdist.Model", "RuntimeError: kdist.Model requires Keras on TensorFlow, and .* is jax"),
+        ("Model.of", "RuntimeError: kdist.Model requires Keras on TensorFlow, and .* is jax"),
+        ("strategy", "RuntimeError: kdist.create_strategy requires Keras on TensorFlow"),
     ],
 )
 def test_wrong_uses_on_jax(few, wrong, expected):
@@ -200,7 +201,7 @@ def test_a_mesh_is_for_jax():
 
 @pytest.fixture
 def distribution():
-    """A distribution of Keras that is set, as a user of JAX would."""
+    """Sets a Keras distribution, as a user of JAX would."""
     given = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"])
     keras.distribution.set_distribution(given)
     yield

@@ -1,25 +1,26 @@
-"""Bytes that stages hold for their backward pass: as counted by hand, in the order that ran."""
+"""Bytes that stages hold for the backward pass, compared with counts by hand."""
 
 import keras
 import numpy as np
 import pytest
 
 import kdist
-from kdist.parallel import device, pipeline, split, stage
-from kdist.parallel.live import Activations
-from kdist.parallel.placement import what_lies_where
-from kdist.parallel.schedule import Work, merged_order
+from kdist.parallel import device, split, stage
+from kdist.parallel.inspect.activation_memory import Activations
+from kdist.parallel.inspect.operation_devices import profile_devices
+from kdist.parallel.pipeline import step
+from kdist.parallel.pipeline.schedule import StageWork, merged_order
 
 FLOAT, ROWS, MICRO_BATCHES, UNITS = 4, 48, 4, 8
-PLAN = {"high": stage(1), "top": stage(2)}
-# Of a micro-batch of 12 rows: what a stage takes, and what its three layers give to tanh.
+PLACEMENT = {"high": stage(1), "top": stage(2)}
+# Bytes for a micro-batch of 12 rows: inputs of a stage, and inputs of tanh in its three layers.
 INPUTS = 12 * 6 * FLOAT
 TAKEN = 12 * UNITS * FLOAT
 COMPUTED = 3 * 12 * UNITS * FLOAT
 
 
 def three_stages():
-    """Three layers on each of two stages, and one on the last."""
+    """Returns a model with three layers on each of two stages, and one more on the last."""
     layers = keras.layers
     x = inputs = keras.Input((6,))
     for number in range(3):
@@ -29,13 +30,13 @@ def three_stages():
     return keras.Model(inputs, layers.Dense(4, "softmax", name="top")(x))
 
 
-def found(layout, plan=PLAN, plain=None, x=None):
-    """What lies on the devices of a model that is trained by the layout."""
+def found(layout, placement=PLACEMENT, plain=None, x=None):
+    """Returns the device profiles of a model trained under the layout."""
     with kdist.create_strategy(kdist.Layout.parse(layout)).scope():
-        model = split(plain or three_stages(), plan)
+        model = split(plain or three_stages(), placement)
         model.compile("sgd", "sparse_categorical_crossentropy")
     x = np.ones((ROWS, 6), "float32") if x is None else x
-    return what_lies_where(model, x, np.zeros(len(x), "int32"))
+    return profile_devices(model, x, np.zeros(len(x), "int32"))
 
 
 def live(rows):
@@ -47,7 +48,7 @@ def held(rows):
 
 
 def assert_is_one_forward_one_backward(rows):
-    """The last stage holds what the loss makes of 4 classes beside what it takes."""
+    """The last stage holds its inputs and the gradient of the loss over 4 classes."""
     assert live(rows) == [3, 2, 1]
     last = TAKEN + 12 * 4 * FLOAT
     assert held(rows) == [3 * (INPUTS + COMPUTED), 2 * (TAKEN + COMPUTED), last]
@@ -60,8 +61,8 @@ def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_to_come(monkeypatc
     def gpipe(schedule, *sizes):
         return merged_order("gpipe", *sizes)
 
-    monkeypatch.setattr(pipeline, "merged_order", gpipe)
-    with pytest.raises(AssertionError):  # it is seen in what runs, not in what was asked for
+    monkeypatch.setattr(step, "merged_order", gpipe)
+    with pytest.raises(AssertionError):  # the order is measured, not taken from the layout
         assert_is_one_forward_one_backward(found("pipeline=3,micro_batches=4"))
 
 
@@ -80,7 +81,7 @@ def test_who_recomputes_holds_what_was_taken_and_one_micro_batch(schedule, taken
 
 
 def test_of_dropout_its_outputs_are_kept_and_computed_again():
-    """Not those of the first pass: its mask does not depend on the inputs, and could be merged."""
+    """The mask does not depend on the inputs; TensorFlow must not merge both passes."""
     layers = keras.layers
     plain = keras.Sequential(
         [
@@ -91,9 +92,9 @@ def test_of_dropout_its_outputs_are_kept_and_computed_again():
             layers.Dense(4, activation="softmax", name="high"),
         ]
     )
-    plan = {"high": stage(1)}
-    kept = found("pipeline=2,micro_batches=4,schedule=gpipe", plan, plain)[0]
-    again = found("pipeline=2,micro_batches=4,schedule=gpipe,recompute", plan, plain)[0]
+    placement = {"high": stage(1)}
+    kept = found("pipeline=2,micro_batches=4,schedule=gpipe", placement, plain)[0]
+    again = found("pipeline=2,micro_batches=4,schedule=gpipe,recompute", placement, plain)[0]
     of_one = (kept.activation_bytes - 4 * INPUTS) / 4
     assert of_one >= 3 * TAKEN
     assert again.activation_bytes == 4 * INPUTS + of_one
@@ -107,15 +108,15 @@ def test_replicas_hold_alike():
 
 
 def test_branches_hold_their_own():
-    """Without micro-batches: all rows; the batch counts where a copy of it was sent to."""
+    """Without micro-batches: all rows. The batch counts on devices that received a copy."""
     layers = keras.layers
     inputs = keras.Input((6,))
     left = layers.Dense(UNITS, "tanh", name="left")(inputs)
     right = layers.Dense(2 * UNITS, "tanh", name="right")(inputs)
     join = layers.Concatenate(name="join")([left, right])
     plain = keras.Model(inputs, layers.Dense(4, activation="softmax", name="top")(join))
-    plan = {"right": device(1), "join|top": device(0)}
-    rows = found("branch=2", plan, plain)
+    placement = {"right": device(1), "join|top": device(0)}
+    rows = found("branch=2", placement, plain)
     assert live(rows) == [1, 1]
     assert held(rows)[1] == ROWS * (2 * UNITS + 6) * FLOAT
     assert held(rows)[0] >= ROWS * (UNITS + 3 * UNITS + 4) * FLOAT
@@ -140,8 +141,11 @@ def test_the_peak_is_that_of_the_order():
     activations = Activations()
     activations.kept.update({("CPU:0", 0): 5, ("CPU:0", 1): 7})
     activations.computed_again["CPU:0", 0] = 100
-    forward, back = [Work(0, n, False) for n in (0, 1)], [Work(0, n, True) for n in (0, 1)]
-    again = Work(0, 0, False, is_again=True)
+    forward, back = (
+        [StageWork(0, n, False) for n in (0, 1)],
+        [StageWork(0, n, True) for n in (0, 1)],
+    )
+    again = StageWork(0, 0, False, is_again=True)
     assert activations.peak_bytes("CPU:0", [*forward, again, *back]) == 112
     assert activations.peak_bytes("CPU:0", [forward[0], again, back[0], forward[1]]) == 105
     assert activations.peak_bytes("CPU:1", forward) == 0
@@ -149,18 +153,18 @@ def test_the_peak_is_that_of_the_order():
 
 @pytest.mark.slow
 def test_of_images_it_is_known():
-    """Bytes as inputs, which TensorFlow casts elsewhere than asked; BatchNorms' workspaces."""
+    """Inputs of bytes, whose casts TensorFlow moves, and workspaces of BatchNormalization."""
     plain = kdist.models.create("resnet18", input_shape=(28, 28, 1), num_classes=10)
-    plan = {"stage3_.*": stage(1)}
+    placement = {"stage3_.*": stage(1)}
     x = np.zeros((16, 28, 28, 1), "uint8")
     layout = "pipeline=2,micro_batches=4,schedule=gpipe"
-    kept, again = (found(each, plan, plain, x) for each in (layout, f"{layout},recompute"))
+    kept, again = (found(each, placement, plain, x) for each in (layout, f"{layout},recompute"))
     for before, after in zip(held(kept), held(again), strict=True):
         assert after < before / 2
 
 
 def test_sums_that_tensorflow_makes_at_once():
-    """It renames them, as within LayerNormalization; they are as large as they were."""
+    """It renames them, for example in LayerNormalization; their sizes stay the same."""
     layers = keras.layers
     inputs = keras.Input((3, 6))
     x = layers.LayerNormalization(name="norm")(layers.Dense(UNITS, name="low")(inputs))

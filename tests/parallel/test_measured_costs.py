@@ -1,4 +1,4 @@
-"""Measured costs: what takes long counts as long, whatever is computed of it."""
+"""Measured costs replace computed ones in the search for placements."""
 
 import keras
 import numpy as np
@@ -14,7 +14,7 @@ layers = keras.layers
 
 @keras.saving.register_keras_serializable("test_measured_costs")
 class Slow(layers.Layer):
-    """Hundreds of products in a loop, of which a computed cost sees one at most."""
+    """Hundreds of products in a loop, of which computed costs count at most one."""
 
     def call(self, inputs):
         square = tf.matmul(inputs, inputs, transpose_a=True)
@@ -29,7 +29,7 @@ class Slow(layers.Layer):
 
 
 def misleading():
-    """The slow layer comes first; five others are all that arithmetic is counted for."""
+    """The slow layer comes first. Computed costs count only the arithmetic of five others."""
     inputs = keras.Input((128,))
     x = Slow(name="slow")(inputs)
     for number in range(5):
@@ -52,17 +52,17 @@ def test_stages_follow_what_was_measured():
 def test_given_costs_take_the_place_of_computed_ones():
     model = misleading()
     costs = {"slow": 0.0, **{f"d{number}": 1.0 for number in range(4)}, "d4": 4.0}
-    plan = suggest(model, Layout(pipeline=2), costs=costs)
-    assert [name for name, where in plan.items() if where == stage(1)] == ["d4"]
+    placement = suggest(model, Layout(pipeline=2), costs=costs)
+    assert [name for name, where in placement.items() if where == stage(1)] == ["d4"]
 
 
 def test_costs_are_of_each_operation():
-    with pytest.raises(ValueError, match=r"costs says nothing of d0, d1, d2: give"):
+    with pytest.raises(ValueError, match="no entry for d0, d1, d2"):
         suggest(misleading(), Layout(pipeline=2), costs={"slow": 1.0})
 
 
 def test_the_model_stays_as_it_was():
-    """Moving statistics and the state of random numbers included; of all kinds of operations."""
+    """Includes moving statistics and seed states, for all kinds of operations."""
     tokens = keras.Input((6,), dtype="int32")
     x = layers.Embedding(10, 8, name="embedding")(tokens)
     x = layers.MultiHeadAttention(2, 4, name="attention")(x, x)
@@ -82,9 +82,9 @@ def test_the_model_stays_as_it_was():
 
 
 def test_what_cannot_be_measured():
-    with pytest.raises(ValueError, match="batch_size=0: take 1 or more"):
+    with pytest.raises(ValueError, match="batch_size=0"):
         measure_costs(misleading(), batch_size=0)
     inputs = keras.Input((None, 4), name="sequence")
     model = keras.Model(inputs, layers.Dense(4)(inputs))
-    with pytest.raises(ValueError, match="'sequence' has the shape .*: build the model with it"):
+    with pytest.raises(ValueError, match="'sequence' has the shape"):
         measure_costs(model)

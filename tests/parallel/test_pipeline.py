@@ -1,4 +1,4 @@
-"""Micro-batches through stages: the weights of one device, each stage on its own, in order."""
+"""Pipelines train to the weights of one device, each stage on its device and in order."""
 
 import itertools
 import re
@@ -10,17 +10,17 @@ import tensorflow as tf
 
 import kdist
 from kdist.parallel import split, stage
-from kdist.parallel.in_place import assert_in_place
-from kdist.parallel.micro_batches import MicroStep
-from kdist.parallel.placement import groups_of, operations_that_run
-from kdist.parallel.schedule import (
+from kdist.parallel.inspect.operation_devices import groups_of, operations_that_run
+from kdist.parallel.pipeline.micro_batches import MicroBatchStep
+from kdist.parallel.pipeline.schedule import (
     overlapped_share,
     peak_live,
     stage_order,
     waiting_share,
 )
-from kdist.parallel.timeline import recorded_timeline
+from kdist.parallel.pipeline.timeline import recorded_timeline
 from kdist.testing import assert_same_weights, largest_difference
+from tests.parallel.in_place import assert_in_place
 
 BATCH = 16
 OPTIMIZERS = {
@@ -31,8 +31,8 @@ OPTIMIZERS = {
 CROSSENTROPY = "sparse_categorical_crossentropy"
 
 
-def split_in(layout, plain, plan, **arguments):
-    """`plain` split, and both compiled alike."""
+def split_in(layout, plain, placement, **arguments):
+    """Returns `plain` split, both compiled with the same arguments."""
     optimizer = arguments.pop("optimizer", OPTIMIZERS["momentum"])
     own = {
         name: arguments.pop(name)
@@ -40,14 +40,14 @@ def split_in(layout, plain, plan, **arguments):
         if name in arguments
     }
     with kdist.create_strategy(layout).scope():
-        model = split(plain, plan)
+        model = split(plain, placement)
         model.compile(optimizer(), **arguments, **own)
     plain.compile(optimizer(), **arguments)
     return model
 
 
 def assert_trains_alike(model, plain, *data, tolerance=1e-5, **arguments):
-    """Weights and history of one device, after two epochs."""
+    """Compares weights and history with one device after two epochs."""
     arguments = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0, **arguments}
     expected = plain.fit(*data, **arguments).history
     got = model.fit(*data, **arguments).history
@@ -65,7 +65,7 @@ def rng():
 
 
 def residual():
-    """A CNN in which what the first stage gives is taken by the second, the third and the head."""
+    """A CNN whose first stage has outputs for the second and third stage and the head."""
     layers = keras.layers
 
     def convolution(name, x):
@@ -90,7 +90,7 @@ def images(rows=80):
 
 
 def dense(units=8, **arguments):
-    """Two stages of Dense layers; arguments are those of the first."""
+    """Two stages of Dense layers. The arguments are for the first."""
     layers = keras.layers
     inputs = keras.Input((6,))
     x = layers.Dense(units, activation="tanh", name="low", **arguments)(inputs)
@@ -107,7 +107,7 @@ def vectors(rows=80):
 
 
 def two_ways():
-    """Two inputs, one taken by the last stage; two outputs, one of them the first stage's."""
+    """Two inputs, one for the last stage; two outputs, one of the first stage."""
     layers = keras.layers
     left, right = keras.Input((6,), name="left"), keras.Input((3,), name="right")
     low = layers.Dense(5, activation="tanh", name="low")(left)
@@ -120,7 +120,7 @@ def two_ways():
 
 
 @pytest.mark.parametrize(
-    ("layout", "plan", "optimizer", "rows"),
+    ("layout", "placement", "optimizer", "rows"),
     [
         ("pipeline=2,micro_batches=2", TWO_STAGES, "sgd", 80),
         ("pipeline=3,micro_batches=4", THREE_STAGES, "adam", 75),
@@ -130,11 +130,11 @@ def two_ways():
         ("data=2,pipeline=2,micro_batches=3,schedule=gpipe", TWO_STAGES, "sgd", 75),
     ],
 )
-def test_a_residual_network(layout, plan, optimizer, rows):
-    """Ten steps; of 75 rows, the last of each epoch has 11."""
+def test_a_residual_network(layout, placement, optimizer, rows):
+    """Ten steps. With 75 rows, the last batch of each epoch has 11."""
     plain = residual()
     arguments = {"optimizer": OPTIMIZERS[optimizer], "loss": CROSSENTROPY, "metrics": ["accuracy"]}
-    model = split_in(kdist.Layout.parse(layout), plain, plan, **arguments)
+    model = split_in(kdist.Layout.parse(layout), plain, placement, **arguments)
     assert_trains_alike(model, plain, *images(rows))
 
 
@@ -150,21 +150,21 @@ def test_inputs_and_outputs_of_several_stages(data):
 
 
 def test_unequal_micro_batches_weigh_by_their_rows(monkeypatch):
-    """Batches of 5 rows as micro-batches of 1, 1, 1 and 2: equal weights train something else."""
+    """Batches of 5 rows as micro-batches of 1, 1, 1 and 2; equal weights would be wrong."""
     x, y = vectors(50)
     layout = kdist.Layout(pipeline=2, micro_batches=4)
     plain = dense()
     model = split_in(layout, plain, DENSE, loss=CROSSENTROPY)
     equal = split_in(layout, plain, DENSE, loss=CROSSENTROPY)
     assert_trains_alike(model, plain, x, y, batch_size=5)
-    monkeypatch.setattr(MicroStep, "weighed", lambda micro, loss: loss / 4)
+    monkeypatch.setattr(MicroBatchStep, "scaled", lambda micro, loss: loss / 4)
     equal.fit(x, y, batch_size=5, epochs=2, shuffle=False, verbose=0)
     assert largest_difference(equal.get_weights(), plain.get_weights()) > 1e-3
 
 
 @pytest.mark.parametrize("data", [1, 2])
 def test_fewer_rows_than_micro_batches(data):
-    """Batches of 5 rows and a last one of 2, as eight micro-batches that a convolution sees."""
+    """Batches of 5 rows and a last one of 2 as eight micro-batches, with a convolution."""
     layers = keras.layers
     plain = keras.Sequential(
         [
@@ -232,13 +232,13 @@ def test_masks(data, low):
         assert_trains_alike(model, plain, tokens, rng().integers(0, 3, (32, 7)))
     rehearsed = {o.type for o in operations if "divisors" in o.name}
     assert "NotEqual" in rehearsed
-    # TensorFlow leaves out what nobody asks for, but no loop that reads variables.
+    # TensorFlow prunes unused operations, except loops that read variables.
     loop = {"MatMul"} if low == "LSTM" else set()
     assert {"MatMul", "BatchMatMulV2", "Softmax"} & rehearsed == loop
 
 
 class AddsLoss(keras.layers.Layer):
-    """Adds the mean square of what it is given to the loss."""
+    """Adds the mean square of its inputs to the loss."""
 
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
@@ -273,8 +273,8 @@ def test_a_nested_model_over_two_stages():
     up, side = inner([layers.Dense(8, name="low")(inputs), inputs])
     x = layers.Add(name="sum")([up, side])
     plain = keras.Model(inputs, layers.Dense(4, activation="softmax", name="head")(x))
-    plan = {"inner/(join|two|mul.*)": stage(1), "sum": stage(1)}
-    model = split_in(DENSE_IN, plain, plan, loss=CROSSENTROPY)
+    placement = {"inner/(join|two|mul.*)": stage(1), "sum": stage(1)}
+    model = split_in(DENSE_IN, plain, placement, loss=CROSSENTROPY)
     assert_trains_alike(model, plain, *vectors())
 
 
@@ -317,7 +317,7 @@ def test_evaluate_and_predict_take_any_batch():
 
 @pytest.mark.parametrize("rows", [18, 3])
 def test_batch_norm_sees_micro_batches(rows):
-    """Its statistics move after each that has rows, in order."""
+    """Statistics are updated after each micro-batch with rows, in order."""
     layers = keras.layers
     norm = layers.BatchNormalization(momentum=0.5, name="norm")
     plain = keras.Sequential(
@@ -335,7 +335,7 @@ def test_batch_norm_sees_micro_batches(rows):
 
 
 def test_dropout_draws_for_each_micro_batch():
-    """Rows that are alike are dropped unalike, and gradients are those of what was dropped."""
+    """Equal rows have different masks, and gradients match the masks."""
     layers = keras.layers
     plain = keras.Sequential(
         [
@@ -357,7 +357,7 @@ def test_dropout_draws_for_each_micro_batch():
 
 
 def types_of_work(operations):
-    """{(replica, "forward" or "backward", stage): {device: types of what computes there}}."""
+    """Returns {(replica, "forward" or "backward", stage): {device: types of operations}}."""
     found = {}
     for o in operations:
         match = re.search(r"(forward|backward)_\d+_on_stage_(\d)", o.name)
@@ -398,7 +398,7 @@ def test_each_stage_is_on_its_device(schedule):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_stages_work_in_order_and_at_the_same_time(schedule):
-    """As measured: each stage does what the schedule says, and holds no more than it allows."""
+    """Measured: each stage follows the schedule, and holds no more than it allows."""
     layers = keras.layers
     inputs = keras.Input((256,))
     x = inputs

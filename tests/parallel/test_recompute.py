@@ -1,4 +1,4 @@
-"""Stages that compute their activations again: the same numbers, less to hold, nothing twice."""
+"""Recomputation: the same numbers with less memory, and no state is written twice."""
 
 import collections
 import re
@@ -9,15 +9,15 @@ import pytest
 import tensorflow as tf
 
 import kdist
+from kdist.compat.tensorflow import collect_function_graphs
 from kdist.parallel import split, stage
-from kdist.parallel.placement import operations_that_run
-from kdist.parallel.schedule import stage_order
-from kdist.parallel.timeline import recorded_timeline
-from kdist.tensorflow_internals import graphs_that_run
+from kdist.parallel.inspect.operation_devices import operations_that_run
+from kdist.parallel.pipeline.schedule import stage_order
+from kdist.parallel.pipeline.timeline import recorded_timeline
 from kdist.testing import assert_same_weights
 
 ROWS = 48
-PLANS = {2: {"high": stage(1)}, 3: {"high": stage(1), "top": stage(2)}}
+PLACEMENTS = {2: {"high": stage(1)}, 3: {"high": stage(1), "top": stage(2)}}
 EVERY_SCHEDULE = [
     "pipeline=3,micro_batches=4",
     "pipeline=3,micro_batches=4,schedule=gpipe",
@@ -37,7 +37,7 @@ def optimizer():
 
 
 def three_stages(low=(), high=(), units=8, shape=(6,), top=4, dtype=None):
-    """Dense layers on three stages, with more layers after the first and the second of them."""
+    """Dense layers on three stages, with more layers after the first and the second."""
     layers = keras.layers
     x = inputs = keras.Input(shape, dtype=dtype)
     for layer in (*low, layers.Dense(units, "tanh", name="low")):
@@ -52,17 +52,17 @@ def vectors():
 
 
 def trained(plain, layout, x, y, batch=16, **arguments):
-    """`plain` after two epochs, split by the layout, and its history."""
+    """Returns `plain`, split by the layout, after two epochs, and its history."""
     strategy = kdist.create_strategy(kdist.Layout.parse(layout))
     with strategy.scope():
-        model = split(plain, PLANS[strategy.layout.pipeline])
+        model = split(plain, PLACEMENTS[strategy.layout.pipeline])
         model.compile(optimizer(), **{"loss": CROSSENTROPY, **arguments})
     history = model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0).history
     return model, history
 
 
 def assert_recomputes_the_same(make, layout, x, y, tolerance=1e-6, **arguments):
-    """Weights, all other state and history of the pipeline that keeps its activations."""
+    """Compares weights, other state and history with a pipeline that keeps its activations."""
     results = []
     for asked in (layout, f"{layout},recompute"):
         keras.utils.set_random_seed(1)  # initial weights and seeds of layers
@@ -77,7 +77,7 @@ def assert_recomputes_the_same(make, layout, x, y, tolerance=1e-6, **arguments):
 
 
 def passes(operations, replica=0):
-    """{(stage, kind of work): micro-batches whose matrices are multiplied in the forward pass}."""
+    """Returns {(stage, kind): micro-batches with matrix products in the forward pass}."""
     found = collections.defaultdict(list)
     for o in operations:
         match = re.search(r"(forward|recompute)_(\d+)_on_stage_(\d)/", o.name)
@@ -103,7 +103,7 @@ def test_the_weights_of_one_device(layout):
 
 
 class CountsCalls(keras.layers.Layer):
-    """Computes with what it writes: each call is other than the one before."""
+    """Computes with a variable that it writes, so that each call differs."""
 
     def build(self, shape):
         self.calls = self.add_weight(name="calls", shape=(), initializer="zeros", trainable=False)
@@ -114,7 +114,7 @@ class CountsCalls(keras.layers.Layer):
 
 
 class AddsLoss(keras.layers.Layer):
-    """Adds the mean square of what it is given to the loss."""
+    """Adds the mean square of its inputs to the loss."""
 
     def call(self, x):
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(x)))
@@ -122,7 +122,7 @@ class AddsLoss(keras.layers.Layer):
 
 
 def stateful():
-    """Layers that draw numbers, write something, read what they write or add to the loss."""
+    """Layers that draw numbers, write state, read what they write, or add to the loss."""
     layers = keras.layers
     twice = layers.Dropout(0.3, seed=3)
     regularized = layers.Dense(8, activity_regularizer="l2", kernel_regularizer="l2")
@@ -135,7 +135,7 @@ def stateful():
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [EVERY_SCHEDULE[0], EVERY_SCHEDULE[3]])
 def test_state_is_read_as_before_and_written_once(layout):
-    """Wherever a layer is, whichever stage goes forward again.
+    """Wherever a layer is, and whichever stage recomputes.
 
     All rows are one batch: a BatchNorm of two rows makes 1e-5 of a difference of 1e-8.
     """
@@ -144,7 +144,7 @@ def test_state_is_read_as_before_and_written_once(layout):
 
 
 def test_state_on_the_last_stage():
-    """With gpipe it computes the loss again as well: metrics and statistics move once."""
+    """GPipe also computes the loss again: metrics and statistics are updated once."""
     layout = "pipeline=2,micro_batches=4,schedule=gpipe"
     make = lambda: keras.Sequential(  # noqa: E731
         [
@@ -162,7 +162,7 @@ def test_state_on_the_last_stage():
 @pytest.mark.slow
 @pytest.mark.parametrize("low", ["LSTM", "Dense"])
 def test_masks(low):
-    """Sequences of unequal length; an LSTM is a loop, in the second pass as well."""
+    """Sequences of unequal length. An LSTM is a loop, in the second pass as well."""
     layers = keras.layers
 
     def make():
@@ -193,7 +193,7 @@ def test_mixed_precision_with_a_loss_scale():
 
 
 def test_fewer_rows_than_micro_batches():
-    """Batches of 16 rows as 20 micro-batches: the statistics do not move for empty ones."""
+    """Batches of 16 rows as 20 micro-batches; empty ones do not update statistics."""
     make = lambda: three_stages([keras.layers.BatchNormalization()])  # noqa: E731
     assert_recomputes_the_same(make, "pipeline=3,micro_batches=20", *vectors())
 
@@ -203,7 +203,7 @@ def test_fewer_rows_than_micro_batches():
 
 @pytest.mark.parametrize("layout", EVERY_SCHEDULE[1:3])
 def test_each_stage_goes_forward_twice_but_where_it_goes_back_at_once(layout):
-    """In the graphs that ran: neither merged, nor done for nothing."""
+    """Executed graphs: passes are neither merged nor unnecessary."""
     x, y = vectors()
     with operations_that_run() as operations:
         trained(three_stages(), f"{layout},recompute", x[:16], y[:16])
@@ -219,7 +219,7 @@ def test_each_stage_goes_forward_twice_but_where_it_goes_back_at_once(layout):
 
 
 def multiplied_before(graph, name):
-    """Scopes of the matrix products that an operation waits for, of data or of control."""
+    """Returns scopes of the matrix products that an operation depends on, by data or control."""
     nodes = {node.name: node for node in graph.node}
     seen, left = set(), [name]
     while left:
@@ -231,10 +231,10 @@ def multiplied_before(graph, name):
 
 
 def test_masks_of_dropout_wait_as_well():
-    """They do not depend on what a stage takes, and would be made and held from the beginning."""
+    """They do not depend on a stage's inputs, and could be created and held from the start."""
     x, y = vectors()
     drop = keras.layers.Dropout(0.5, seed=1)
-    with graphs_that_run() as functions:
+    with collect_function_graphs() as functions:
         trained(three_stages([drop]), "pipeline=2,micro_batches=2,recompute", x[:16], y[:16])
     before = {
         node.name.partition("/")[0]: multiplied_before(graph, node.name)
@@ -250,7 +250,7 @@ def test_masks_of_dropout_wait_as_well():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_stages_work_in_order(schedule):
-    """As measured: a stage goes forward again just before it goes back."""
+    """Measured: a stage recomputes directly before the backward pass."""
     x, y = vectors()
     layout = f"pipeline=3,micro_batches=4,schedule={schedule},recompute"
     with recorded_timeline() as timeline:
@@ -267,7 +267,7 @@ def test_stages_work_in_order(schedule):
 
 
 class Draws(keras.layers.Layer):
-    """Draws numbers of TensorFlow's own."""
+    """Draws from TensorFlow's own random numbers."""
 
     def call(self, x):
         return x + tf.random.normal(tf.shape(x))
@@ -275,7 +275,7 @@ class Draws(keras.layers.Layer):
 
 def test_what_cannot_be_repeated():
     x, y = vectors()
-    with pytest.raises(ValueError, match=r"draws.*RandomStandardNormal.*leave recompute out"):
+    with pytest.raises(ValueError, match=r"draws.*RandomStandardNormal.*recompute"):
         trained(three_stages([Draws(name="draws")]), f"{EVERY_SCHEDULE[0]},recompute", x, y)
 
 

@@ -1,4 +1,4 @@
-"""Layouts by themselves: of those that fit the one that is computed to be the fastest."""
+"""Suggested layouts: the fastest by computed cost among those that fit."""
 
 import keras
 import pytest
@@ -6,16 +6,15 @@ import pytest
 import kdist
 from kdist import Layout
 from kdist.parallel import split, suggest
-from kdist.parallel.balancing import balanced_stages
-from kdist.parallel.pieces import ModelWork, Piece
-from kdist.parallel.plan_costs import device_bytes, step_seconds
-from kdist.parallel.schedule import bubble_share
+from kdist.parallel.pipeline.schedule import bubble_share
+from kdist.parallel.search.balance import balance_stages
+from kdist.parallel.search.costs import ModelWork, OperationCost, device_bytes, step_seconds
 
 layers = keras.layers
 
 
 def wide(width=1024, depth=8):
-    """All weights: 4 bytes each, with gradient and two slots 16."""
+    """Nearly all bytes are weights: 4 bytes each, 16 with gradient and two slots."""
     return keras.Sequential(
         [
             keras.Input((width,)),
@@ -29,13 +28,13 @@ WHOLE_GB = 16 * 8 * 1024 * 1025 / 1e9
 
 
 def all_layouts(model, **arguments):
-    """The suggestion for each of the layouts of four devices that `suggest` can be asked for."""
+    """Returns the suggestion for each layout of four devices."""
     texts = ("pipeline=4", "pipeline=4,micro_batches=8", "tensor=4", "pipeline=2,tensor=2")
     return [suggest(model, Layout.parse(text), **arguments) for text in texts]
 
 
 def test_what_fits_everywhere_and_computes_much_is_replicated():
-    """Weights few, arithmetic much: replicas exchange little and never wait for each other."""
+    """Few weights and much arithmetic: replicas exchange little."""
     convolutions = (layers.Conv2D(32, 3, padding="same", name=f"c{n}") for n in range(4))
     model = keras.Sequential([keras.Input((64, 64, 8)), *convolutions])
     found = suggest(model, devices=4, memory_gb=32, batch_size=256)
@@ -79,10 +78,10 @@ def test_nothing_fits_and_by_how_much():
     assert 0 < over <= least - memory_gb + 1e-3
 
 
-def test_of_plans_that_are_about_equally_fast_the_one_with_the_most_replicas(monkeypatch):
+def test_of_placements_that_are_about_equally_fast_the_one_with_the_most_replicas(monkeypatch):
     seconds = {Layout(data=4): 1.09, Layout(data=2, tensor=2): 1.0, Layout(pipeline=4): 1.05}
     monkeypatch.setattr(
-        "kdist.parallel.suggesting.step_seconds",
+        "kdist.parallel.search.suggest.step_seconds",
         lambda pieces, numbers, layout, rows: seconds.get(layout, 2.0),
     )
     assert suggest(wide(8), devices=4).layout == Layout(data=4)
@@ -93,22 +92,22 @@ def test_of_plans_that_are_about_equally_fast_the_one_with_the_most_replicas(mon
 def test_a_layout_or_devices():
     model = wide(8, 2)
     for arguments in ({}, {"layout": Layout(pipeline=2), "devices": 2}):
-        with pytest.raises(ValueError, match="give a layout, .* one of both"):
+        with pytest.raises(ValueError, match="either a layout"):
             suggest(model, **arguments)
-    with pytest.raises(ValueError, match="devices=0: a whole number from 1 on"):
+    with pytest.raises(ValueError, match="devices=0"):
         suggest(model, devices=0)
 
 
-def test_there_is_no_plan():
+def test_there_is_no_placement():
     model = keras.Sequential([keras.Input((3,)), layers.Dense(3, name="one")])
-    with pytest.raises(ValueError, match="no plan for devices=2; .*pipeline=2: 1 layers for 2"):
+    with pytest.raises(ValueError, match="no placement for devices=2; .*: 1 layers for 2"):
         suggest(model, devices=2, batch_size=1)
 
 
 def test_micro_batches_are_refused_where_replicas_synchronize(monkeypatch):
-    """Also where they would be the fastest."""
+    """Even if they would be the fastest."""
     monkeypatch.setattr(
-        "kdist.parallel.suggesting.step_seconds",
+        "kdist.parallel.search.suggest.step_seconds",
         lambda pieces, numbers, layout, rows: 1 / (layout.data**2 * layout.micro_batches),
     )
     found = {}
@@ -125,14 +124,17 @@ def test_micro_batches_are_refused_where_replicas_synchronize(monkeypatch):
 
 
 def equal_pieces(count, seconds=1.0, state=0.0, kept=0.0):
-    return [Piece(f"p{n}", seconds, state, kept, 0.0, (n - 1,) if n else ()) for n in range(count)]
+    return [
+        OperationCost(f"p{n}", seconds, state, kept, 0.0, (n - 1,) if n else ())
+        for n in range(count)
+    ]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 8])
 def test_a_pipeline_waits_as_long_as_its_bubble(micro_batches):
     pieces = equal_pieces(4)
     layout = Layout(pipeline=4, micro_batches=micro_batches)
-    seconds = step_seconds(pieces, balanced_stages(pieces, 4), layout, rows=8)
+    seconds = step_seconds(pieces, balance_stages(pieces, 4), layout, rows=8)
     share = bubble_share(4, micro_batches)
     assert seconds == pytest.approx(8 / (1 - share), rel=1e-3)
 
@@ -147,27 +149,27 @@ def test_replicas_compute_their_rows_and_exchange_all_gradients():
 
 def test_branches_run_side_by_side():
     pieces = [
-        Piece("stem", 1.0, 0, 0, 0, ()),
-        Piece("a", 3.0, 0, 0, 0, (0,)),
-        Piece("b", 2.0, 0, 0, 0, (0,)),
-        Piece("join", 1.0, 0, 0, 0, (1, 2)),
+        OperationCost("stem", 1.0, 0, 0, 0, ()),
+        OperationCost("a", 3.0, 0, 0, 0, (0,)),
+        OperationCost("b", 2.0, 0, 0, 0, (0,)),
+        OperationCost("join", 1.0, 0, 0, 0, (1, 2)),
     ]
     seconds = step_seconds(pieces, [0, 0, 1, 0], Layout(branch=2), rows=2)
     assert seconds == pytest.approx(2 * 5, rel=1e-3)
 
 
 def test_memory_of_stages():
-    """The last stage of 1F1B holds one micro-batch's activations, the first as many as stages."""
+    """1F1B: the last stage holds one micro-batch's activations, the first one per stage."""
     pieces = equal_pieces(2, state=16.0, kept=1.0)
     held = device_bytes(pieces, [0, 1], Layout(pipeline=2), rows=64)
     assert held == [16 + 64, 16 + 64]
     layout = Layout(pipeline=2, micro_batches=8)
-    # The sum of the micro-batches' gradients is held beside those of one.
+    # The sum of the micro-batches' gradients is held in addition to those of one.
     assert device_bytes(pieces, [0, 1], layout, rows=64) == [20 + 2 * 8, 20 + 8]
     layout = Layout(pipeline=2, micro_batches=8, schedule="gpipe")
     assert device_bytes(pieces, [0, 1], layout, rows=64) == [20 + 64, 20 + 64]
 
 
 def test_the_model_s_own_bytes():
-    (total,) = device_bytes(ModelWork(wide()).pieces(), [0] * 8, Layout(), rows=0)
+    (total,) = device_bytes(ModelWork(wide()).operation_costs(), [0] * 8, Layout(), rows=0)
     assert total == pytest.approx(WHOLE_GB * 1e9)

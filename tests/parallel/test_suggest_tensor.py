@@ -1,4 +1,4 @@
-"""Plans that divide weights: the largest, in pairs without a gather, and trained as one device."""
+"""Suggested divisions: the largest weights, in pairs without a gather."""
 
 import re
 
@@ -8,10 +8,10 @@ import pytest
 
 import kdist
 from kdist import Layout
-from kdist.parallel import column, heads, row, split, split_as, stage, suggest
-from kdist.parallel.dividing import chosen_divisions
-from kdist.parallel.pieces import LINK_BYTES_PER_SECOND, ModelWork
-from kdist.parallel.placement import groups_of, operations_that_run, what_lies_where
+from kdist.parallel import column, heads, resolve_placement, row, split, stage, suggest
+from kdist.parallel.inspect.operation_devices import groups_of, operations_that_run, profile_devices
+from kdist.parallel.search.costs import LINK_BYTES_PER_SECOND, ModelWork
+from kdist.parallel.search.divide import choose_divisions
 from kdist.testing import assert_same_weights
 
 layers = keras.layers
@@ -26,7 +26,7 @@ def transformer(depth=1):
 
 
 def gated():
-    """Two columns whose product the rows take, as in gated feed-forward parts; then a pair."""
+    """Two columns whose product feeds the rows, as in gated feed-forward parts; then a pair."""
     inputs = keras.Input((16,))
     gate = layers.Dense(64, activation="silu", name="gate")(inputs)
     up = layers.Dense(64, name="up")(inputs)
@@ -39,7 +39,7 @@ def gated():
 
 
 def cnn():
-    """Convolutions as a pair, pooled in between; another between normalizations."""
+    """A pair of convolutions with pooling between; another between normalizations."""
     inputs = keras.Input((8, 8, 16))
     x = layers.Conv2D(32, 3, padding="same", activation="relu", name="up")(inputs)
     x = layers.MaxPooling2D(name="pool")(x)
@@ -60,7 +60,7 @@ def nested():
     return keras.Model(inputs, layers.Dense(3, activation="softmax", name="head")(x))
 
 
-# Model -> (what makes it, how its layers are divided over four devices, which ones are joined).
+# Model -> (builder, divisions of its layers over four devices, gathered layers).
 MODELS = {
     "transformer": (
         transformer,
@@ -108,13 +108,13 @@ def compiled(model):
 @pytest.mark.parametrize("name", MODELS)
 def test_the_largest_layers_are_divided_in_pairs(name):
     build, expected, gathered = MODELS[name]
-    plan = suggest(build(), Layout(tensor=4))
-    assert plan == {re.escape(pattern): how for pattern, how in expected.items()}
-    assert set(plan.gathered) == gathered
+    placement = suggest(build(), Layout(tensor=4))
+    assert placement == {re.escape(pattern): how for pattern, how in expected.items()}
+    assert set(placement.gathered) == gathered
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_gathered_is_what_the_plan_says(name):
+def test_what_is_gathered_is_what_the_placement_says(name):
     build, _, gathered = MODELS[name]
     plain = build()
     model = split_as_suggested(plain, Layout(tensor=4))
@@ -170,19 +170,19 @@ def is_divided(where):
 
 @pytest.mark.slow
 def test_each_of_four_devices_holds_its_share():
-    """Of the divided weights no more than 0.30; of all the first has what is whole, too: 0.32."""
+    """At most 0.30 of the divided weights; 0.32 of all, as the first device has whole ones."""
     plain = transformer()
     model = split_as_suggested(plain, Layout(tensor=4))
     whole = sum(variable.value.shape.num_elements() * 4 for variable in plain.trainable_variables)
-    rows = what_lies_where(model, *examples(plain, BATCH))
+    rows = profile_devices(model, *examples(plain, BATCH))
     assert max(row.weight_bytes for row in rows) <= 0.32 * whole
     assert max(row.slot_bytes for row in rows) <= 0.32 * 2 * whole
     # The others have nothing but their parts.
     divided = 4 * sum(plain.get_layer(name).count_params() for name, how in model.divisions.items())
     assert max(row.weight_bytes for row in rows[1:]) <= 0.30 * divided
-    # What the plan has counted is what is there: weights, gradients and two slots on the first.
+    # The computed bytes match: weights, gradients and two slots on the first device.
     counted = sum(
-        piece.state_bytes for piece in ModelWork(plain).pieces(chosen_divisions(plain, 4))
+        piece.state_bytes for piece in ModelWork(plain).operation_costs(choose_divisions(plain, 4))
     )
     assert rows[0].weight_bytes == pytest.approx(counted / 4, rel=1e-3)
     assert rows[0].slot_bytes == pytest.approx(counted / 2, rel=1e-3)
@@ -190,22 +190,22 @@ def test_each_of_four_devices_holds_its_share():
 
 def test_activations_are_kept_in_parts_where_they_stay_divided():
     model = transformer()
-    divided = ModelWork(model).pieces(chosen_divisions(model, 4))
-    for whole, first in zip(ModelWork(model).pieces(), divided, strict=True):
+    divided = ModelWork(model).operation_costs(choose_divisions(model, 4))
+    for whole, first in zip(ModelWork(model).operation_costs(), divided, strict=True):
         in_parts = whole.name in ("block1_attention", "block1_ffn_up")
         assert first.kept_bytes == whole.kept_bytes / (4 if in_parts else 1), whole.name
 
 
 def test_a_divided_layer_computes_its_part_and_its_devices_meet():
-    """Numbers of a token: 16 features, 64 within the feed-forward part; six tokens."""
+    """Numbers per token: 16 features, 64 in the feed-forward part. Six tokens."""
     model = transformer()
-    whole = {piece.name: piece.seconds for piece in ModelWork(model).pieces()}
-    pieces = ModelWork(model).pieces(chosen_divisions(model, 4))
+    whole = {piece.name: piece.seconds for piece in ModelWork(model).operation_costs()}
+    pieces = ModelWork(model).operation_costs(choose_divisions(model, 4))
     numbers_sent = {
         "block1_attention": 3 * (16 + 16),  # to three others, and their sums back
-        "block1_ffn_up": 3 * 16,  # what it gives stays divided
+        "block1_ffn_up": 3 * 16,  # its output stays divided
         "block1_ffn_down": 3 * 16,
-        "token_embedding": 3 * (1 + 16 / 4),  # the number of the token; three parts are joined
+        "token_embedding": 3 * (1 + 16 / 4),  # the token id; three parts are gathered
     }
     for piece in pieces:
         seconds = whole[piece.name]
@@ -216,9 +216,9 @@ def test_a_divided_layer_computes_its_part_and_its_devices_meet():
 
 
 def test_small_layers_stay_whole():
-    plan = suggest(transformer(), Layout(tensor=2))
-    assert "position_embedding" not in plan
-    assert "logits" not in plan
+    placement = suggest(transformer(), Layout(tensor=2))
+    assert "position_embedding" not in placement
+    assert "logits" not in placement
 
 
 def test_what_does_not_divide_stays_whole():
@@ -233,45 +233,45 @@ def test_what_does_not_divide_stays_whole():
 
 def test_stages_are_balanced_and_layers_are_divided_within_them():
     model = transformer(depth=2)
-    plan = suggest(model, Layout(pipeline=2, tensor=2))
-    pieces = ModelWork(model).pieces(chosen_divisions(model, 2))
+    placement = suggest(model, Layout(pipeline=2, tensor=2))
+    pieces = ModelWork(model).operation_costs(choose_divisions(model, 2))
     seconds = [0.0, 0.0]
     for piece in pieces:
-        where = plan[re.escape(piece.name)]
+        where = placement[re.escape(piece.name)]
         seconds[where.stage if is_divided(where) else where.number] += piece.seconds
     assert max(seconds) <= 0.6 * sum(seconds)
     for number in (1, 2):
-        up, down = plan[f"block{number}_ffn_up"], plan[f"block{number}_ffn_down"]
+        up, down = placement[f"block{number}_ffn_up"], placement[f"block{number}_ffn_down"]
         assert (up.how, down.how) == ("column", "row")
         assert up.stage == down.stage
-    assert {where.stage for where in plan.values() if is_divided(where)} == {0, 1}
-    assert plan["token_embedding"] == column(0)
-    assert plan["logits"] == stage(1)
+    assert {where.stage for where in placement.values() if is_divided(where)} == {0, 1}
+    assert placement["token_embedding"] == column(0)
+    assert placement["logits"] == stage(1)
 
 
 def test_a_column_whose_rows_are_on_the_next_stage_is_gathered():
     model = gated()
-    names = [piece.name for piece in ModelWork(model).pieces()]
+    names = [piece.name for piece in ModelWork(model).operation_costs()]
     stages = {name: int(names.index(name) > names.index("drop")) for name in names}
-    divisions = chosen_divisions(model, 4, stages)
+    divisions = choose_divisions(model, 4, stages)
     assert {"gate", "up"} <= set(divisions.gathered)
     assert divisions.how["second"] == "row"
     assert "first" not in divisions.gathered
 
 
 def test_two_layers_on_two_stages_are_no_pair():
-    """Each by itself is then divided where no gather follows."""
+    """Each is then divided separately such that no gather follows."""
     model = keras.Sequential(
         [keras.Input((64,)), layers.Dense(64, name="d0"), layers.Dense(64, name="d1")]
     )
     assert suggest(model, Layout(tensor=2)) == {"d0": column(), "d1": row()}
-    plan = suggest(model, Layout(pipeline=2, tensor=2))
-    assert plan == {"d0": row(0), "d1": row(1)}
-    assert plan.gathered == ()
+    placement = suggest(model, Layout(pipeline=2, tensor=2))
+    assert placement == {"d0": row(0), "d1": row(1)}
+    assert placement.gathered == ()
 
 
 def test_programs_divide_weights_by_themselves():
-    layout = Layout(tensor=2)
+    layout, plain = Layout(tensor=2), gated()
     with kdist.create_strategy(layout).scope():
-        model = split_as(gated(), layout, "auto")
+        model = split(plain, resolve_placement(plain, layout, "auto"))
     assert set(model.divisions) == {"gate", "up", "down", "first", "second"}

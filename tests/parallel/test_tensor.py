@@ -1,4 +1,4 @@
-"""Divided weights train as whole ones, each part on its device, and files hold the plain model."""
+"""Divided weights train like whole ones, and files hold the plain model."""
 
 import collections
 import functools
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.checkpoint.snapshot import put, take
+from kdist.checkpoint.snapshot import capture, restore
 from kdist.parallel import column, device, heads, row, split, stage
-from kdist.parallel.in_place import assert_in_place
-from kdist.parallel.placement import devices_of, operations_that_run
+from kdist.parallel.inspect.operation_devices import devices_of, operations_that_run
 from kdist.testing import assert_same_weights
+from tests.parallel.in_place import assert_in_place
 
 layers = keras.layers
 
@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 
 def mlp(**arguments):
-    """Columns, then rows, an activation and a dropout layer in between; joined columns."""
+    """Columns, then rows, with an activation and a dropout layer between; gathered columns."""
     inputs = keras.Input((12,))
     x = layers.Dense(16, name="up", **arguments)(inputs)
     x = layers.Activation("gelu", name="gelu")(x)
@@ -43,7 +43,7 @@ def mlp(**arguments):
 
 
 def cnn():
-    """Joined filters, BatchNormalization; then filters, pooling and input channels."""
+    """Gathered filters, BatchNormalization; then filters, pooling and input channels."""
     inputs = keras.Input((8, 8, 4))
     x = layers.Conv2D(8, 3, name="first")(inputs)
     x = layers.BatchNormalization(name="norm", synchronized=True)(x)
@@ -83,13 +83,13 @@ MODELS = {
 }
 
 
-def plan_of(name, layout):
-    """The plan of a model; with stages, some of its layers are on the second one."""
-    _, _, plan, later = MODELS[name]
+def placement_of(name, layout):
+    """Returns the placement of a model; with stages, some layers are on the second one."""
+    _, _, placement, later = MODELS[name]
     if layout.pipeline == 1:
-        return plan
+        return placement
     kept = {}
-    for pattern, where in plan.items():
+    for pattern, where in placement.items():
         left = "|".join(part for part in pattern.split("|") if part not in later)
         if left:
             kept[left] = where
@@ -110,9 +110,9 @@ def compiled(model, optimizer="sgd", **arguments):
     return model
 
 
-def split_in(layout, model, plan, optimizer="sgd"):
+def split_in(layout, model, placement, optimizer="sgd"):
     with kdist.create_strategy(layout).scope():
-        return compiled(split(model, plan), optimizer)
+        return compiled(split(model, placement), optimizer)
 
 
 def trained(model, shape, rows=STEPS * BATCH):
@@ -141,7 +141,7 @@ CASES = [
 def test_weights_are_those_of_one_device_and_everything_is_in_its_place(name, layout, optimizer):
     build, shape, *_ = MODELS[name]
     plain = build()
-    model = split_in(layout, plain, plan_of(name, layout), optimizer)
+    model = split_in(layout, plain, placement_of(name, layout), optimizer)
     assert_same_weights(model.get_weights(), plain.get_weights(), 0)
     before = plain.get_weights()
     trained(compiled(plain, optimizer), shape)
@@ -156,8 +156,8 @@ def test_weights_are_those_of_one_device_and_everything_is_in_its_place(name, la
 
 @pytest.mark.parametrize("name", MODELS)
 def test_columns_are_joined_only_for_what_needs_them_whole(name):
-    build, shape, plan, _ = MODELS[name]
-    model = split_in(TENSOR_2, build(), plan)
+    build, shape, placement, _ = MODELS[name]
+    model = split_in(TENSOR_2, build(), placement)
     with operations_that_run() as operations:
         model.predict(examples(shape)[0][:BATCH], verbose=0)
     joining = {
@@ -170,7 +170,7 @@ def test_columns_are_joined_only_for_what_needs_them_whole(name):
 
 
 def assert_takes_its_share(model, plain):
-    """Divided weights and their slots are no more than 0.30 of the plain ones on any of four."""
+    """Each of four devices holds at most 0.30 of the bytes of divided weights and slots."""
     on: collections.Counter = collections.Counter()
     for variable in (*model.variables, *model.optimizer.variables):
         if is_divided(model, variable.path):
@@ -187,7 +187,7 @@ def assert_takes_its_share(model, plain):
 
 
 def is_divided(model, path):
-    """Whether a variable, or a slot, is of a layer whose weights are divided."""
+    """Returns whether a variable or a slot belongs to a divided layer."""
     names = "|".join(model.divisions)
     ends = "/|_(shard|kernel|bias|embed|query|key|value|attention_output)"
     return bool(re.match(rf"(adam\w*/)?({names})({ends})", path))
@@ -270,10 +270,10 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize(("build", "plan"), GIVEN.values(), ids=GIVEN)
-def test_what_a_layer_is_given_counts(build, plan):
+@pytest.mark.parametrize(("build", "placement"), GIVEN.values(), ids=GIVEN)
+def test_what_a_layer_is_given_counts(build, placement):
     plain = build()
-    model = split_in(TENSOR_2, plain, plan, "adam")
+    model = split_in(TENSOR_2, plain, placement, "adam")
     compiled(plain, "adam")
     shape = plain.input_shape[1:]
     assert_trains_alike(model, plain, shape)
@@ -304,7 +304,7 @@ def test_mixed_precision(policy):
     keras.config.set_dtype_policy(policy)
     try:
         plain = mlp()
-        model = split_in(TENSOR_2, plain, plan_of("mlp", TENSOR_2))
+        model = split_in(TENSOR_2, plain, placement_of("mlp", TENSOR_2))
     finally:
         keras.config.set_dtype_policy("float32")
     assert model.get_layer("up").compute_dtype == policy.removeprefix("mixed_")
@@ -338,7 +338,7 @@ def test_clipping(layout, options):
     optimizer = functools.partial(
         keras.optimizers.SGD, 0.1, momentum=0.9, weight_decay=0.01, **options
     )
-    model = split_in(layout, plain, plan_of("mlp", layout), optimizer)
+    model = split_in(layout, plain, placement_of("mlp", layout), optimizer)
     assert_trains_alike(model, compiled(plain, optimizer), (12,))
 
 
@@ -350,8 +350,8 @@ def test_layers_that_are_nested_or_called_twice():
     x = layers.Dense(8, name="first")(inputs)
     x = shared(block(shared(x)))
     plain = keras.Model(inputs, layers.Dense(3, activation="softmax", name="head")(x))
-    plan = {"first|shared": column(), "block/up": column(), "head": row()}
-    model = split_in(TENSOR_2, plain, plan, "adam")
+    placement = {"first|shared": column(), "block/up": column(), "head": row()}
+    model = split_in(TENSOR_2, plain, placement, "adam")
     assert_trains_alike(model, compiled(plain, "adam"), (12,))
     assert model.get_layer("block").get_layer("up").get_weights()[0].shape == (8, 8)
 
@@ -361,9 +361,9 @@ def test_layers_that_are_nested_or_called_twice():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_is_that_of_the_plain_model(name, tmp_path):
-    build, shape, plan, _ = MODELS[name]
+    build, shape, placement, _ = MODELS[name]
     plain = build()
-    model = trained(split_in(TENSOR_4, plain, plan, "adam"), shape, 2 * BATCH)
+    model = trained(split_in(TENSOR_4, plain, placement, "adam"), shape, 2 * BATCH)
     model.save(tmp_path / "model.keras")
     opened = keras.models.load_model(tmp_path / "model.keras")
     assert [type(layer) for layer in opened.layers] == [type(layer) for layer in plain.layers]
@@ -394,7 +394,7 @@ def test_a_file_is_that_of_the_plain_model(name, tmp_path):
 )
 def test_a_file_holds_the_slots_of_the_plain_model(make, tmp_path, recwarn):
     plain = mlp()
-    model = split_in(TENSOR_2, plain, plan_of("mlp", TENSOR_2), make)
+    model = split_in(TENSOR_2, plain, placement_of("mlp", TENSOR_2), make)
     for each in (compiled(plain, make), model):
         trained(each, (12,), 2 * BATCH)
     model.save(tmp_path / "model.keras")
@@ -410,7 +410,7 @@ def test_a_file_holds_the_slots_of_the_plain_model(make, tmp_path, recwarn):
 
 
 def test_weights_of_another_model_are_refused():
-    model = split_in(TENSOR_2, mlp(), plan_of("mlp", TENSOR_2))
+    model = split_in(TENSOR_2, mlp(), placement_of("mlp", TENSOR_2))
     weights = model.get_weights()
     with pytest.raises(ValueError, match="has 8 weights, and 7 were given"):
         model.set_weights(weights[1:])
@@ -419,11 +419,13 @@ def test_weights_of_another_model_are_refused():
 
 
 def test_a_checkpoint_resumes_under_the_same_layout():
-    make = functools.partial(split_in, HYBRID, plan=plan_of("mlp", HYBRID), optimizer="adam")
+    make = functools.partial(
+        split_in, HYBRID, placement=placement_of("mlp", HYBRID), optimizer="adam"
+    )
     model = trained(make(mlp()), (12,), 2 * BATCH)
-    arrays = take(model)
+    arrays = capture(model)
     resumed = trained(make(mlp()), (12,), BATCH)
-    put(resumed, arrays)
+    restore(resumed, arrays)
     assert_same_weights(resumed.get_weights(), model.get_weights(), 0)
     for each in (model, resumed):
         trained(each, (12,), 2 * BATCH)
@@ -438,21 +440,21 @@ def test_a_checkpoint_resumes_under_the_same_layout():
 @pytest.mark.parametrize(
     ("build", "how", "error", "message"),
     [
-        (mlp, {"norm": column()}, TypeError, "LayerNormalization, which cannot be divided; what "),
-        (mlp, {"up": heads()}, TypeError, "'up' is a Dense: it is divided by column.. or row"),
-        (attention, {"it": column()}, TypeError, "it is divided by heads"),
+        (mlp, {"norm": column()}, TypeError, "LayerNormalization, which cannot be divided"),
+        (mlp, {"up": heads()}, TypeError, "'up' is a Dense. Place it with column.. or row"),
+        (attention, {"it": column()}, TypeError, "Place it with heads"),
         (embedding, {"head": column()}, ValueError, "'head' has 3 units, which tensor=2 does not"),
         (
             lambda: dense((11,)),
             {"it": row()},
             ValueError,
-            "'it' has 11 input features, which tensor=2 does not divide: take a multiple of 2",
+            "'it' has 11 input features, which tensor=2 does not divide",
         ),
         (
             lambda: dense(kernel_constraint="max_norm"),
             {"it": column()},
             ValueError,
-            "kernel_constraint=MaxNorm, which looks at a whole variable",
+            "kernel_constraint=MaxNorm",
         ),
         (
             lambda: dense(kernel_regularizer=keras.regularizers.OrthogonalRegularizer()),
@@ -470,12 +472,12 @@ def test_a_checkpoint_resumes_under_the_same_layout():
             lambda: attention(activity_regularizer="l2"),
             {"it": heads()},
             ValueError,
-            "activity_regularizer, which looks at the sum over all heads",
+            "activity_regularizer, which needs the sum over all heads",
         ),
         (lambda: convolution(2, groups=2), {"it": column()}, ValueError, "groups=2, which tie"),
-        (mlp, {"up": stage(0)}, ValueError, "the plan names none: say"),
-        (mlp, {"up": column(2)}, ValueError, "goes to stage 2, and tensor=2 has 1"),
-        (mlp, {"up": "column"}, TypeError, "say kdist.parallel.stage"),
+        (mlp, {"up": stage(0)}, ValueError, "the placement divides none"),
+        (mlp, {"up": column(2)}, ValueError, "is placed on stage 2, and tensor=2 has 1"),
+        (mlp, {"up": "column"}, TypeError, "kdist.parallel.stage"),
     ],
 )
 def test_what_cannot_be_divided(build, how, error, message):
@@ -484,7 +486,7 @@ def test_what_cannot_be_divided(build, how, error, message):
 
 
 def test_a_layout_that_divides_nothing():
-    message = "down, up: to be divided, and branch=2 has tensor=1"
+    message = "down, up: cannot be divided, because branch=2 has tensor=1"
     strategy = kdist.create_strategy(kdist.Layout(branch=2))
     with strategy.scope(), pytest.raises(ValueError, match=message):
         split(mlp(), {"up": column(), "down": row(), "norm": device(1)})
@@ -493,17 +495,17 @@ def test_a_layout_that_divides_nothing():
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (keras.optimizers.Adafactor(), "Adafactor could act otherwise: it factors"),
-        (keras.optimizers.Lamb(), "Lamb could act otherwise: its trust ratio"),
-        (keras.optimizers.Muon(), "Muon could act otherwise: it orthogonalizes"),
+        (keras.optimizers.Adafactor(), "Adafactor could act differently: it factors"),
+        (keras.optimizers.Lamb(), "Lamb could act differently: its trust ratio"),
+        (keras.optimizers.Muon(), "Muon could act differently: it orthogonalizes"),
         (
             keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.Lamb()),
-            "give it a keras.optimizers.OptimizerMap",
+            "keras.optimizers.OptimizerMap",
         ),
         (keras.optimizers.SGD(clipnorm=1.0), "clipnorm=1.0 would clip each part by its own norm"),
         (
             keras.optimizers.LossScaleOptimizer(keras.optimizers.Lamb()),
-            "Lamb could act otherwise",
+            "Lamb could act differently",
         ),
     ],
     ids=[
@@ -517,6 +519,6 @@ def test_a_layout_that_divides_nothing():
 )
 def test_optimizers_that_look_at_whole_weights(optimizer, message):
     with kdist.create_strategy(TENSOR_2).scope():
-        model = split(mlp(), plan_of("mlp", TENSOR_2))
+        model = split(mlp(), placement_of("mlp", TENSOR_2))
         with pytest.raises(ValueError, match=message):
             model.compile(optimizer, "mse")

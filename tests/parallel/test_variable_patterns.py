@@ -1,12 +1,12 @@
-"""Plans that name variables and their axes become plans of layers."""
+"""Placements that name variables and their axes become placements of layers."""
 
 import keras
 import pytest
 
 import kdist
-from kdist.parallel import column, device, heads, read_plan, row, split, stage, write_plan
-from kdist.parallel.split_plan import Division
-from kdist.parallel.variable_patterns import on_layers
+from kdist.parallel import column, device, heads, read_placement, row, split, stage, write_placement
+from kdist.parallel.placement.patterns import Division
+from kdist.parallel.placement.variable_patterns import layer_placement
 
 
 def transformer():
@@ -28,7 +28,7 @@ def transformer():
 
 
 @pytest.mark.parametrize(
-    ("plan", "layers"),
+    ("placement", "layers"),
     [
         (
             {".*/ffn_up/kernel": (None, "model"), ".*/ffn_down/kernel": ("model", None)},
@@ -56,53 +56,56 @@ def transformer():
         ({"block": stage(1)}, {"block": stage(1)}),
     ],
 )
-def test_axes_of_variables(plan, layers):
-    assert on_layers(transformer(), plan) == layers
+def test_axes_of_variables(placement, layers):
+    assert layer_placement(transformer(), placement) == layers
 
 
 @pytest.mark.parametrize(
-    ("plan", "message"),
+    ("placement", "message"),
     [
-        ({"ffn_up/kernel": (None, "model")}, r"matches no variable; there are tokens/embeddings"),
+        (
+            {"ffn_up/kernel": (None, "model")},
+            r"The variables are tokens/embeddings",
+        ),
         ({"tokens/.*": (None, "model"), ".*s": (None, "model")}, "both match 'tokens/embeddings'"),
-        ({"conv/kernel": (None, "model")}, r"shape \(3, 3, 1, 4\); say None or .* its 4 axes"),
-        ({"tokens/.*": (None, "data")}, "say None or"),
+        ({"conv/kernel": (None, "model")}, r"shape \(3, 3, 1, 4\)\. Write None or .* its 4 axes"),
+        ({"tokens/.*": (None, "data")}, "Write None or"),
         ({"tokens/.*": (None, None)}, '"model" for one'),
-        ({"tokens/.*": ("model", "model")}, "cannot be divided so"),
-        ({"conv/kernel": ("model", None, None, None)}, "cannot be divided so; a kernel is divid"),
+        ({"tokens/.*": ("model", "model")}, "cannot be divided in this way"),
+        ({"conv/kernel": ("model", None, None, None)}, "cannot be divided in this way. A kernel"),
         ({"attention/query/kernel": ("model", None, None)}, "attention by its heads"),
         (
             {"block/ffn_up/kernel": ("model", None), "block/ffn_up/bias": ("model",)},
-            "divides 'block/ffn_up/bias' by column, and another pattern its layer by row",
+            "divides 'block/ffn_up/bias' by column, and another pattern divides its layer by row",
         ),
-        ({"tokens": device(0), "tokens/.*": (None, "model")}, "both say where 'tokens' goes"),
+        ({"tokens": device(0), "tokens/.*": (None, "model")}, "both place 'tokens'"),
     ],
 )
-def test_what_is_refused(plan, message):
+def test_what_is_refused(placement, message):
     with pytest.raises(ValueError, match=message):
-        on_layers(transformer(), plan)
+        layer_placement(transformer(), placement)
 
 
 def test_a_model_is_split_so(tmp_path):
-    plan = {".*/ffn_up/kernel": (None, "model"), ".*/ffn_down/kernel": ("model", None)}
-    write_plan(plan, tmp_path / "plan.json")
-    assert read_plan(tmp_path / "plan.json") == plan
+    placement = {".*/ffn_up/kernel": (None, "model"), ".*/ffn_down/kernel": ("model", None)}
+    write_placement(placement, tmp_path / "placement.json")
+    assert read_placement(tmp_path / "placement.json") == placement
     with kdist.create_strategy(kdist.Layout(tensor=2)).scope():
-        model = split(transformer(), plan)
+        model = split(transformer(), placement)
     assert model.divisions == {"block/ffn_up": "column", "block/ffn_down": "row"}
 
 
 def test_a_nested_model_that_begins_as_its_layer_does():
-    """Paths say both, and the layer's own name may be within the model's."""
+    """Paths include both, and the layer's name may be part of the model's."""
     layers = keras.layers
     inner = keras.Sequential([keras.Input((4,)), layers.Dense(4, name="up")], name="setup")
     inputs = keras.Input((4,))
     model = keras.Model(inputs, inner(inputs))
-    assert on_layers(model, {"setup/up/kernel": (None, "model")}) == {"setup/up": column()}
+    assert layer_placement(model, {"setup/up/kernel": (None, "model")}) == {"setup/up": column()}
 
 
 def test_gates_of_attention_are_divided_by_heads():
     inputs = keras.Input((4, 8))
     attention = keras.layers.MultiHeadAttention(2, 4, name="it", use_gate=True)
     model = keras.Model(inputs, attention(inputs, inputs))
-    assert on_layers(model, {"it/gate/kernel": (None, "model", None)}) == {"it": heads()}
+    assert layer_placement(model, {"it/gate/kernel": (None, "model", None)}) == {"it": heads()}

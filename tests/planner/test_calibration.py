@@ -1,4 +1,4 @@
-"""Steps from what their parts cost on a machine, and costs from measured steps."""
+"""Step times from the costs of a calibration, and costs from measured steps."""
 
 import dataclasses
 import json
@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pytest
 
+from kdist.calibrate.measure import TimedWorkload, fit_calibration
+from kdist.calibrate.probes import PROBES
 from kdist.planner.calibration import Calibration, calibrated_step_seconds, work_terms
-from kdist.planner.measuring import Measured, calibration_of
-from kdist.planner.probes import PROBES
-from kdist.planner.reading import read_workload
-from kdist.planner.workload import LayerWork, Workload
+from kdist.planner.workload.layers import LayerWork, Workload
+from kdist.planner.workload.reading import read_workload
 
 CONVOLUTION = LayerWork(
     name="conv",
@@ -68,7 +68,7 @@ def test_a_step_is_the_sum_of_its_parts():
     assert step.seconds == pytest.approx(sum(step.parts.values()))
 
 
-def test_what_every_step_has_does_not_grow_with_the_batch():
+def test_overhead_does_not_grow_with_the_batch():
     once, twice, thrice = (
         calibrated_step_seconds(WORK, HERE, batch, 2).seconds for batch in (1, 2, 3)
     )
@@ -81,22 +81,20 @@ def test_what_every_step_has_does_not_grow_with_the_batch():
     ("weights", "seconds_a_flop"),
     [(100.0, 4e-11), (1e3, 4e-11), (10**3.5, 2.5e-11), (1e4, 1e-11), (10**4.5, 1.5e-11)],
 )
-def test_the_rate_of_convolutions_lies_between_those_of_fewer_and_of_more_weights(
-    weights, seconds_a_flop
-):
+def test_rate_of_convolutions_is_interpolated_between_weights(weights, seconds_a_flop):
     work = with_weights(weights)
     step = calibrated_step_seconds(work, HERE, local_batch=1, replicas=2)
     assert step.parts["convolution"] == pytest.approx(1e-4 + 5e-5 + 3e6 * seconds_a_flop)
 
 
-def test_weights_beyond_a_core_s_cache_cost_more():
+def test_weights_beyond_the_cache_cost_more():
     step = calibrated_step_seconds(with_weights(1e5), HERE, 1, 2)
     assert step.parts["weights"] == pytest.approx(1e-4)
     terms = work_terms(with_weights(1.5e5), 1)
     assert (terms["weights"], terms["convolution weights beyond 100,000"]) == (1.5e5, 5e4)
 
 
-def test_an_embedding_is_no_normalisation():
+def test_embedding_is_no_normalization():
     terms = work_terms(dataclasses.replace(WORK, layers=(EMBEDDING,)), 1)
     assert not any(name.startswith("normalisation") for name in terms)
     assert terms["elementwise weights beyond 100,000"] == 2e5
@@ -105,15 +103,15 @@ def test_an_embedding_is_no_normalisation():
 @pytest.mark.parametrize(
     ("work", "asked", "said"),
     [
-        (WORK, {"replicas": 1}, "asked for on 1 replicas in float32, but a CPU was calibrated"),
-        (WORK, {"precision": "mixed_bfloat16"}, "calibrate it for what you ask"),
+        (WORK, {"replicas": 1}, "on 1 replicas in float32: a CPU was calibrated"),
+        (WORK, {"precision": "mixed_bfloat16"}, "this precision"),
         (dataclasses.replace(WORK, precision="float64"), {}, "small in float64"),
         (WORK, {"local_batch": 0}, "give at least 1 example"),
-        (dataclasses.replace(WORK, uncounted=("While",)), {}, r"\(While\); time its step itself"),
-        (with_weights(5e5), {}, "does not know what 'convolution FLOPs at 1,000,000 weights' cost"),
+        (dataclasses.replace(WORK, uncounted=("While",)), {}, r"\(While\); time its step"),
+        (with_weights(5e5), {}, "no cost of 'convolution FLOPs at 1,000,000 weights'"),
     ],
 )
-def test_what_was_not_calibrated_is_refused(work, asked, said):
+def test_layers_without_calibration_are_rejected(work, asked, said):
     with pytest.raises(ValueError, match=said):
         calibrated_step_seconds(work, HERE, **{"local_batch": 8, "replicas": 2, **asked})
 
@@ -123,20 +121,20 @@ def test_text_and_back():
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": "x"}'])
-def test_text_that_is_no_calibration_is_named(text):
+def test_invalid_calibrations_are_rejected(text):
     with pytest.raises(ValueError, match=r"here\.json holds no calibration"):
         Calibration.from_json(text, "here.json")
 
 
 @pytest.mark.parametrize("cost", [-1.0, math.nan, math.inf])
-def test_a_cost_that_cannot_be_is_named(cost):
+def test_impossible_cost_is_rejected(cost):
     fields = dataclasses.asdict(HERE) | {"seconds_per": {"step": 1e-3, "weights": cost}}
     with pytest.raises(ValueError, match=r"'weights' costs .* calibrate the machine again"):
         Calibration.from_json(json.dumps(fields))
 
 
 def measured_networks():
-    """Networks of random sizes, and their steps as the costs above have them."""
+    """Returns networks of random sizes, with step times from the costs above."""
     generator = np.random.default_rng(0)
     for _ in range(40):
         sizes = 10 ** generator.uniform(-1, 1, (3, 4))
@@ -155,21 +153,21 @@ def measured_networks():
         kept = [layer for layer in layers if generator.random() < 0.7]
         work = dataclasses.replace(WORK, layers=tuple(kept))
         batch = int(generator.integers(1, 200))
-        yield Measured(work, batch, calibrated_step_seconds(work, HERE, batch, 2).seconds)
+        yield TimedWorkload(work, batch, calibrated_step_seconds(work, HERE, batch, 2).seconds)
 
 
-def test_costs_are_found_from_steps():
+def test_costs_are_fitted_to_steps():
     networks = list(measured_networks())
-    found = calibration_of(networks, "a CPU", 2)
+    found = fit_calibration(networks, "a CPU", 2)
     assert found.max_probe_error < 0.01
     seconds = calibrated_step_seconds(WORK, found, 50, 2).seconds
     assert seconds == pytest.approx(calibrated_step_seconds(WORK, HERE, 50, 2).seconds, rel=0.01)
 
 
-def test_one_step_that_was_disturbed_does_not_change_the_costs():
+def test_one_outlier_does_not_change_the_costs():
     networks = list(measured_networks())
     networks[3] = dataclasses.replace(networks[3], seconds=3 * networks[3].seconds)
-    found = calibration_of(networks, "a CPU", 2)
+    found = fit_calibration(networks, "a CPU", 2)
     assert found.max_probe_error > 0.5
     assert found.probe_error < 0.02
     seconds = calibrated_step_seconds(WORK, found, 50, 2).seconds
@@ -177,13 +175,13 @@ def test_one_step_that_was_disturbed_does_not_change_the_costs():
 
 
 def test_costs_need_several_steps():
-    with pytest.raises(ValueError, match="1 measured; there have to be at least 2"):
-        calibration_of(list(measured_networks())[:1], "a CPU", 2)
+    with pytest.raises(ValueError, match="at least 2"):
+        fit_calibration(list(measured_networks())[:1], "a CPU", 2)
 
 
 CALIBRATE = """
-from kdist.planner.measuring import calibrate
-from kdist.planner.probes import PROBES
+from kdist.calibrate.measure import calibrate
+from kdist.calibrate.probes import PROBES
 print(calibrate(2, rounds=1, probes=PROBES[-10:]).to_json())
 """
 

@@ -1,4 +1,4 @@
-"""Predicted memory by hand, and beside what training steps hold at their fullest."""
+"""Predicted memory against values computed by hand and the peaks of training steps."""
 
 import dataclasses
 import os
@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import measure_memory
 from kdist.planner import LayerWork, Workload, read_workload
-from kdist.planner.cost.memory import CUDA_BYTES, OPTIMIZERS, STEP_MARGIN, memory
+from kdist.planner.cost.memory import CUDA_BYTES, OPTIMIZERS, STEP_MARGIN, estimate_memory
 
 CONVOLUTION = LayerWork(
     name="conv",
@@ -34,7 +34,7 @@ TRAINED = 150 * 4
 
 
 def sizes(**arguments):
-    return memory(WORK, **{"local_batch": 10, "optimizer": "sgd", **arguments})
+    return estimate_memory(WORK, **{"local_batch": 10, "optimizer": "sgd", **arguments})
 
 
 def test_by_hand():
@@ -52,12 +52,12 @@ def test_by_hand():
 @pytest.mark.parametrize(
     ("optimizer", "slots"), [("sgd", 0), ("momentum", 1), ("adam", 2), ("adamw", 2), ("rmsprop", 1)]
 )
-def test_slots_are_those_of_the_optimizer(optimizer, slots):
+def test_slots_of_the_optimizer(optimizer, slots):
     assert sizes(optimizer=optimizer).slots == slots * TRAINED
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_slots_are_those_that_keras_makes(name):
+def test_slots_match_keras(name):
     keras = pytest.importorskip("keras")
     layer = keras.layers.Dense(7, use_bias=False)
     layer.build((None, 5))
@@ -70,7 +70,7 @@ def test_slots_are_those_that_keras_makes(name):
     assert made == OPTIMIZERS[name].slots
 
 
-def test_gradients_that_wait_for_others_stay():
+def test_gradients_stay_until_all_are_computed():
     assert sizes(local_batch=1).step == 3020 * STEP_MARGIN
     for waiting in ({"devices": 2}, {"accumulate": 2}, {"precision": "mixed_float16"}):
         assert sizes(local_batch=1, **waiting).step >= 5010 * STEP_MARGIN, waiting
@@ -80,36 +80,36 @@ def test_gradients_that_wait_for_others_stay():
     assert sizes(optimizer="momentum", precision="mixed_float16").update == 0
 
 
-def test_a_workload_without_peaks_of_applied_gradients_takes_the_others():
+def test_workload_without_applied_peaks_uses_the_others():
     older = dataclasses.replace(WORK, peaks_applied=())
-    assert memory(older, 1).step == 5010 * STEP_MARGIN
+    assert estimate_memory(older, 1).step == 5010 * STEP_MARGIN
 
 
 def test_temporaries_of_a_large_matrix_outweigh_small_convolutions():
     large = dataclasses.replace(CLASSES, trainable_parameters=1000)
     work = dataclasses.replace(WORK, layers=(CONVOLUTION, large))
-    assert memory(work, 1, optimizer="adam").workspace == 2 * 4000
-    assert memory(work, 1, optimizer="sgd").workspace == 4000
+    assert estimate_memory(work, 1, optimizer="adam").workspace == 2 * 4000
+    assert estimate_memory(work, 1, optimizer="sgd").workspace == 4000
 
 
-def test_two_large_matrices_are_applied_at_a_time():
-    """Of the second one, its gradient and the temporaries come on top."""
+def test_two_large_matrices_are_updated_at_a_time():
+    """The gradient and the temporaries of the second matrix are added."""
     second = dataclasses.replace(CLASSES, name="second", trainable_parameters=500)
     first = dataclasses.replace(CLASSES, trainable_parameters=700)
     work = dataclasses.replace(WORK, layers=(CONVOLUTION, second, first))
-    assert memory(work, 1, optimizer="sgd").workspace == 2800 + 2000 + 2000
-    assert memory(work, 1, optimizer="adam").workspace == 2 * 2800 + 2000 + 2 * 2000
+    assert estimate_memory(work, 1, optimizer="sgd").workspace == 2800 + 2000 + 2000
+    assert estimate_memory(work, 1, optimizer="adam").workspace == 2 * 2800 + 2000 + 2 * 2000
     # Where gradients stay, the second one is in the step already.
-    assert memory(work, 1, optimizer="sgd", devices=2).workspace == 2800 + 2000
+    assert estimate_memory(work, 1, optimizer="sgd", devices=2).workspace == 2800 + 2000
     # The activations of ten examples need more, at a time when the gradients are gone.
-    assert memory(work, 10, optimizer="sgd").workspace == 2800
+    assert estimate_memory(work, 10, optimizer="sgd").workspace == 2800
 
 
 def test_buffers_of_two_kernels_on_a_cpu():
     layers = [dataclasses.replace(CONVOLUTION, name=str(n), kernel_bytes=n) for n in (900, 800, 7)]
     work = dataclasses.replace(WORK, layers=tuple(layers))
-    assert memory(work, 1, optimizer="sgd").workspace == 3 * 100 * 4 + 900 + 800
-    assert memory(work, 1, optimizer="sgd", device="gpu").workspace == 3 * 100 * 4 + 2 * 64
+    assert estimate_memory(work, 1, optimizer="sgd").workspace == 3 * 100 * 4 + 900 + 800
+    assert estimate_memory(work, 1, optimizer="sgd", device="gpu").workspace == 3 * 100 * 4 + 2 * 64
 
 
 @pytest.mark.parametrize(("side", "gradients"), [(2, 8), (3, 0)])
@@ -126,43 +126,42 @@ def test_parameter_servers_keep_the_slots():
     assert needed.slots == needed.update == needed.reduce_buffers == 0
 
 
-def test_another_precision_is_a_bound():
+def test_another_precision_is_an_upper_bound():
     """A mixed policy needs no more than float32 and the casts; float32 no more than twice."""
     full = sizes()
     assert sizes(precision="mixed_bfloat16").step == full.step + 2 * 220 + 2 * 150
     mixed = dataclasses.replace(WORK, precision="mixed_bfloat16")
-    assert memory(mixed, 10).step == full.step
-    assert memory(mixed, 10, "float32").step == 2 * full.step
+    assert estimate_memory(mixed, 10).step == full.step
+    assert estimate_memory(mixed, 10, "float32").step == 2 * full.step
     assert sizes(precision="bfloat16").weights == full.weights / 2
 
 
-def test_float64_takes_twice_of_all():
+def test_float64_doubles_everything():
     full, double = sizes(optimizer="adam"), sizes(optimizer="adam", precision="float64")
     for name in ("weights", "slots", "step", "workspace"):
         assert getattr(double, name) == 2 * getattr(full, name), name
     there = dataclasses.replace(WORK, precision="float64")  # what was read is as large already
-    assert memory(there, 10).step == full.step
-    assert memory(there, 10).weights == double.weights
+    assert estimate_memory(there, 10).step == full.step
+    assert estimate_memory(there, 10).weights == double.weights
 
 
-def test_a_gpu_has_a_context_and_cudnn():
+def test_gpu_has_a_context_and_cudnn():
     on_cpu, on_gpu = sizes(), sizes(device="gpu")
     assert on_gpu.framework == CUDA_BYTES
     assert on_gpu.workspace == on_cpu.workspace + 2 * 64 * 10
     assert sizes(device="gpu", framework_bytes=5).framework == 5
 
 
-def test_lines_say_what_there_is():
-    lines = sizes(devices=2).lines()
-    assert [name for name, _, _ in lines] == [
+def test_parts_are_not_empty_and_add_up():
+    parts = sizes(devices=2).parts()
+    assert [name for name, _ in parts] == [
         "weights",
         "input",
         "step",
         "workspace",
-        "reduce buffers",
+        "reduce_buffers",
     ]
-    assert all(how for _, _, how in lines)
-    assert sum(size for _, size, _ in lines) == sizes(devices=2).total
+    assert sum(size for _, size in parts) == sizes(devices=2).total
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ def test_lines_say_what_there_is():
         ({"device": "tpu"}, "'cpu' or 'gpu', not 'tpu'"),
     ],
 )
-def test_bad_arguments_are_named(arguments, message):
+def test_invalid_arguments_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         sizes(**arguments)
 
@@ -219,8 +218,8 @@ def _marks(case):
     "case",
     [pytest.param(case, id=str(case), marks=_marks(case)) for case in measure_memory.CASES],
 )
-def test_predicted_is_within_a_tenth_above_what_is_measured(case, library):
-    """The most of several runs is the peak: which operations run at a time is chance.
+def test_prediction_is_within_a_tenth_above_the_measurement(case, library):
+    """Takes the maximum of several runs, as the concurrency of operations is random.
 
     On cores with other work four of ten runs of ResNet50 miss its fullest moment.
     """

@@ -80,7 +80,7 @@ def visible(tab, plot):
 
 
 def last_examples(tab, plot):
-    """Where each line of a plot ends; nothing while it is drawn anew."""
+    """Returns the end of each line of a plot; nothing while it is redrawn."""
     return tab.evaluate(
         f"(document.getElementById('{plot}')?._fullData ?? []).map(t => t.x?.[t.x.length - 1])"
     )
@@ -108,16 +108,16 @@ def test_it_opens_offline_and_every_plot_is_one_that_plotly_accepts(tab, runs, t
     assert tab.locator(".plot").count() > 30
 
 
-def test_figures_of_the_table_are_those_of_the_summaries(tab, runs, tmp_path):
+def test_the_table_matches_the_summaries(tab, runs, tmp_path):
     tab.goto(report.write(runs, tmp_path / "page.html", 3.6).as_uri())
     first, second = (json.loads((run / "summary.json").read_text()) for run in runs)
     cells = row(tab, "four_gpus")
     assert cells["Test accuracy"] == f"{second['test_accuracy']:.4f}"
-    assert cells["Examples a second"] == f"{second['examples_per_second']:,.1f}"
+    assert cells["Examples per second"] == f"{second['examples_per_second']:,.1f}"
     speed_up = second["examples_per_second"] / first["examples_per_second"]
     assert cells["Speed-up"] == f"{speed_up:.2f}" == "3.20"
     assert cells["Efficiency"] == "80.0 %"
-    assert cells["Time in all (s)"] == f"{second['total_seconds']:.1f}"
+    assert cells["Total time (s)"] == f"{second['total_seconds']:.1f}"
     assert cells["Cost (USD)"] == f"{3.6 * second['total_seconds'] / 3600:.2f}" == "0.30"
 
 
@@ -136,7 +136,7 @@ def test_a_name_in_the_legend_hides_its_run_in_all_plots(tab, runs, tmp_path):
     assert visible(tab, "loss") == hidden  # remembered
 
 
-def test_the_keyboard_alone_hides_a_run_and_unfolds_another(tab, runs, tmp_path):
+def test_the_keyboard_hides_a_run_and_opens_another(tab, runs, tmp_path):
     tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
     tab.keyboard.press("Tab")
     assert tab.evaluate("document.activeElement.className") == "skip"
@@ -151,7 +151,7 @@ def test_the_keyboard_alone_hides_a_run_and_unfolds_another(tab, runs, tmp_path)
     assert tab.evaluate("document.getElementById('run-1-gpu-power').data.length") == 4
 
 
-def test_the_text_beside_the_pointer_is_what_was_measured(tab, runs, tmp_path):
+def test_the_text_at_the_pointer_is_the_measurement(tab, runs, tmp_path):
     tab.goto(report.write(runs[:1], tmp_path / "page.html").as_uri())
     draw(tab, "loss")
     place = tab.evaluate(
@@ -172,7 +172,7 @@ def test_the_text_beside_the_pointer_is_what_was_measured(tab, runs, tmp_path):
 
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_the_window_and_its_text_stands_out(tab, runs, tmp_path, width, scheme):
+def test_the_page_fits_the_window_and_is_legible(tab, runs, tmp_path, width, scheme):
     tab.set_viewport_size({"width": width, "height": 900})
     tab.emulate_media(color_scheme=scheme)
     tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
@@ -200,7 +200,7 @@ def test_on_paper_all_plots_are_drawn(tab, runs, tmp_path):
     assert tab.locator(undrawn).count() == folded > 0
 
 
-def test_a_served_page_renews_itself_and_keeps_the_readers_place(browser, runs, tmp_path):
+def test_a_served_page_updates_and_keeps_the_scroll_position(browser, runs, tmp_path):
     script = pathlib.Path(__file__).parents[2] / "scripts" / "report.py"
     flags = ["--watch", "--port=0", f"--output={tmp_path / 'page.html'}"]
     program = subprocess.Popen(
@@ -213,7 +213,7 @@ def test_a_served_page_renews_itself_and_keeps_the_readers_place(browser, runs, 
         program.send_signal(signal.SIGINT)
         _, said = program.communicate(timeout=30)
     assert program.returncode == 130
-    assert b"not renewed: " in said
+    assert b"not updated: " in said
     assert said.endswith(b"stopped by Ctrl-C\n")
 
 
@@ -227,7 +227,7 @@ def _follow(browser, address, runs):
     tab.wait_for_selector("#picker input:not(:checked)")
     place = tab.evaluate("scrollY")
     assert place > 0
-    tab.wait_for_selector("text=Live. Renewed at")
+    tab.wait_for_selector("text=Live. Updated at")
     with open(runs[1] / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "train", "examples": 10**6, "loss": 7.5}) + "\n")
     until = time.monotonic() + 30
@@ -236,9 +236,9 @@ def _follow(browser, address, runs):
         time.sleep(0.1)
     assert tab.evaluate("scrollY") == place
     assert visible(tab, "loss") == {"one_gpu": {"legendonly"}, "four_gpus": {True}}
-    # What cannot be read is said, and the page stays.
+    # The page stays and shows the error.
     (runs[1] / "config.json").write_text("{")
-    tab.wait_for_selector("text=config.json is no JSON")
+    tab.wait_for_selector("text=config.json is not valid JSON")
     assert tab.locator("#loss").count() == 1
     tab.close()
     assert complaints == []

@@ -41,14 +41,14 @@ def get(port, path, **headers):
     return answer.status, answer.read().decode()
 
 
-def test_the_page_is_made_anew_when_and_only_when_a_file_changed(served, run, tmp_path):
+def test_the_page_updates_only_when_a_file_changes(served, run, tmp_path):
     _, port = served
     status, page = get(port, "/")
     assert status == 200
     first = json.loads(get(port, "/state")[1])
     assert f'data-version="{first["version"]}"' in page
     made = (tmp_path / "page.html").stat().st_mtime_ns
-    time.sleep(3)  # longer than between two looks
+    time.sleep(3)  # longer than between two checks
     assert (tmp_path / "page.html").stat().st_mtime_ns == made
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "epoch", "examples": 77777, "val_loss": 0.5}\n')
@@ -57,7 +57,7 @@ def test_the_page_is_made_anew_when_and_only_when_a_file_changed(served, run, tm
         assert time.monotonic() < until
         time.sleep(0.1)
     assert (tmp_path / "page.html").stat().st_mtime_ns > made
-    # What is on disk asks nobody; what is served asks its server.
+    # The page on disk connects to nothing; the served page connects to its server.
     assert "connect-src" not in (tmp_path / "page.html").read_text()
     assert "connect-src 'self'" in page
 
@@ -70,17 +70,17 @@ def test_ctrl_c_ends_it(served):
     assert said.decode().strip() == "report.py: stopped by Ctrl-C"
 
 
-def test_another_site_cannot_read_it(served):
+def test_other_sites_cannot_read_the_page(served):
     _, port = served
     assert get(port, "/", Host="evil.example")[0] == 403
     assert get(port, "/", Host=f"localhost:{port}")[0] == 200
     assert get(port, "/etc/passwd")[0] == 404
 
 
-def test_a_port_in_use_and_what_is_no_run(run, tmp_path):
+def test_a_port_in_use_and_a_missing_run_are_refused(run, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(OSError, match=f"port {port} is in use; give another as --port, or"):
+        with pytest.raises(OSError, match=f"port {port} is in use"):
             report.watch([run], tmp_path / "page.html", port=port)
     with pytest.raises(FileNotFoundError, match="is no run directory"):
         report.watch([tmp_path / "nowhere"], tmp_path / "page.html", port=0)

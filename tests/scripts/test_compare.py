@@ -1,21 +1,20 @@
-"""scripts/compare.py as a user runs it."""
+"""Runs of scripts/compare.py."""
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import pytest
+
+from tests.forked import run_program
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "scripts" / "compare.py"
 
 
 def compare(*flags):
-    return subprocess.run(
-        [sys.executable, PROGRAM, *flags], capture_output=True, text=True, timeout=300, check=False
-    )
+    return run_program(PROGRAM, *flags)
 
 
+@pytest.mark.slow
 def test_two_rows(tmp_path):
     files = [f"--json={tmp_path / 'cells.json'}", f"--markdown={tmp_path / 'table.md'}"]
     process = compare(
@@ -36,7 +35,7 @@ def test_two_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "expected"),
     [
         (["--features=clipnrom"], "did you mean 'clipnorm'? --list shows all of them"),
         (["--replicas=3"], "there are 1, 2 and 4"),
@@ -46,10 +45,10 @@ def test_two_rows(tmp_path):
         ([f"--markdown={__file__}"], "has no place for the table"),
     ],
 )
-def test_bad_input_is_met_with_its_remedy(flags, says):
+def test_invalid_flags_are_rejected_with_a_remedy(flags, expected):
     process = compare(*flags)
     assert process.returncode == 1
-    assert says in process.stderr
+    assert expected in process.stderr
     assert "Traceback" not in process.stderr
 
 

@@ -1,10 +1,14 @@
-"""scripts/plan.py as a user runs it: right and wrong flags, files that are not there."""
+"""Runs of scripts/plan.py: valid and invalid flags, missing files."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from tests.scripts.test_train import program, train
+from benchmarks.planner_validation import TABLES
+from tests.scripts.test_train import SCRIPTS, program, train
 
 RESNET = ("--model=resnet50", "--examples=1281167", "--epochs=90", "--measurements=")
 
@@ -24,16 +28,16 @@ def refused(*flags):
 
 def test_a_ranked_table_a_plan_and_a_page(tmp_path):
     page, output = tmp_path / "page.html", tmp_path / "plan.json"
-    said = planned(*RESNET, "--max_usd=500", f"--page={page}", f"--output={output}", "--explain")
-    assert "examples/s" in said.splitlines()[0]
-    assert "First is " in said
-    assert "it is the fastest that keeps to the limits" in said
-    assert "= 1,281,167 examples × 90 epochs" in said
+    printed = planned(*RESNET, "--max_usd=500", f"--page={page}", f"--output={output}", "--explain")
+    assert "examples/s" in printed.splitlines()[0]
+    assert "First is " in printed
+    assert "it is the fastest that meets the constraints" in printed
+    assert "= 1,281,167 examples × 90 epochs" in printed
     assert json.loads(output.read_text())["model"] == "resnet50"
     assert "Efficiency against devices" in page.read_text()
 
 
-def test_what_was_planned_is_what_runs_and_sharpens_the_next_plan(tmp_path):
+def test_plan_is_trained_and_its_rate_learned(tmp_path):
     plan, rows = tmp_path / "plan.json", tmp_path / "rows.csv"
     flags = ("--model=lenet", "--examples=256", "--optimizer=sgd", f"--measurements={rows}")
     planned(
@@ -54,7 +58,7 @@ def test_what_was_planned_is_what_runs_and_sharpens_the_next_plan(tmp_path):
     assert summary["plan"]["layout"]["strategy"] == "one_device"
     assert "planned: " in printed
     assert "; measured: " in printed
-    # Here it ran on a CPU, which says nothing of a T4.
+    # A run on a CPU does not measure a T4.
     assert "ran on CPU:0" in refused(f"--learn={tmp_path / 'run'}", f"--measurements={rows}")
     summary["devices"] = ["GPU:0"]
     (tmp_path / "run" / "summary.json").write_text(json.dumps(summary))
@@ -62,47 +66,81 @@ def test_what_was_planned_is_what_runs_and_sharpens_the_next_plan(tmp_path):
     assert len(rows.read_text().splitlines()) == 2
 
 
-def test_a_flag_that_says_otherwise_than_the_plan_is_an_error(tmp_path):
+def test_flag_that_contradicts_the_plan_is_an_error(tmp_path):
     plan = tmp_path / "plan.json"
     planned("--model=lenet", "--examples=256", "--gpu=T4", f"--output={plan}", "--page=")
     process = program("train", f"--plan={plan}", "--local_batch_size=7", "--dataset=digits")
     assert process.returncode == 1
-    assert "--local_batch_size=7, and" in process.stderr
+    assert "--local_batch_size=7 contradicts" in process.stderr
     assert "leave the flag out" in process.stderr
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
-        ((), "say what to train: --model=resnet50"),
+        ((), "pass a model: --model=resnet50"),
         (("--model=resnet5O", "--examples=9"), "did you mean resnet50"),
         (("--model=resnet50", "--examples=-3"), "examples has to be above 0, not -3"),
         ((*RESNET, "--max_usd=-3"), "max_usd has to be above 0, not -3.0"),
         ((*RESNET, "--max_usd=3"), "--max_usd="),
         ((*RESNET, "--gpu=Voodoo"), "there is no GPU like 'Voodoo'"),
         ((*RESNET, "--cloud=mine"), "there is no cloud like 'mine'; there are aws, azure, gcp"),
-        ((*RESNET, "--input_shape=224,x,3"), "--input_shape is whole numbers with commas"),
+        ((*RESNET, "--input_shape=224,x,3"), "--input_shape=224,x,3"),
         ((*RESNET, "--machines=nowhere.csv"), "nowhere.csv"),
         ((*RESNET, "--link=telepathy"), "telepathy"),
-        ((*RESNET, "--source_image=big"), "--source_image is WIDTHxHEIGHT or none, not big"),
+        ((*RESNET, "--source_image=big"), "--source_image=big is neither"),
         ((*RESNET, "--page=nowhere/plan.html"), "cannot write the page"),
-        ((*RESNET, "--learn=nowhere"), "nowhere holds no planned run that has ended"),
+        ((*RESNET, "--learn=nowhere"), "nowhere holds no finished planned run"),
         ((*RESNET, "--epochs=inf"), "epochs has to be above 0, not inf"),
         ((*RESNET, "--max_usd=nan"), "max_usd has to be above 0, not nan"),
         (
             ("--model=bert_large_seq128", "--examples=9", "--source_image=500x375"),
-            "takes no images; leave --source_image out",
+            "no image input",
         ),
-        ((*RESNET, "--source_image=-5x5"), "--source_image is WIDTHxHEIGHT or none"),
+        ((*RESNET, "--source_image=-5x5"), "--source_image=-5x5 is neither"),
         ((*RESNET, "--strategies=parameter_server", "--max_machines=1"), "(--max_machines)"),
         ((*RESNET, "--validate=nowhere.csv"), "nowhere.csv"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line_with_its_remedy(flags, said):
-    assert said in refused(*flags)
+def test_errors_are_one_line_with_a_remedy(flags, expected):
+    assert expected in refused(*flags)
 
 
 def test_all_known_models_are_listed():
     assert {"resnet50", "vgg16", "lenet", "bert_large_seq128"} <= set(
         planned("--model=list").split()
     )
+
+
+def test_published_rates_and_trainings_are_compared_in_a_clone(tmp_path):
+    table = TABLES / "time_to_accuracy.csv"
+    assert planned(f"--trainings={table}").splitlines()[-1].startswith("dollars: ")
+    rates = tmp_path / "rates.csv"
+    rates.write_text(
+        "machine,model,framework,gpu,n_gpus,per_gpu_batch,examples_per_s,precision,data,note\n"
+        "new,ResNet50,PyTorch DDP,T4,1,64,150,fp32,synthetic,\n"
+        "new,ResNet50,PyTorch DDP,T4,4,64,560,fp32,synthetic,\n"
+    )
+    machines = tmp_path / "machines.csv"
+    machines.write_text(
+        "machine,gpu,gpus_per_node,link,peer_to_peer,node_gbit_s,cpu_cores,note\n"
+        "new,T4,4,pcie3,yes,25,48,\n"
+    )
+    validated = planned(f"--validate={rates}", f"--machines={machines}")
+    assert validated.splitlines()[-1].startswith("whole: ")
+    # The script alone, where the repository is not on the path.
+    script = tmp_path / "scripts" / "plan.py"
+    script.parent.mkdir()
+    script.write_text((SCRIPTS / "plan.py").read_text())
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "kdist").symlink_to(SCRIPTS.parent / "kdist")
+    process = subprocess.run(
+        [sys.executable, script, f"--validate={rates}"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.returncode == 1
+    assert "clone" in process.stderr
+    assert "Traceback" not in process.stderr

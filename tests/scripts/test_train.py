@@ -1,25 +1,19 @@
-"""The programs as a user runs them, each in a process of its own."""
+"""Runs of the programs, each in a new process."""
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import keras
 import pytest
+
+from tests.forked import run_program
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 DIGITS = ["--dataset=digits", "--verbose=0"]
 
 
-def program(name, *flags, timeout=300):
-    return subprocess.run(
-        [sys.executable, SCRIPTS / f"{name}.py", *flags],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def program(name, *flags):
+    return run_program(SCRIPTS / f"{name}.py", *flags)
 
 
 def train(run_dir, *flags):
@@ -28,12 +22,13 @@ def train(run_dir, *flags):
     return json.loads((run_dir / "summary.json").read_text()), process.stdout
 
 
+@pytest.mark.slow
 def test_one_device_and_two_give_the_same_test_loss(tmp_path):
-    """In float32 with synchronised BatchNorm, at equal global batch.
+    """Float32 with synchronized BatchNormalization, at equal global batch.
 
-    With the Inception network: ResNet-18's gradients differ by a percent in float32 when merely the
-    order of the examples in a batch changes, on one device, so that no layout can keep to 1e-4.
-    Inception keeps to 2e-5 for eight steps; after 16 the order alone makes 1e-3 with some kernels.
+    Uses Inception: ResNet-18's float32 gradients differ by a percent if only the order of the
+    examples in a batch changes on one device, so no layout can reach 1e-4. Inception reaches 2e-5
+    for eight steps; after 16 the order alone causes 1e-3 with some kernels.
     """
     same = ["--model=inception", "--examples=256", "--learning_rate=0.01", "--sync_batch_norm"]
     one, _ = train(tmp_path / "1", "--strategy=one_device", "--local_batch_size=32", *same)
@@ -61,16 +56,16 @@ def test_one_device_and_two_give_the_same_test_loss(tmp_path):
     assert (config["dataset"], config["seed"], config["num_devices"]) == ("digits", 0, 2)
 
 
-def test_as_many_examples_as_there_is_time_for(tmp_path):
+def test_minutes_limit_the_examples(tmp_path):
     flags = ["--model=lenet", "--strategy=one_device", "--local_batch_size=32"]
     short, printed = train(tmp_path / "short", *flags, "--minutes=0.01")
-    assert short["examples"] == 4 * 32  # starting has taken longer than that
+    assert short["examples"] == 4 * 32  # the start already took longer
     assert "0.01 minutes are enough for 128 of 1,437 examples" in printed
     long, _ = train(tmp_path / "long", *flags, "--minutes=30")
     assert long["examples"] == 1437
 
 
-def test_the_rest_of_the_flags(tmp_path):
+def test_other_flags(tmp_path):
     summary, _ = train(
         tmp_path / "run",
         "--model=lenet",
@@ -107,7 +102,7 @@ def test_local_sgd(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "expected"),
     [
         (["--strategy=local_sgd"], "--strategy=mirrored --local_steps=8"),
         (["--strategy=central_storage", "--num_devices=2", "--local_steps=2"], "they share them"),
@@ -123,27 +118,27 @@ def test_local_sgd(tmp_path):
         (["--num_devices=2", "--devices=CPU:0"], "num_devices"),
         (["--steps=3"], "Unknown command line flag 'steps'"),
         (["stray"], "unknown argument 'stray'"),
-        (["--operations=rotate(3)"], "there are resize"),
+        (["--operations=rotate(3)"], "available are resize"),
         (["--dataset=./nowhere"], "no such directory"),
     ],
 )
-def test_bad_input_is_met_with_its_remedy(tmp_path, flags, says):
+def test_invalid_flags_are_rejected_with_a_remedy(tmp_path, flags, expected):
     process = program("train", f"--run_dir={tmp_path / 'run'}", *DIGITS, "--model=mlp", *flags)
     assert process.returncode == 1
-    assert says in process.stderr
+    assert expected in process.stderr
     assert "Traceback" not in process.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_another_run_is_left_alone(tmp_path):
+def test_another_run_is_not_overwritten(tmp_path):
     summary, _ = train(tmp_path / "run", "--model=mlp")
     process = program("train", f"--run_dir={tmp_path / 'run'}", *DIGITS, "--model=mlp")
     assert process.returncode == 1
-    assert "already holds a finished run (mlp on digits); take another --run_dir" in process.stderr
+    assert "already holds a finished run (mlp on digits)" in process.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
 
 
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+def test_nonfinite_loss_stops_the_run(tmp_path):
     flags = ["--model=mlp", "--learning_rate=1e20", "--schedule=constant", "--epochs=3"]
     process = program("train", f"--run_dir={tmp_path / 'run'}", *DIGITS, *flags)
     assert process.returncode == 1
@@ -156,7 +151,7 @@ def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     assert all(keras.ops.all(keras.ops.isfinite(weight)) for weight in model.weights)
 
 
-def test_the_fallback_is_taken_and_said(tmp_path):
+def test_fallback_dataset_is_used_with_a_warning(tmp_path):
     process = program(
         "train",
         f"--run_dir={tmp_path / 'run'}",
@@ -173,7 +168,7 @@ def test_the_fallback_is_taken_and_said(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["dataset"] == "digits"
 
 
-def test_help_teaches():
+def test_help_has_examples_and_flags():
     process = program("train", "--help")
     assert "python scripts/train.py --strategy=mirrored --num_devices=2" in process.stdout
     for flag in ("--local_batch_size", "sync_batch_norm", "--run_dir"):
@@ -181,7 +176,7 @@ def test_help_teaches():
 
 
 @pytest.mark.slow
-def test_check_says_what_works():
+def test_check_reports_working_strategies():
     process = program("check", "--strategies=one_device,mirrored,central_storage")
     assert process.returncode == 0, process.stdout + process.stderr
     assert "works: one_device, mirrored, central_storage" in process.stdout

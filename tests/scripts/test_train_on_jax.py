@@ -1,4 +1,4 @@
-"""`train.py --backend=jax` as a user runs it, in processes of its own."""
+"""Runs of `train.py --backend=jax`, in new processes."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import keras
 import pytest
 
 import kdist
-from kdist.parallel import column, row, write_plan
+from kdist.parallel import column, row, write_placement
 from kdist.testing import python
 
 TRAIN = pathlib.Path(__file__).parents[2] / "scripts" / "train.py"
@@ -29,9 +29,10 @@ def run(*flags, **environment):
     )
 
 
+@pytest.mark.slow
 def test_a_layout_trains_on_a_mesh(tmp_path):
-    """Its devices hold what the plan says, and its file tests as well on TensorFlow."""
-    write_plan({"dense": column(), "logits": row()}, tmp_path / "split.json")
+    """Devices hold their planned part, and the saved model works with TensorFlow."""
+    write_placement({"dense": column(), "logits": row()}, tmp_path / "split.json")
     flags = ["--layout=data=2,tensor=2", f"--split={tmp_path / 'split.json'}", "--epochs=2"]
     process = run(*ON_JAX, *flags, "--schedule=ramp", f"--run_dir={tmp_path / 'run'}")
     assert process.returncode == 0, process.stderr[-3000:]
@@ -39,8 +40,8 @@ def test_a_layout_trains_on_a_mesh(tmp_path):
     assert summary["test_accuracy"] > 0.7
     assert (summary["num_replicas"], summary["global_batch_size"]) == (2, 128)
     assert summary["devices"] == ["CPU:0", "CPU:1", "CPU:2", "CPU:3"]
-    # Kernels (64, 256) and (256, 10), a bias (256,), and their momenta; whole: a bias (10,), its
-    # momentum, the rate (none: it is a schedule), the count of steps.
+    # Divided: kernels (64, 256) and (256, 10), a bias (256,), and their momenta. Whole: a bias
+    # (10,), its momentum, and the number of steps; the rate is a schedule.
     divided, whole = 64 * 256 + 256 * 10 + 256, 10
     expected = 2 * 4 * (divided // 2 + whole) + 4
     assert summary["state_bytes_per_device"] == dict.fromkeys(summary["devices"], expected)
@@ -58,7 +59,7 @@ def test_a_layout_trains_on_a_mesh(tmp_path):
 
 
 def evaluated(model):
-    """Loss and accuracy over all examples of the test set, in batches of any size."""
+    """Returns loss and accuracy over the test set, with another batch size."""
 
     _, test = kdist.data.load("digits", batch=kdist.Batch(50))
     model = kdist.Model.of(model)
@@ -69,14 +70,14 @@ def evaluated(model):
 @pytest.mark.parametrize(
     ("flag", "remedy"),
     [
-        ("--strategy=mirrored", "--strategy is not for --backend=jax: say --layout=data=N or"),
-        ("--accumulate=2", "--accumulate is not for .*: .*take a smaller --local_batch_size"),
-        ("--wandb_mode=offline", "--wandb_mode is not for .*: leave it out, or take --backend=ten"),
-        ("--steps_per_execution=auto", "--steps_per_execution=auto is not .*: give a number"),
+        ("--strategy=mirrored", "--strategy is not supported.*--layout=data=N or"),
+        ("--accumulate=2", "--accumulate is not supported.*--local_batch_size"),
+        ("--wandb_mode=offline", "--wandb_mode is not supported.*--backend=ten"),
+        ("--steps_per_execution=auto", "--steps_per_execution=auto is not supported"),
         ("--layout=pipeline=2", "pipeline=2: on a JAX mesh"),
     ],
 )
-def test_what_jax_does_not_take_is_refused(flag, remedy, tmp_path):
+def test_flags_unsupported_on_jax(flag, remedy, tmp_path):
     process = run(*ON_JAX, flag, f"--run_dir={tmp_path / 'run'}")
     assert process.returncode == 1
     assert re.search(remedy, process.stderr), process.stderr
@@ -84,13 +85,13 @@ def test_what_jax_does_not_take_is_refused(flag, remedy, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_environment_that_says_another_backend_is_no_matter_of_guessing():
+def test_backend_that_contradicts_the_environment():
     process = run("--model=mlp", KERAS_BACKEND="jax")
     assert process.returncode == 1
-    assert "KERAS_BACKEND is jax, and --backend tensorflow: say --backend" in process.stderr
+    assert "KERAS_BACKEND is jax, but --backend is tensorflow" in process.stderr
 
 
-def test_without_the_extra_it_says_what_to_install():
+def test_missing_jax_names_the_extra():
     hidden = (
         "import os, sys, runpy; sys.modules['jax'] = None; sys.argv = sys.argv[1:];"
         "sys.path.insert(0, os.path.dirname(sys.argv[0]));"  # as Python itself does
@@ -109,9 +110,9 @@ def test_without_the_extra_it_says_what_to_install():
     assert "JAX is not installed: pip install 'kdist[jax]'" in process.stderr
 
 
-def test_several_tasks_are_refused(tmp_path):
+def test_several_tasks_are_rejected(tmp_path):
     tasks = {"worker": ["localhost:1", "localhost:2"]}
-    said = json.dumps({"cluster": tasks, "task": {"type": "worker", "index": 0}})
-    process = run(*ON_JAX, f"--run_dir={tmp_path / 'run'}", TF_CONFIG=said)
+    config = json.dumps({"cluster": tasks, "task": {"type": "worker", "index": 0}})
+    process = run(*ON_JAX, f"--run_dir={tmp_path / 'run'}", TF_CONFIG=config)
     assert process.returncode == 1
-    assert "--backend=jax is for the devices of one machine, and this job has 2" in process.stderr
+    assert "this job has 2 tasks" in process.stderr

@@ -1,14 +1,14 @@
-"""Models that the tests' servers serve, written once."""
+"""Models for the servers of the tests, exported once."""
 
 import keras
 import pytest
 
-from kdist.serving.exporting import export
+from kdist.serving.exporting.export import export
 from tests.serving.running import running, save_mixed
 
 
 def dense(seed):
-    """A small model with weights of its own."""
+    """Returns a small model whose weights depend on the seed."""
     keras.utils.set_random_seed(seed)
     x = keras.Input((4,))
     return keras.Model(x, keras.layers.Dense(3, "softmax")(keras.layers.Dense(8, "relu")(x)))
@@ -16,7 +16,7 @@ def dense(seed):
 
 @pytest.fixture(scope="session")
 def directories(tmp_path_factory):
-    """{name: directory}: two models of the same shapes, and one of several signatures."""
+    """Returns {name: directory}: two models of equal shapes, and one with several signatures."""
     home = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("first", "second")):
         export(dense(seed), home / name)
@@ -26,9 +26,9 @@ def directories(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def served(directories):
-    """A server of these models, with small limits."""
-    from kdist.serving.models import Limits
+    """Yields a server of these models with small limits."""
+    from kdist.serving.core.settings import ServerLimits
 
-    limits = Limits(body_bytes=1 << 20, body_seconds=1.0)
+    limits = ServerLimits(body_bytes=1 << 20, body_seconds=1.0)
     with running(directories, limits=limits) as it:
         yield it

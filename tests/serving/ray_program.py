@@ -1,4 +1,4 @@
-"""Three nodes of a Ray cluster on this machine serve a model; one of them is killed under load.
+"""Serves a model on three Ray nodes on this machine, one of which is killed under load.
 
 Run as a program: `python ray_program.py DIRECTORY`, which holds `fashion/1`, `staged/2` and
 `expected.json`. The last line of its output says, as JSON, what was seen.
@@ -23,11 +23,12 @@ import psutil
 import ray
 from ray import serve
 from ray._private import ray_constants
+from ray._private.utils import get_ray_address_file
 from ray.cluster_utils import Cluster
 from ray.serve.config import HTTPOptions
 
-from kdist.launch.ports import reserved
-from kdist.serving.ray import Arguments, build
+from kdist.launch.local_engine import reserve_ports
+from kdist.serving.ray import BuildArguments, build
 
 # Otherwise Ray takes this machine's address in the network, and listens there.
 ray_constants.ENABLE_RAY_CLUSTER = False
@@ -42,7 +43,7 @@ CLIENTS = 8
 
 
 class Clients:
-    """Ask without a pause; what fails is asked for once more."""
+    """Clients that send requests without a pause, and retry a failed request once."""
 
     def __init__(self, url, rows, expected):
         self.url, self.rows = f"{url}/v1/models/fashion", rows
@@ -92,7 +93,7 @@ class Clients:
 def main(directory):
     directory = pathlib.Path(directory)
     known = json.loads((directory / "expected.json").read_text())
-    with reserved(1) as [port], three_nodes(directory) as cluster:
+    with reserve_ports(1) as [port], three_nodes(directory) as cluster:
         serve.start("HeadOnly", HTTPOptions(host=HOST, port=port))
         arguments = {
             "models": {"fashion": str(directory / "fashion")},
@@ -101,7 +102,7 @@ def main(directory):
             "target_ongoing_requests": 2,
             "autoscaling": {"upscale_delay_s": 1.0, "look_back_period_s": 2.0},
         }
-        serve.run(build(Arguments.model_validate(arguments)))
+        serve.run(build(BuildArguments.model_validate(arguments)))
         seen = {"without TensorFlow": "tensorflow" not in sys.modules}
         seen["open to a network"] = [(name, stranger(at)) for name, at in listeners()]
         seen |= story(f"http://{HOST}:{port}", directory, known, cluster)
@@ -135,7 +136,7 @@ def both_run():
 
 
 def kill_a_node(cluster):
-    """That of a replica; returns its process id."""
+    """Kills the node of a replica; returns its process id."""
     nodes = {each.all_processes["raylet"][0].process.pid: each for each in cluster.worker_nodes}
     replica, node = next(iter(replicas().items()))
     os.kill(replica, signal.SIGKILL)  # by itself it would outlive its node for a while
@@ -144,7 +145,7 @@ def kill_a_node(cluster):
 
 
 def only_answers_of(clients, version, seconds=2):
-    """For so long, in which every replica is asked many times."""
+    """Checks that all responses come from a set of replicas for some seconds."""
     clients.versions.clear()
     asked = clients.asked
     time.sleep(seconds)
@@ -153,6 +154,8 @@ def only_answers_of(clients, version, seconds=2):
 
 @contextlib.contextmanager
 def three_nodes(directory):
+    # `Cluster` writes its address there, and fails on machines where Ray has never run.
+    pathlib.Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     # Sockets lie in it, and their names may not be long.
     cluster = Cluster(
         True, head_node_args={"num_cpus": 0, "temp_dir": str(directory / "r"), **NODE}
@@ -168,7 +171,7 @@ def three_nodes(directory):
 
 
 def replicas():
-    """{process id of a replica: process id of its node}, of this program's cluster."""
+    """Returns {process id of a replica: process id of its node}."""
     found = {}
     for node in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -185,7 +188,7 @@ def running():
 
 
 def listeners():
-    """(name, port) of what listens at more than this machine's own address."""
+    """Returns (name, port) of processes that listen on more than loopback."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             for each in process.net_connections("inet"):
@@ -195,7 +198,7 @@ def listeners():
 
 
 def stranger(port):
-    """What one without the cluster's token is told there; what it sends would be unpickled."""
+    """Returns the error of a client without the token; otherwise Ray would unpickle its message."""
     with grpc.insecure_channel(f"{HOST}:{port}") as channel:
         try:
             channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", timeout=10)
@@ -215,7 +218,7 @@ def read(url):
         return answer.read().decode()
 
 
-def wait_until(condition, seconds=90):
+def wait_until(condition, seconds=200):
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

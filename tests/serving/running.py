@@ -1,4 +1,4 @@
-"""A server in a thread of the tests' process, small models for it, and clients."""
+"""Server in a thread of the test process, with small models and clients."""
 
 import asyncio
 import contextlib
@@ -20,17 +20,17 @@ from tensorflow_serving.apis import (
 )
 
 from kdist.serving import server
-from kdist.serving.models import Models
-from kdist.serving.rest import create_application
-from kdist.serving.rpc import create_grpc_server
-from kdist.serving.settings import BatchSettings, Limits
+from kdist.serving.core.settings import BatchSettings, ServerLimits
+from kdist.serving.engine.models import Models
+from kdist.serving.protocol.rest import create_application
+from kdist.serving.protocol.rpc import create_grpc_server
 
 SECONDS = 60  # that anything may take before a test fails
 
 
 @contextlib.contextmanager
 def unharmed(ask):
-    """Asks meanwhile, again and again; all has to be answered, and alike."""
+    """Sends requests during the block; all must have the same response."""
     wanted, wrong, count = ask(), [], 0
     done = threading.Event()
 
@@ -56,7 +56,7 @@ def unharmed(ask):
 
 
 class Mixed(tf.Module):
-    """Signatures of several inputs and types."""
+    """Module with signatures of several inputs and types."""
 
     def __init__(self):
         self.w = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
@@ -85,7 +85,7 @@ class Mixed(tf.Module):
 
 
 def save_mixed(path):
-    """Writes `Mixed` as a version."""
+    """Writes a version of `Mixed`."""
     module = Mixed()
     signatures = {
         "serving_default": module.default,
@@ -95,7 +95,7 @@ def save_mixed(path):
 
 
 class Times(tf.Module):
-    """y = factor * x."""
+    """Module that computes y = factor * x."""
 
     def __init__(self, factor):
         self.factor = tf.Variable(float(factor))
@@ -106,14 +106,14 @@ class Times(tf.Module):
 
 
 def save_times(path, factor):
-    """Writes `Times` as a version."""
+    """Writes a version of `Times`."""
     module = Times(factor)
     tf.saved_model.save(module, str(path), signatures={"serving_default": module.default})
 
 
 @dataclasses.dataclass
 class Running:
-    """A server, and clients of it."""
+    """Running server with client functions."""
 
     models: Models
     port: int = 0
@@ -127,12 +127,12 @@ class Running:
         return requests.get(self.url(path), timeout=SECONDS, **options)
 
     def post(self, path, body, **options):
-        """`body` as it is, or a document that becomes JSON."""
+        """Posts bytes, or a document as JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return requests.post(self.url(path), data, timeout=SECONDS, **options)
 
     def predict(self, model, document):
-        """The answer, as a document; fails if there is none."""
+        """Returns the response as a document; fails without one."""
         response = self.post(f"/v1/models/{model}:predict", document)
         assert response.status_code == 200, response.text
         return response.json()
@@ -142,7 +142,7 @@ class Running:
 
     @contextlib.contextmanager
     def stubs(self):
-        """Of PredictionService and ModelService, as tensorflow-serving-api has them."""
+        """Returns stubs of PredictionService and ModelService."""
         with self.channel() as channel:
             yield (
                 prediction_service_pb2_grpc.PredictionServiceStub(channel),
@@ -150,11 +150,11 @@ class Running:
             )
 
     def do(self, coroutine):
-        """Runs it in the server's event loop."""
+        """Runs a coroutine in the server's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(SECONDS)
 
     def raw(self, data, seconds=10.0):
-        """The answer, and what else comes with it, to a client that sends this."""
+        """Returns all bytes that a client receives after sending raw bytes."""
         with socket.create_connection(("127.0.0.1", self.port), seconds) as client:
             with contextlib.suppress(ConnectionError):  # some is answered before its end
                 client.sendall(data)
@@ -162,7 +162,7 @@ class Running:
 
 
 def received(client):
-    """An answer, or what has come until the server closes or nothing comes any more."""
+    """Returns a response, or all bytes until the server closes or stops sending."""
     data = b""
     with contextlib.suppress(TimeoutError, ConnectionError):
         while not _is_whole(data) and (part := client.recv(1 << 16)):
@@ -177,7 +177,7 @@ def _is_whole(data):
 
 
 def predict_request(model, signature="", **arrays):
-    """A PredictRequest."""
+    """Returns a PredictRequest."""
     request = predict_pb2.PredictRequest()
     request.model_spec.name, request.model_spec.signature_name = model, signature
     for name, array in arrays.items():
@@ -186,12 +186,14 @@ def predict_request(model, signature="", **arrays):
 
 
 @contextlib.contextmanager
-def running(directories, settings=None, limits=None, computing=None, **options):
-    """A server of these models, in a thread with an event loop of its own."""
+def running(directories, settings=None, limits=None, compute_engine=None, **options):
+    """Yields a server of these models, in a thread with its own event loop."""
     settings = settings or BatchSettings(0.0, 8)
-    it = Running(Models(directories, computing, settings, limits=limits or Limits(), **options))
+    it = Running(
+        Models(directories, compute_engine, settings, limits=limits or ServerLimits(), **options)
+    )
     started, ending = futures.Future(), asyncio.Event()
-    main = _main(it, settings, limits or Limits(), started, ending)
+    main = _main(it, settings, limits or ServerLimits(), started, ending)
     thread = threading.Thread(target=_guarded, args=[main, started], daemon=True)
     thread.start()
     started.result(SECONDS)
@@ -227,7 +229,7 @@ async def _main(it, settings, limits, started, ending):
             await asyncio.sleep(0.01)
         started.set_result(None)
         await ending.wait()
-        web.end(it.models)
+        web.stop(it.models)
         await serving
     await rpc.stop(10.0)
     await it.models.close(10.0)

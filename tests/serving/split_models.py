@@ -1,4 +1,4 @@
-"""Split models of all kinds, for tests of export and of the server."""
+"""Split models of all kinds, for tests of the export and the server."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ def tokens():
 
 
 def branches():
-    """Two inputs, and branches of which each has statistics of its own."""
+    """Returns a model with two inputs and branches with separate statistics."""
     left, right = keras.Input((6,), name="left"), keras.Input((6,), name="right")
     a = layers.BatchNormalization(name="a_norm")(layers.Dense(8, "relu", name="a")(left))
     b = layers.BatchNormalization(name="b_norm")(layers.Dense(8, "relu", name="b")(right))
@@ -35,7 +35,7 @@ MODELS = {
 
 
 def split_model(kind, scale=1.0):
-    """A split model whose weights and statistics are all random."""
+    """Returns a split model with random weights and statistics."""
     build, layout, plan = MODELS[kind]
     with kdist.create_strategy(kdist.Layout.parse(layout)).scope():
         model = split(build(), plan)

@@ -1,4 +1,4 @@
-"""Bad requests over REST: each is told what is wrong, and a neighbour is served all the time."""
+"""Bad REST requests get an error that names the problem, while other clients are served."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ LARGE = b"9" * (2 << 20)  # of a limit of 1 MiB
 
 @pytest.fixture(scope="module", autouse=True)
 def neighbour(served):
-    """Sends good requests meanwhile."""
+    """Sends valid requests during all tests."""
 
     def ask():
         response = served.post(PREDICT, GOOD)
@@ -44,15 +44,15 @@ def mixed(signature, **rest):
 
 
 BODIES = {
-    "empty": (b"", "no JSON"),
-    "truncated": (b'{"instances": [[1, 2', "no JSON"),
-    "no UTF-8": (b'{"instances": ["\xff\xfe"]}', "no JSON"),
-    "half of a surrogate": (b'{"instances": ["\\ud800"]}', "no JSON"),
-    "deeply nested": (b'{"instances": ' + b"[" * 100_000, "no JSON"),
-    "deeply nested, and closed": (b"[" * 100_000 + b"]" * 100_000, "no JSON"),
+    "empty": (b"", "not valid JSON"),
+    "truncated": (b'{"instances": [[1, 2', "not valid JSON"),
+    "no UTF-8": (b'{"instances": ["\xff\xfe"]}', "not valid JSON"),
+    "half of a surrogate": (b'{"instances": ["\\ud800"]}', "not valid JSON"),
+    "deeply nested": (b'{"instances": ' + b"[" * 100_000, "not valid JSON"),
+    "deeply nested, and closed": (b"[" * 100_000 + b"]" * 100_000, "not valid JSON"),
     "nested as far as JSON may be": (
         b'{"instances": ' + b"[" * 900 + b"]" * 900 + b"}",
-        "no array",
+        "not an array",
     ),
     "NaN": (b'{"instances": [[NaN, 1, 2, 3]]}', "JSON has no NaN"),
     "Infinity": (b'{"instances": [[-Infinity, 1, 2, 3]]}', "JSON has no NaN and no Infinity"),
@@ -64,11 +64,11 @@ BODIES = {
     "neither format": ({"signature_name": "serving_default"}, '"instances" or "inputs"'),
     "both formats": ({"instances": [[1] * 4], "inputs": [[1] * 4]}, "not both"),
     "unknown key": ({**GOOD, "instance": 1}, "unknown keys ['instance']"),
-    "signature that is no string": ({**GOOD, "signature_name": 5}, "has to be a string"),
+    "signature that is no string": ({**GOOD, "signature_name": 5}, "must be a string"),
     "unknown signature": ({**GOOD, "signature_name": "train"}, "not 'train'"),
-    "no rows": (rows(), "one row at least"),
+    "no rows": (rows(), "at least one row"),
     "no rows in columns": ({"inputs": []}, "shape (0)"),
-    "rows that are no list": ({"instances": 5}, "has to be a list"),
+    "rows that are no list": ({"instances": 5}, "must be a list"),
     "too few columns": (rows([1, 2, 3]), "shape (1, 3), and the model takes (any, 4)"),
     "too high a rank": (rows([[1, 2, 3, 4]]), "shape (1, 1, 4)"),
     "too low a rank": (rows(1, 2), "shape (2)"),
@@ -93,21 +93,21 @@ def test_bodies(served, kind):
 
 
 MIXED = {
-    "different numbers of rows": ({"inputs": {"a": [[1, 2]], "n": [1, 2]}}, "as many of each"),
+    "different numbers of rows": ({"inputs": {"a": [[1, 2]], "n": [1, 2]}}, "same number"),
     "one of two inputs": ({"inputs": {"a": [[1, 2]]}}, "['n'] are missing"),
     "no names": (rows([1, 2]), "name each of ['a', 'n']"),
-    "floats for integers": (rows({"a": [1, 2], "n": 1.5}), "int32 alone, not floats"),
+    "floats for integers": (rows({"a": [1, 2], "n": 1.5}), "only int32, not floats"),
     "beyond int32": (rows({"a": [1, 2], "n": 1 << 31}), "-2147483648 to 2147483647"),
     "beyond 64 bits": (rows({"a": [1, 2], "n": 1 << 80}), "not floats"),
     "a string among integers": (rows({"a": [1, 2], "n": "5"}), "not strings"),
     "beyond uint8": (mixed("pixels", instances=[[[0, 256], [0, 0]]]), "0 to 255"),
     "below uint8": (mixed("pixels", instances=[[[0, -1], [0, 0]]]), "0 to 255"),
     "a float for uint8": (mixed("pixels", instances=[[[0.5, 1], [0, 0]]]), "not floats"),
-    "bad base64": (mixed("text", instances=[{"b64": "a-b_"}]), "no valid base64"),
-    "base64 cut off": (mixed("text", instances=[{"b64": "aaaaa"}]), "no valid base64"),
-    "base64 that is no text": (mixed("text", instances=[{"b64": "é"}]), "no valid base64"),
-    "base64 of a number": (mixed("text", instances=[{"b64": 5}]), "takes strings"),
-    "a number for a string": (mixed("text", instances=[7]), "takes strings"),
+    "bad base64": (mixed("text", instances=[{"b64": "a-b_"}]), "invalid base64"),
+    "base64 cut off": (mixed("text", instances=[{"b64": "aaaaa"}]), "invalid base64"),
+    "base64 that is no text": (mixed("text", instances=[{"b64": "é"}]), "invalid base64"),
+    "base64 of a number": (mixed("text", instances=[{"b64": 5}]), "accepts strings"),
+    "a number for a string": (mixed("text", instances=[7]), "accepts strings"),
     "lists of strings": (mixed("text", instances=[["a"], ["b"]]), "shape (2, 1)"),
     "ragged strings": (mixed("text", instances=[["a"], "b"]), "rows differ in shape"),
     "a number where any rank may be": (mixed("any", inputs=5), "rows"),
@@ -146,12 +146,12 @@ PATHS = {
         400,
         "a whole number",
     ),
-    "dots": ("/v1/models/../../etc/passwd:predict", 404, "there is no"),
+    "dots": ("/v1/models/../../etc/passwd:predict", 404, "does not exist"),
     "encoded dots": ("/v1/models/%2e%2e:predict", 404, "'..' is not served"),
-    "encoded slashes": ("/v1/models/..%2f..%2fetc:predict", 404, "there is no"),
+    "encoded slashes": ("/v1/models/..%2f..%2fetc:predict", 404, "does not exist"),
     "a zero byte": ("/v1/models/%00:predict", 404, "is not served"),
     "no UTF-8": ("/v1/models/%ff:predict", 404, "is not served"),
-    "unknown verb": ("/v1/models/first:train", 405, "first:train takes no POST"),
+    "unknown verb": ("/v1/models/first:train", 405, "first:train does not support POST"),
     "elsewhere": ("/", 404, "/v1/models/NAME"),
 }
 
@@ -167,7 +167,7 @@ def test_methods(served):
     for method in ("GET", "PUT", "DELETE"):
         response = requests.request(method, served.url(PREDICT), timeout=SECONDS)
         refused(response, 405, "POST")
-    refused(served.post("/v1/models/first", GOOD), 405, "takes no POST")
+    refused(served.post("/v1/models/first", GOOD), 405, "does not support POST")
     refused(served.get("/v1/models/none"), 404, "'none'")
     refused(served.get("/v1/models/first/versions/99999999999999999999"), 400, "a whole number")
     refused(served.get("/v1/models/first/versions/7/metadata"), 404, "version 7")
@@ -191,9 +191,9 @@ HEADERS = {
     "a large header": (b"X: " + b"x" * 200_000, b"", 431, "head"),
     "many headers": (b"X: x\r\n" * 40_000 + b"X: x", b"", 431, "head"),
     "a header without a colon": (b"nonsense", b"", 400, "HTTP"),
-    "body that stops": (b"Content-Length: 50", b"{", 408, "did not come within 1 s"),
-    "body that never begins": (b"Content-Length: 50", b"", 408, "did not come within 1 s"),
-    "part that stops": (b"Transfer-Encoding: chunked", b"5\r\n{", 408, "did not come within 1 s"),
+    "body that stops": (b"Content-Length: 50", b"{", 408, "did not arrive within 1 s"),
+    "body that never begins": (b"Content-Length: 50", b"", 408, "did not arrive within 1 s"),
+    "part that stops": (b"Transfer-Encoding: chunked", b"5\r\n{", 408, "did not arrive within 1 s"),
 }
 
 
@@ -214,7 +214,7 @@ def test_what_is_no_http(served, data):
 
 
 def test_a_head_without_an_end(served):
-    """It grows until it is refused, not until memory ends."""
+    """The head is rejected before it fills the memory."""
     for start in (b"GET /", b"GET / HTTP/1.1\r\nX: "):
         with socket.create_connection(("127.0.0.1", served.port), 10) as client:
             client.sendall(start)
@@ -236,7 +236,7 @@ def test_clients_that_go_in_mid_request(served):
 
 
 class _Raw:
-    """A response as `requests` has it, of its bytes; the first one."""
+    """First response in raw bytes, with the attributes of a response of `requests`."""
 
     def __init__(self, data):
         head, _, body = data.partition(b"\r\n\r\n")

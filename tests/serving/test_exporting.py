@@ -1,4 +1,4 @@
-"""Versions of models as servers load them."""
+"""Exported models as servers load them."""
 
 import json
 
@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist.serving.exporting import export
-from kdist.serving.model_directory import read_metadata, versions
-from kdist.serving.warmup_file import warmup_requests
+from kdist.serving.core.model_directory import read_metadata, versions
+from kdist.serving.exporting.export import export
+from kdist.serving.exporting.warmup_file import warmup_requests
 from kdist.testing import python
 
 X = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("float32")
@@ -59,7 +59,7 @@ def test_versions_follow_each_other(tmp_path):
     assert export(model, tmp_path).name == "8"
     (tmp_path / "9").mkdir()  # no model is in it
     assert versions(tmp_path) == [1, 2, 7, 8]
-    with pytest.raises(FileExistsError, match="7 is there: servers keep what they have loaded"):
+    with pytest.raises(FileExistsError, match="7 exists"):
         export(model, tmp_path, 7)
 
 
@@ -69,7 +69,7 @@ def test_what_fails_leaves_nothing(tmp_path, monkeypatch):
         assert versions(tmp_path) == []
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("kdist.serving.exporting.write_warm_up", fails)
+    monkeypatch.setattr("kdist.serving.exporting.export.write_warmup_requests", fails)
     with pytest.raises(OSError, match="no space"):
         export(small(), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -102,7 +102,7 @@ def test_several_inputs_and_outputs_are_named_after_their_layers(tmp_path):
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored"])
 def test_weights_are_written_once(name, tmp_path):
-    """Keras's archive writes those of models that it tracks twice; servers would hold both."""
+    """Keras's archive would write weights of tracked models twice, and servers load both."""
     with kdist.create_strategy(name, 1 if name == "one_device" else 2).scope():
         model = small()
     path = export(model, tmp_path)
@@ -129,7 +129,7 @@ def decoded(files):
 
 
 def images():
-    """Files of two formats and sizes, and what they hold."""
+    """Returns encoded images of two formats and sizes, and their pixels."""
     pixels = np.random.default_rng(1).integers(0, 256, (2, 16, 16, 1)).astype("uint8")
     files = [tf.io.encode_png(pixels[0]), tf.io.encode_jpeg(pixels[1, :12])]
     return np.array([each.numpy() for each in files], object)
@@ -176,29 +176,29 @@ def in_python(x):
 @pytest.mark.parametrize(
     ("model", "given", "says"),
     [
-        (small, {"version": 0}, "version=0: a whole number from 1 on"),
+        (small, {"version": 0}, "version=0"),
         (small, {"version": True}, "version=True"),
         (small, {"classes": ["a"]}, r"1 classes, and .*\(None, 3\)"),
         (lambda: keras.Sequential([keras.layers.Dense(2)]), {}, "is not built: call it on a batch"),
-        (own, {}, "'own' does not say its inputs: wrap it"),
-        (small, {"placement": "near"}, "placement='near': there are joined and kept"),
-        (small, {"placement": "kept"}, 'is not split: leave placement="kept" out'),
+        (own, {}, "'own' has no defined inputs: wrap it"),
+        (small, {"placement": "near"}, "placement='near'"),
+        (small, {"placement": "kept"}, "is not split"),
         (small, {"preprocessing": len}, r"preprocessing=.*@tf.function\(input_signature="),
-        (small, {"preprocessing": tf.function(lambda x: x)}, "a function with its types"),
+        (small, {"preprocessing": tf.function(lambda x: x)}, "a function with types"),
         (
             small,
             {"preprocessing": tf.function(lambda x: x, [tf.TensorSpec((8, 8, 1))])},
-            "the first size is of rows, so None",
+            "first size must be None",
         ),
         (small, {"preprocessing": in_python}, "its operations .'EagerPyFunc'. would run Python"),
-        (small, {"preprocessing": decoded}, "no request to warm up with can be guessed"),
+        (small, {"preprocessing": decoded}, "guessed"),
         (
             small,
             {"preprocessing": decoded, "examples": [b"no image"]},
-            "the model cannot compute the rows to warm up with: .*Give others",
+            "cannot compute the rows to warm up with: .*Give other",
         ),
         (small, {"examples": X[:, :4]}, r"examples of inputs: shape \(5, 4, 8, 1\), not"),
-        (small, {"examples": {"pixels": X}}, "examples of pixels, and the inputs are inputs"),
+        (small, {"examples": {"pixels": X}}, "examples for pixels, and the inputs are inputs"),
         (small, {"examples": {"inputs": X[:0]}}, r"rows of examples: \[0\]"),
     ],
     ids=lambda x: None if callable(x) else "-".join(x) if isinstance(x, dict) else None,
@@ -207,3 +207,10 @@ def test_what_is_refused(model, given, says, tmp_path):
     with pytest.raises(ValueError, match=says):
         export(model(), tmp_path, **given)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_old_name_of_a_placement(tmp_path):
+    with pytest.warns(DeprecationWarning, match="merged"):
+        export(small(), tmp_path / "m", examples={}, placement="joined")
+    with pytest.raises(ValueError, match="merged, kept"):
+        export(small(), tmp_path / "m", placement="split")

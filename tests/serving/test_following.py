@@ -1,4 +1,4 @@
-"""A served model's settings follow its load, or stay as they were given."""
+"""Settings of a served model adapt to its load, or stay fixed."""
 
 import asyncio
 import shutil
@@ -7,9 +7,9 @@ import keras
 import numpy as np
 import pytest
 
-from kdist.serving.exporting import export
-from kdist.serving.models import Models
-from kdist.serving.settings import BatchSettings, Objective
+from kdist.serving.core.settings import BatchSettings, Objective
+from kdist.serving.engine.models import Models
+from kdist.serving.exporting.export import export
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def test_what_comes_is_told_to_the_tuner(directory):
         totals = version.tuner.load.totals()
         assert totals.answered == totals.rows == 20
         assert 1 <= totals.batches <= 20
-        assert version.tuner.load.inside == 0
+        assert version.tuner.load.in_flight == 0
         assert version.batcher().settings == BatchSettings(0.0, 8)
 
     run(directory, scenario, settings=BatchSettings(0.002, 8), objective=Objective())
@@ -56,7 +56,7 @@ def test_a_refused_request_leaves_nothing_behind(directory):
         with pytest.raises(ValueError, match="Matrix size-incompatible"):
             await version.predict({"inputs": np.zeros([1, 4], "float32")})
         await version.predict(row())
-        assert version.tuner.load.inside == 0
+        assert version.tuner.load.in_flight == 0
 
     run(directory, scenario, objective=Objective())
 

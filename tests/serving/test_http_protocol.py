@@ -1,4 +1,4 @@
-"""Clients that stop in the middle are let go, and those that are slow are not."""
+"""Clients that stop sending are disconnected; slow clients are not."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kdist.serving.settings import Limits
+from kdist.serving.core.settings import ServerLimits
 from tests.serving.running import received, running
 
 SILENT = 0.4
@@ -20,7 +20,7 @@ HEAD = b"POST /v1/models/first:predict HTTP/1.1\r\nHost: x\r\nContent-Length: %d
 
 @pytest.fixture(scope="module")
 def hasty(directories):
-    limits = Limits(silent_seconds=SILENT, body_seconds=20.0)
+    limits = ServerLimits(silent_seconds=SILENT, body_seconds=20.0)
     names = ("first", "mixed")
     with running({name: directories[name] for name in names}, limits=limits) as it:
         yield it
@@ -31,7 +31,7 @@ def connected(served):
 
 
 def is_ended(client, seconds=20):
-    """Waits until the server has let the client go."""
+    """Returns whether the server disconnects the client."""
     poll = select.poll()
     poll.register(client, select.POLLHUP)
     return bool(poll.poll(seconds * 1000))
@@ -43,7 +43,7 @@ def test_who_sends_nothing_is_let_go(hasty):
 
 
 def test_silent_clients_keep_nobody_out(directories):
-    limits = Limits(connections=3)
+    limits = ServerLimits(connections=3)
     with (
         running({"first": directories["first"]}, limits=limits) as served,
         connected(served) as known,
@@ -74,7 +74,7 @@ def test_who_sends_no_whole_head_is_told_so(hasty, sent):
         client.sendall(sent)
         answer = received(client)
     assert answer.startswith(b"HTTP/1.1 408 ")
-    assert b'{"error":"Request Timeout: the head did not come within 0.4 s"}' in answer
+    assert b'{"error":"Request Timeout: the head did not arrive within 0.4 s"}' in answer
 
 
 def test_a_head_that_comes_byte_by_byte_has_no_more_time(hasty):

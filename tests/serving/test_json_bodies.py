@@ -1,12 +1,12 @@
-"""JSON to arrays and back; what is refused is in test_bad_rest.py."""
+"""Conversion of JSON to arrays and back; test_bad_rest.py tests the errors."""
 
 import json
 
 import numpy as np
 import pytest
 
-from kdist.serving import json_bodies
-from kdist.serving.signature import Signature, TensorSpec
+from kdist.serving.core.signature import Signature, TensorSpec
+from kdist.serving.protocol import json_bodies
 
 
 def spec(shape, dtype):
@@ -14,7 +14,9 @@ def spec(shape, dtype):
 
 
 def arrays(document, **inputs):
-    return json_bodies.read(json.dumps(document).encode(), lambda _: Signature(inputs, {})).arrays
+    return json_bodies.parse_request(
+        json.dumps(document).encode(), lambda _: Signature(inputs, {})
+    ).arrays
 
 
 @pytest.mark.parametrize(
@@ -39,14 +41,14 @@ def test_every_type_has_its_values(dtype, values):
 
 @pytest.mark.parametrize("key", ["instances", "inputs"])
 def test_integers_on_both_sides_of_2_to_the_63(key):
-    """NumPy makes float64 of them, as hashes are in nearly every row."""
+    """NumPy converts such integers, which are common in hashes, to float64."""
     values = [[1, 1 << 63], [(1 << 64) - 1, (1 << 53) + 1]]
     inputs = {"x": spec((None, 2), "uint64")}
     array = arrays({key: values}, **inputs)["x"]
     assert array.dtype == "uint64"
     assert array.tolist() == values
     for wrong in (-1, 1 << 64, 0.5):
-        with pytest.raises(ValueError, match="input 'x' has to|no JSON"):
+        with pytest.raises(ValueError, match="input 'x' must|not valid JSON"):
             arrays({key: [[wrong, 1 << 63]]}, **inputs)
 
 
@@ -55,8 +57,8 @@ def test_integers_on_both_sides_of_2_to_the_63(key):
 def test_no_depth_is_the_servers_fault(dtype, depth):
     body = b'{"instances": ' + b"[" * depth + b'"a"' + b"]" * depth + b"}"
     signature = Signature({"x": spec(None, dtype)}, {})
-    with pytest.raises(ValueError, match="more than 32 lists in each other|no JSON"):
-        json_bodies.read(body, lambda _: signature)
+    with pytest.raises(ValueError, match="more than 32 nested lists|not valid JSON"):
+        json_bodies.parse_request(body, lambda _: signature)
 
 
 def test_formats_are_alike():
@@ -73,7 +75,7 @@ def test_numbers_beside_texts_are_looked_at():
     inputs = {"s": spec((None,), object), "x": spec((None,), "float32")}
     found = arrays({"instances": [{"s": 'a"b', "x": 1.5}]}, **inputs)
     assert (found["s"].tolist(), found["x"].tolist()) == ([b'a"b'], [1.5])
-    with pytest.raises(ValueError, match="'x' has to hold numbers, not strings"):
+    with pytest.raises(ValueError, match="'x' must hold numbers, not strings"):
         arrays({"instances": [{"s": "a", "x": 1}, {"s": "b", "x": "2"}]}, **inputs)
 
 
@@ -99,7 +101,9 @@ def test_no_format_hides_a_text_among_numbers(document, monkeypatch):
 
 def answered(outputs, key):
     signature = Signature({}, {n: spec(None, a.dtype) for n, a in outputs.items()})
-    return json.loads(json_bodies.answer(outputs, json_bodies.Request(key, "", signature, {})))
+    return json.loads(
+        json_bodies.format_response(outputs, json_bodies.JsonRequest(key, "", signature, {}))
+    )
 
 
 def test_answers_have_the_format_of_their_requests():

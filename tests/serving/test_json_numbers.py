@@ -1,4 +1,4 @@
-"""Numbers read in a row: as those of the way that makes an object of each, or left to it."""
+"""The fast parser of numbers returns the same as the general parser, or leaves the body to it."""
 
 import itertools
 import json
@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from kdist.serving import json_bodies, json_numbers
-from kdist.serving.signature import Signature, TensorSpec
+from kdist.serving.core.signature import Signature, TensorSpec
+from kdist.serving.protocol import json_bodies, json_numbers
 
 SHAPES = [(None,), (None, 2), (None, 1), (None, 2, 3), (1, 2, 1, 2)]
 DTYPES = ["float32", "float64", "float16", "int32", "uint8", "int64", "uint64"]
@@ -20,12 +20,12 @@ def spec(shape=(None, 2), dtype="float32"):
 
 def in_a_row(body, of=None):
     body = body if isinstance(body, bytes) else body.encode()
-    found = json_numbers.read(body)
+    found = json_numbers.read_numbers(body)
     return None if found is None else found.array(of or spec())
 
 
 def both_ways(body, of):
-    """What the two ways make of a body: (dtype, shape, numbers), or why it is refused."""
+    """Returns the results of both parsers: (dtype, shape, numbers), or the error message."""
     named = Signature({"x": of}, {})
 
     def tried(way):
@@ -38,7 +38,7 @@ def both_ways(body, of):
         array = request.arrays["x"]
         return request.key, request.signature_name, array.dtype, array.shape, array.tobytes()
 
-    return tried(json_bodies._read_numbers), tried(json_bodies._read_any)
+    return tried(json_bodies._parse_numeric), tried(json_bodies._parse_any)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused_in_the_same_words(dtype, value):
 
 
 def test_broken_bodies_give_the_same_or_nothing():
-    """Characters of a right body are left out, doubled, changed and swapped at random."""
+    """Deletes, doubles, changes, and swaps random characters of a valid body."""
     chance = random.Random(0)
     pieces = [character.encode() for character in '[],1- "0{}\\'] + [b"", b".5", b"e3", b"null"]
     taken = 0

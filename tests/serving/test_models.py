@@ -1,4 +1,4 @@
-"""Versions come and go while requests are served; none of these fails."""
+"""Versions are added and removed while requests are served; none of the requests fails."""
 
 import os
 import shutil
@@ -8,15 +8,15 @@ import grpc
 import pytest
 from tensorflow_serving.apis import get_model_status_pb2
 
-from kdist.serving import computing
-from kdist.serving.models import Models
-from kdist.serving.settings import BatchSettings
+from kdist.serving.core.settings import BatchSettings
+from kdist.serving.engine import in_process
+from kdist.serving.engine.models import Models
 from tests.serving.running import SECONDS, running, save_times
 
 
 @pytest.fixture(scope="module")
 def ready(tmp_path_factory):
-    """Versions 1 to 3 of y = version * x, to be copied from."""
+    """Returns a directory with versions 1 to 3 of y = version * x, to copy from."""
     home = tmp_path_factory.mktemp("times")
     for version in (1, 2, 3):
         save_times(home / str(version), version)
@@ -24,7 +24,7 @@ def ready(tmp_path_factory):
 
 
 def add(ready, directory, version, as_version=None):
-    """As `export` does: elsewhere, then renamed."""
+    """Adds a version as `export` does: copied elsewhere, then renamed."""
     directory.mkdir(exist_ok=True)
     shutil.copytree(ready / str(version), directory / ".writing")
     os.rename(directory / ".writing", directory / str(as_version or version))
@@ -103,7 +103,7 @@ def test_no_request_fails_by_a_swap(served, refresh, ready, tmp_path):
 
 
 def test_what_waits_is_answered_by_the_version_that_took_it(ready, tmp_path, monkeypatch):
-    class Held(computing.InProcess):
+    class Held(in_process.InProcess):
         may_go_on, begun = threading.Event(), threading.Event()
 
         def compute(self, key, signature, arrays):
@@ -112,7 +112,7 @@ def test_what_waits_is_answered_by_the_version_that_took_it(ready, tmp_path, mon
             return super().compute(key, signature, arrays)
 
     add(ready, tmp_path / "m", 1)
-    with running({"m": tmp_path / "m"}, BatchSettings(0.0, 2), computing=Held()) as served:
+    with running({"m": tmp_path / "m"}, BatchSettings(0.0, 2), compute_engine=Held()) as served:
         answers = []
         threads = [threading.Thread(target=lambda: answers.append(y_of(served))) for _ in range(6)]
         for thread in threads:
@@ -135,7 +135,7 @@ def test_what_waits_is_answered_by_the_version_that_took_it(ready, tmp_path, mon
 
 
 def _when(served, holds, event):
-    """Sets the event when so many rows wait."""
+    """Sets an event when the queue holds a number of rows."""
     if holds(served.models.model("m").version().waiting_rows):
         event.set()
     else:
@@ -150,7 +150,7 @@ def test_a_version_that_does_not_load_changes_nothing(served, refresh, tmp_path)
     assert y_of(served) == 1
     status = served.get("/v1/models/m/versions/2").json()["model_version_status"][0]
     assert status["state"] == "END"
-    assert "is no SavedModel" in status["status"]["error_message"]
+    assert "is not a SavedModel" in status["status"]["error_message"]
     with served.stubs() as (_, stub):
         request = get_model_status_pb2.GetModelStatusRequest()
         request.model_spec.name = "m"
@@ -177,9 +177,9 @@ def test_a_version_that_is_copied_slowly_is_loaded_when_it_is_whole(
     served, refresh, ready, tmp_path, monkeypatch
 ):
     loads = []
-    load = served.models.computing.load
+    load = served.models.compute_engine.load
     monkeypatch.setattr(
-        served.models.computing, "load", lambda *given: loads.append(given[0]) or load(*given)
+        served.models.compute_engine, "load", lambda *given: loads.append(given[0]) or load(*given)
     )
     files = sorted(path for path in (ready / "2").rglob("*") if path.is_file())
     # What it is known by comes first, what it cannot do without last.
@@ -223,7 +223,7 @@ def test_a_link_to_where_a_link_leads_out_is_not_followed(served, refresh, ready
 
 
 def test_links_within_the_directory_are_followed(served, refresh, ready, tmp_path):
-    """As volumes of Kubernetes are made."""
+    """Kubernetes volumes contain such links."""
     add(ready, tmp_path / "m", 2, as_version="..data")
     (tmp_path / "m" / "2").symlink_to("..data")
     (tmp_path / "m" / "..data" / "assets.extra" / "..").mkdir(exist_ok=True, parents=True)
@@ -281,5 +281,5 @@ def test_several_models_and_versions_at_once(ready, tmp_path):
 
 
 def test_a_directory_that_is_not_there():
-    with pytest.raises(ValueError, match="is no directory"):
+    with pytest.raises(ValueError, match="is not a directory"):
         Models({"m": "/nowhere/at/all"})

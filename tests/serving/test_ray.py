@@ -1,4 +1,4 @@
-"""The application on a Ray cluster of three nodes."""
+"""Application on a Ray cluster of three nodes."""
 
 import contextlib
 import json
@@ -18,15 +18,19 @@ from kdist.testing import python
 
 PROGRAM = pathlib.Path(__file__).with_name("ray_program.py")
 MARK = "KDIST_TEST_RAY"
+# Replicas import TensorFlow, which takes a minute or more on a busy machine.
+pytestmark = pytest.mark.timeout(600)
 X = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("float32")
 
 
 @pytest.fixture(scope="module")
 def seen():
-    """What the program saw; beside it, how it ended and the processes that were left."""
+    """Returns the output of the program, with its exit status and the remaining processes."""
     mark = uuid.uuid4().hex
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
-    environment = {**os.environ, **token, MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"}
+    # On a busy machine, proxies start later than Ray's limit of 5 s.
+    limits = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+    environment = {**os.environ, **token, **limits, MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"}
     with tempfile.TemporaryDirectory(prefix="k", ignore_cleanup_errors=True) as directory:
         export_two_versions(pathlib.Path(directory))
         output = pathlib.Path(directory) / "output"
@@ -34,7 +38,7 @@ def seen():
             with output.open("w") as file:
                 command = [sys.executable, str(PROGRAM), directory]
                 code = subprocess.run(
-                    command, stdout=file, stderr=file, env=environment, timeout=270, check=False
+                    command, stdout=file, stderr=file, env=environment, timeout=500, check=False
                 ).returncode
         finally:
             left = end_marked(mark)
@@ -54,7 +58,7 @@ def export_two_versions(directory):
 
 
 def end_marked(mark):
-    """Kills what the program started and did not end; returns their command lines."""
+    """Kills processes that the program left behind; returns their command lines."""
     left = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -121,7 +125,7 @@ from kdist.serving import ray
 from ray.serve.schema import ServeDeploySchema
 text = ray.__doc__[ray.__doc__.index("    proxy_location:"):ray.__doc__.index("`serve run")]
 [application] = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
-ray.build(ray.Arguments.model_validate(application.args))
+ray.build(ray.BuildArguments.model_validate(application.args))
 print(json.dumps(application.import_path))
 """
     assert python(code) == "kdist.serving.ray:build"
@@ -145,10 +149,10 @@ import json, sys
 from kdist.serving import ray
 def refused(**arguments):
     try:
-        ray.build(ray.Arguments.model_validate(arguments))
+        ray.build(ray.BuildArguments.model_validate(arguments))
     except ValueError as error:
         return str(error)
-models = ray.Arguments.model_validate({"models": '{"fashion": "m"}', "max_replicas": "3"})
+models = ray.BuildArguments.model_validate({"models": '{"fashion": "m"}', "max_replicas": "3"})
 ray.build(models)
 print(json.dumps({
     "models": models.models,

@@ -1,4 +1,4 @@
-"""TensorFlow Serving's REST interface, as its clients use it."""
+"""TensorFlow Serving's REST API, as its clients use it."""
 
 import base64
 import json
@@ -16,12 +16,12 @@ X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 
 @pytest.fixture(scope="module")
 def expected():
-    """{model: what Keras predicts for X}."""
+    """Returns {model: predictions of Keras for X}."""
     return {name: dense(n).predict(X, verbose=0) for n, name in enumerate(("first", "second"))}
 
 
 def rows_of(number):
-    """Some rows of X, 1 to 40 of them."""
+    """Returns 1 to 40 rows of X."""
     first = number % 24
     return slice(first, first + 1 + (number * 7) % 40)
 

@@ -1,4 +1,4 @@
-"""TensorFlow Serving's gRPC interface, by the unchanged stubs of tensorflow-serving-api."""
+"""TensorFlow Serving's gRPC API, used through the stubs of tensorflow-serving-api."""
 
 import grpc
 import numpy as np
@@ -31,7 +31,7 @@ def predict(stubs):
 
 @pytest.fixture(scope="module", autouse=True)
 def neighbour(predict):
-    """Sends good requests meanwhile."""
+    """Sends valid requests during all tests."""
     request = predict_request("first", inputs=X)
     with unharmed(lambda: predict(request)):
         yield
@@ -64,7 +64,7 @@ def test_strings(predict):
 
 
 def test_values_that_are_not_in_tensor_content(predict):
-    """As clients of other languages send them: fewer values stand for equal ones."""
+    """Clients in other languages send fewer values if the rest are equal."""
     request = predict_request("first", inputs=np.ones((2, 4), "float32"))
     wanted = predict(request).outputs
     tensor = request.inputs["inputs"]
@@ -97,9 +97,9 @@ def test_nothing_is_made_of_few_bytes_that_say_much(predict, monkeypatch, shape,
 def test_what_few_bytes_stand_for_is_held(served, predict):
     request = changed(tensor(tensor_content=b"", float_val=[1.0], shape=(1, 250_000)), **ANY)
     assert predict(request).outputs["y"].tensor_shape.dim[1].size == 250_000
-    with served.models.bodies.of_request() as hold:
+    with served.models.body_memory.request() as hold:
         hold((1 << 30) - 900_000)
-        with pytest.raises(grpc.RpcError, match="other requests under way hold"):
+        with pytest.raises(grpc.RpcError, match="other requests in flight hold"):
             predict(request)
 
 
@@ -142,14 +142,14 @@ def test_status(stubs):
 
 
 def changed(change, model="first", signature="", **arrays):
-    """A good request but for one thing."""
+    """Returns a valid request with one change."""
     request = predict_request(model, signature, **(arrays or {"inputs": X}))
     change(request)
     return request
 
 
 def tensor(**fields):
-    """Changes of the tensor of the only input."""
+    """Returns a function that changes the tensor of the only input."""
 
     def change(request):
         (name,) = request.inputs
@@ -205,7 +205,7 @@ BAD = {
     "version 0": (changed(spec(version=0)), NOT_FOUND, "version 0"),
     "version below 0": (changed(spec(version=-1)), NOT_FOUND, "version -1"),
     "a huge version": (changed(spec(version=(1 << 63) - 1)), NOT_FOUND, "version 9223"),
-    "a label": (changed(spec(version_label="stable")), INVALID, "no labels"),
+    "a label": (changed(spec(version_label="stable")), INVALID, "version labels"),
     "unknown signature": (changed(spec(signature_name="train")), INVALID, "not 'train'"),
     "no inputs": (changed(lambda r: r.inputs.clear()), INVALID, "are missing"),
     "unknown input": (changed(unknown_input), INVALID, "unknown inputs ['more']"),
@@ -215,8 +215,8 @@ BAD = {
         INVALID,
         "['n'] are missing",
     ),
-    "different numbers of rows": (changed(nothing, **BOTH), INVALID, "as many of each"),
-    "no rows": (changed(nothing, inputs=X[:0]), INVALID, "one at least"),
+    "different numbers of rows": (changed(nothing, **BOTH), INVALID, "same number"),
+    "no rows": (changed(nothing, inputs=X[:0]), INVALID, "at least 1"),
     "too few columns": (changed(nothing, inputs=X[:, :3]), INVALID, "takes (any, 4)"),
     "too high a rank": (changed(nothing, inputs=X[None]), INVALID, "takes (any, 4)"),
     "too low a rank": (changed(nothing, inputs=X[0]), INVALID, "takes (any, 4)"),
@@ -237,19 +237,27 @@ BAD = {
         "give every size",
     ),
     "negative sizes": (changed(tensor(shape=(-5, -4))), INVALID, "give every size"),
-    "content too short": (changed(tensor(tensor_content=b"1234")), INVALID, "not hold its shape"),
-    "content of odd bytes": (changed(tensor(tensor_content=b"12345")), INVALID, "not hold its"),
-    "content too long": (changed(tensor(shape=(1, 4))), INVALID, "not hold its shape"),
-    "content of strings": (changed(tensor(tensor_content=b"1" * 8), **TEXT), INVALID, "its shape"),
+    "content too short": (changed(tensor(tensor_content=b"1234")), INVALID, "its declared shape"),
+    "content of odd bytes": (
+        changed(tensor(tensor_content=b"12345")),
+        INVALID,
+        "its declared shape",
+    ),
+    "content too long": (changed(tensor(shape=(1, 4))), INVALID, "its declared shape"),
+    "content of strings": (
+        changed(tensor(tensor_content=b"1" * 8), **TEXT),
+        INVALID,
+        "its declared shape",
+    ),
     "too many values": (
         changed(tensor(tensor_content=b"", float_val=[1.0] * 21)),
         INVALID,
-        "not hold its shape",
+        "its declared shape",
     ),
     "beyond uint8": (
         changed(tensor(tensor_content=b"", int_val=[300, 0, 0, 0]), **PIXELS),
         INVALID,
-        "not hold its shape",
+        "its declared shape",
     ),
     "10^12 elements by one value": (
         changed(tensor(tensor_content=b"", float_val=[1.0], shape=(250_000_000_000, 4))),
@@ -294,7 +302,7 @@ def test_messages_that_are_none(served, message):
     with served.channel() as channel, pytest.raises(grpc.RpcError) as error:
         channel.unary_unary(PREDICT)(message, timeout=SECONDS)
     assert error.value.code().name == INVALID
-    assert "no PredictRequest" in error.value.details()
+    assert "not a valid PredictRequest" in error.value.details()
 
 
 def test_no_message_at_all_asks_for_no_model(served):

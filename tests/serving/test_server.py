@@ -1,4 +1,4 @@
-"""scripts/serve.py as a user runs it."""
+"""Tests of scripts/serve.py as a user runs it."""
 
 import ast
 import contextlib
@@ -41,7 +41,7 @@ def run(*flags):
 
 @contextlib.contextmanager
 def program(*flags):
-    """(process, REST's address, gRPC's), when it is ready."""
+    """Yields (process, REST address, gRPC address) when the server is ready."""
     process = subprocess.Popen(
         command(*flags), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -124,7 +124,9 @@ def test_told_twice_it_ends_at_once(directory):
     ],
 )
 def test_names_of_directories(given, found):
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import serve; print(serve.directories("
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import serve; print(serve.parse_directories("
+    )
     command = [sys.executable, "-c", f"{code}sys.argv[2].split(',')))", str(PROGRAM.parent), given]
     out = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     assert ast.literal_eval(out.stdout) == found
@@ -166,7 +168,7 @@ def test_a_port_in_use(directory, flag):
         process = run(f"--model_dir={directory}", f"--{flag}={port}", *flags)
     assert process.returncode == 1
     assert f"cannot listen at 127.0.0.1:{port}" in process.stderr
-    assert f"give another {flag}, or 0 for any" in process.stderr
+    assert f"another {flag}, or 0" in process.stderr
     assert "Traceback" not in process.stderr
 
 
@@ -174,11 +176,11 @@ def test_a_port_in_use(directory, flag):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--model_dir=/nowhere/at/all"], "/nowhere/at/all is no directory"),
+        (["--model_dir=/nowhere/at/all"], "/nowhere/at/all is not a directory"),
         (["--model_dir=/tmp", "--max_batch=0"], "--max_batch=0"),
         (["--model_dir=/tmp", "--port=99999"], "--port=99999"),
         (["--model_dir=/tmp", "extra"], "unknown argument 'extra'"),
-        (["--model_dir=/a/m,/b/m"], "two models are called 'm'"),
+        (["--model_dir=/a/m,/b/m"], "two models are named 'm'"),
         ([], "--model_dir=models/fashion"),
     ],
     ids=["missing", "no batch", "no port", "an argument", "twice", "nothing"],

@@ -1,11 +1,11 @@
-"""What signatures are read from files, what they refuse, and what is never loaded."""
+"""Signatures in files: what they contain and reject, and graphs that are never loaded."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 
-from kdist.serving.signature import Signature, TensorSpec, read_signatures
+from kdist.serving.core.signature import Signature, TensorSpec, read_signatures
 from tests.serving.running import save_mixed
 
 
@@ -33,8 +33,8 @@ def test_signatures_are_read_without_loading(tmp_path):
         ({"a": np.zeros((2, 3))}, r"\['b'\] are missing"),
         ({"a": np.zeros((2, 3)), "b": np.zeros(2), "c": 1}, r"unknown inputs \['c'\]"),
         ({"a": np.zeros((2, 4)), "b": np.zeros(2)}, r"'a' has the shape \(2, 4\).*\(any, 3\)"),
-        ({"a": np.zeros((2, 3)), "b": np.zeros(3)}, "as many of each"),
-        ({"a": np.zeros((0, 3)), "b": np.zeros(0)}, "one at least"),
+        ({"a": np.zeros((2, 3)), "b": np.zeros(3)}, "same number"),
+        ({"a": np.zeros((0, 3)), "b": np.zeros(0)}, "at least 1"),
     ],
     ids=["missing", "unknown", "shape", "rows", "none"],
 )
@@ -54,7 +54,7 @@ def test_no_rows_in_a_scalar():
 def test_what_is_no_saved_model(tmp_path, content):
     if content is not None:
         (tmp_path / "saved_model.pb").write_bytes(content)
-    with pytest.raises(ValueError, match=r"saved_model\.pb (is no SavedModel|has no graph)"):
+    with pytest.raises(ValueError, match=r"saved_model\.pb (is not a SavedModel|has no graph)"):
         read_signatures(tmp_path)
 
 
@@ -146,7 +146,7 @@ def restored_in_a_branch(x):
 
 @pytest.mark.parametrize("function", [saved, restored, restored_in_a_branch])
 def test_predictions_that_would_touch_checkpoints_are_not_loaded(tmp_path, function):
-    """Each SavedModel has such operations, but to load its variables and not to predict."""
+    """Every SavedModel has such operations to load variables, but predictions do not use them."""
     module = tf.Module()
     module.f = tf.function(
         lambda x: {"y": function(x)}, input_signature=[tf.TensorSpec((None,), tf.string)]
@@ -186,7 +186,7 @@ def test_assets_are_those_of_the_model(tmp_path, name):
 
 
 class Resource(tf.saved_model.experimental.TrackableResource):
-    """Is made by what a test says, whenever the model is loaded."""
+    """Resource that runs a function of the test whenever the model is loaded."""
 
     def __init__(self, initialize):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Split models as servers load them: on the devices that they were split over, or on any one."""
+"""Split models as servers load them: on their devices, or merged on any device."""
 
 import collections
 import json
@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 
-from kdist.serving.exporting import export
-from kdist.serving.model_directory import check_devices, needed_devices, read_metadata
-from kdist.serving.warmup_file import warmup_requests
+from kdist.serving.core.model_directory import check_devices, needed_devices, read_metadata
+from kdist.serving.exporting.export import export
+from kdist.serving.exporting.warmup_file import warmup_requests
 from kdist.testing import python
 from tests.serving.split_models import MODELS, inputs_of, predicted, split_model
 
@@ -22,11 +22,11 @@ layers = keras.layers
 SERVED = """
 import json, sys
 from kdist.devices import find_devices
-from kdist.serving.model_directory import check_devices, needed_devices
+from kdist.serving.core.model_directory import check_devices, needed_devices
 find_devices(needed_devices(next(iter(json.loads(sys.argv[1])))))
 import numpy as np
 import tensorflow as tf
-from kdist.parallel.placement import operations_that_run
+from kdist.parallel.inspect.operation_devices import operations_that_run
 there_are = [each.name.removeprefix("/device:") for each in tf.config.list_logical_devices()]
 keep = tf.saved_model.experimental.VariablePolicy.SAVE_VARIABLE_DEVICES
 options = tf.saved_model.LoadOptions(experimental_variable_policy=keep)
@@ -68,7 +68,7 @@ def test_it_keeps_its_placement_in_another_process(tmp_path):
 
 
 def devices_in(path):
-    """{device: operations that compute there}, by the file that servers read."""
+    """Returns {device: number of operations} in the file that servers read."""
     saved = saved_model_pb2.SavedModel.FromString((path / "saved_model.pb").read_bytes())
     (graph,) = (meta.graph_def for meta in saved.meta_graphs)
     nodes = [node for each in graph.library.function for node in each.node_def]
@@ -117,9 +117,9 @@ def test_too_few_devices_are_said(tmp_path):
     path = tmp_path / "3"
     (path / "assets.extra").mkdir(parents=True)
     (path / "assets.extra" / "kdist.json").write_text('{"devices": ["GPU:0", "GPU:1"]}')
-    with pytest.raises(ValueError, match=r"on GPU:0, GPU:1, and GPU:1 is missing here \(there are"):
+    with pytest.raises(ValueError, match=r"on GPU:0, GPU:1, and GPU:1 is missing here \(available"):
         check_devices(path, ["CPU:0", "GPU:0"])
-    with pytest.raises(ValueError, match='GPU:0, GPU:1 are missing .* placement="joined"'):
+    with pytest.raises(ValueError, match='GPU:0, GPU:1 are missing .* placement="merged"'):
         check_devices(path, ["CPU:0"])
     check_devices(path, ["CPU:0", "GPU:0", "GPU:1", "GPU:2"])
     check_devices(tmp_path, ["CPU:0"])  # kdist has not written it
@@ -127,7 +127,7 @@ def test_too_few_devices_are_said(tmp_path):
 
 def test_devices_of_other_hosts_are_refused(tmp_path, monkeypatch):
     hosts = [["worker:0/CPU:0", "worker:1/CPU:0"]]
-    monkeypatch.setattr("kdist.serving.exporting.groups_of", lambda strategy: hosts)
+    monkeypatch.setattr("kdist.serving.exporting.export.groups_of", lambda strategy: hosts)
     with pytest.raises(ValueError, match="worker:0/CPU:0, worker:1/CPU:0 belong to tasks of a job"):
         export(split_model("branches"), tmp_path, placement="kept")
     assert list(tmp_path.iterdir()) == []

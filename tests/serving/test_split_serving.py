@@ -1,4 +1,4 @@
-"""Split models behind the server, each in its places."""
+"""Split models in the server, each on its devices."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.serving.servers import Command, Server
-from kdist.serving.exporting import export
+from kdist.serving.exporting.export import export
 from tests.serving.split_models import MODELS, inputs_of, predicted, split_model
 
 

@@ -1,4 +1,4 @@
-"""Requests that a server computes before it serves a version."""
+"""Warm-up requests, which a server computes before it serves a version."""
 
 import sys
 
@@ -9,12 +9,12 @@ import tensorflow as tf
 from tensorflow_serving.apis import prediction_log_pb2
 
 import kdist
-from kdist.serving.batcher import BadInput
-from kdist.serving.exporting import export
-from kdist.serving.settings import BatchSettings
-from kdist.serving.signature import Signature, TensorSpec
-from kdist.serving.warming import warm_up
-from kdist.serving.warmup_file import examples_as_given, warmup_requests, write_warm_up
+from kdist.serving.core.errors import BadInput
+from kdist.serving.core.settings import BatchSettings
+from kdist.serving.core.signature import Signature, TensorSpec
+from kdist.serving.engine.in_process import warm_up
+from kdist.serving.exporting.export import export
+from kdist.serving.exporting.warmup_file import example_rows, warmup_requests, write_warmup_requests
 
 
 def small():
@@ -47,7 +47,7 @@ def test_each_allowed_size_is_a_request(tmp_path):
 def test_equal_elements_take_no_room(dtype, tmp_path):
     kind = tf.as_dtype(dtype).as_numpy_dtype
     rows = np.full((1, 32, 32, 3), b"" if dtype == "string" else 0, kind)
-    write_warm_up(tmp_path, "m", {"x": rows}, [2, 64])
+    write_warmup_requests(tmp_path, "m", {"x": rows}, [2, 64])
     file = tmp_path / "assets.extra" / "tf_serving_warmup_requests"
     assert file.stat().st_size < 1000
     (_, first), (_, second) = warmup_requests(tmp_path)
@@ -61,7 +61,7 @@ def test_equal_elements_take_no_room(dtype, tmp_path):
 
 
 def test_rows_of_examples_take_turns(tmp_path):
-    write_warm_up(tmp_path, "m", {"a": np.arange(3), "b": np.ones((3, 2))}, [2, 8])
+    write_warmup_requests(tmp_path, "m", {"a": np.arange(3), "b": np.ones((3, 2))}, [2, 8])
     (_, first), (_, second) = warmup_requests(tmp_path)
     assert first["a"].tolist() == [0, 1]
     assert second["a"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
@@ -83,7 +83,7 @@ def test_a_missing_package_is_said_before_anything_is_written(tmp_path, monkeypa
 
 
 def test_requests_of_other_programs_are_read(tmp_path):
-    """Without a signature's name, and beside logs of another kind."""
+    """They may lack a signature name, and the file may hold other logs."""
     logged = prediction_log_pb2.PredictionLog()
     logged.predict_log.request.inputs["words"].CopyFrom(tf.make_tensor_proto([b"a", b"b"]))
     other = prediction_log_pb2.PredictionLog()
@@ -101,14 +101,14 @@ def test_requests_of_other_programs_are_read(tmp_path):
 
 def test_examples_get_the_types_of_the_inputs():
     specs = {"left": tf.TensorSpec((None, 2), tf.uint8), "right": tf.TensorSpec((None,), tf.string)}
-    given = examples_as_given(specs, {"left": [[1, 2]], "right": ["word"]})
+    given = example_rows(specs, {"left": [[1, 2]], "right": ["word"]})
     assert given["left"].dtype == "uint8"
     assert given["right"].dtype == object
-    assert examples_as_given(specs, {}) == examples_as_given(specs, []) == {}
-    with pytest.raises(ValueError, match=r"rows of examples: \[1, 2\]; give as many of each"):
-        examples_as_given(specs, {"left": [[1, 2]], "right": ["word", "other"]})
+    assert example_rows(specs, {}) == example_rows(specs, []) == {}
+    with pytest.raises(ValueError, match=r"rows of examples: \[1, 2\]"):
+        example_rows(specs, {"left": [[1, 2]], "right": ["word", "other"]})
     with pytest.raises(ValueError, match=r"for 'right' \(shape \(None,\), string\): give rows"):
-        examples_as_given(specs, None)
+        example_rows(specs, None)
 
 
 def test_a_size_that_varies_needs_examples(tmp_path):
@@ -120,7 +120,7 @@ def test_a_size_that_varies_needs_examples(tmp_path):
 
 
 def test_a_version_that_refuses_its_own_example_is_not_served():
-    """It may refuse zeros, such as images in bytes; an example is what it was made for."""
+    """A model may reject zeros, such as encoded images, but not its own examples."""
     takes = Signature({"x": TensorSpec((None, 2), np.dtype("float32"), "")}, {})
 
     def refuses(signature, arrays):

@@ -1,4 +1,4 @@
-"""Workers that are signalled, do not start, or are ended while they load."""
+"""Worker processes that receive signals, fail to start, or end while they load."""
 
 import gc
 import os
@@ -12,19 +12,19 @@ import numpy as np
 import psutil
 import pytest
 
-from kdist.serving import worker_process
-from kdist.serving import workers as workers_module
-from kdist.serving.computing import InProcess, Key
-from kdist.serving.exporting import export
-from kdist.serving.workers import WorkerDied, Workers
+from kdist.serving.engine import worker_pool as workers_module
+from kdist.serving.engine import worker_process
+from kdist.serving.engine.in_process import InProcess, VersionKey
+from kdist.serving.engine.worker_pool import WorkerDied, WorkerPool
+from kdist.serving.exporting.export import export
 
-KEY, SIGNATURE = Key("dense", 1), "serving_default"
+KEY, SIGNATURE = VersionKey("dense", 1), "serving_default"
 SECONDS = 20  # that anything may take
 
 
 @pytest.fixture(scope="module")
 def version(tmp_path_factory):
-    """(directory of a version, its function of rows)."""
+    """Returns (directory of a version, its function of rows)."""
     directory = tmp_path_factory.mktemp("dense")
     model = keras.Sequential([keras.Input((3,), name="rows"), keras.layers.Dense(2)])
     export(model, directory, version=1)
@@ -33,8 +33,8 @@ def version(tmp_path_factory):
 
 @pytest.fixture
 def pair(version):
-    """Two workers that have it."""
-    workers = Workers(2, batch_seconds=SECONDS)
+    """Yields a pool of two workers with the version."""
+    workers = WorkerPool(2, batch_seconds=SECONDS)
     workers.load(KEY, os.fspath(version[0]), [1])
     yield workers
     workers.close()
@@ -47,7 +47,7 @@ def answer_is_right(workers, version):
 
 
 def ended(pids):
-    """Whether none of them is left, after a while at most."""
+    """Waits, and returns whether all processes have ended."""
     return wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
@@ -59,7 +59,7 @@ def wait_until(condition, seconds=SECONDS):
 
 
 def test_workers_outlive_a_signal_to_all_processes(pair, version):
-    """As service managers send it, while the server still answers what it has taken."""
+    """Service managers send it while the server still answers accepted requests."""
     before = pair.pids
     for pid in before:
         os.kill(pid, signal.SIGTERM)
@@ -82,7 +82,7 @@ def test_a_worker_that_cannot_be_started_once_is_started_later(pair, version, mo
         raise OSError("Resource temporarily unavailable")
 
     monkeypatch.setattr(worker_process._context, "Process", process)
-    monkeypatch.setattr(workers_module, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(workers_module, "_RESTART_SECONDS", 0.01)
     os.kill(pair.pids[0], signal.SIGKILL)
     for _ in range(2):
         answer_is_right(pair, version)
@@ -90,7 +90,7 @@ def test_a_worker_that_cannot_be_started_once_is_started_later(pair, version, mo
 
 
 def test_a_worker_that_is_stopped_before_it_reads_a_large_batch_is_replaced(version):
-    workers = Workers(2, batch_seconds=1.0)
+    workers = WorkerPool(2, batch_seconds=1.0)
     workers.load(KEY, os.fspath(version[0]), [1])
     stopped = workers.pids[0]
     os.kill(stopped, signal.SIGSTOP)
@@ -110,7 +110,7 @@ def test_a_worker_that_is_stopped_before_it_reads_a_large_batch_is_replaced(vers
 
 
 def test_a_worker_that_is_stopped_does_not_hold_up_the_end_of_a_version(version):
-    workers = Workers(2, batch_seconds=1.0)
+    workers = WorkerPool(2, batch_seconds=1.0)
     workers.load(KEY, os.fspath(version[0]), [1])
     os.kill(workers.pids[0], signal.SIGSTOP)
     thread = threading.Thread(target=workers.unload, args=[KEY], daemon=True)
@@ -128,18 +128,18 @@ def test_a_version_that_kills_workers_is_said_to(pair, version, monkeypatch):
         if key == KEY:
             return real(worker, key, path, sizes)
         os.kill(worker.pid, signal.SIGKILL)
-        return worker.ask(None, "load", key, path, sizes)
+        return worker.call(None, "load", key, path, sizes)
 
     real = worker_process.Worker.load
     monkeypatch.setattr(worker_process.Worker, "load", load)
     with pytest.raises(WorkerDied, match="workers died while they loaded dense/2"):
-        pair.load(Key("dense", 2), os.fspath(version[0]), [1])
+        pair.load(VersionKey("dense", 2), os.fspath(version[0]), [1])
     answer_is_right(pair, version)
 
 
 def test_an_end_while_a_version_loads_leaves_no_process(version, monkeypatch):
-    workers, loading, errors = Workers(1), threading.Event(), []
-    before, real = workers.pids, worker_process.Worker.ask
+    workers, loading, errors = WorkerPool(1), threading.Event(), []
+    before, real = workers.pids, worker_process.Worker.call
 
     def ask(worker, seconds, *command):
         os.kill(worker.pid, signal.SIGSTOP)  # so that it is loading when the end comes
@@ -152,7 +152,7 @@ def test_an_end_while_a_version_loads_leaves_no_process(version, monkeypatch):
         except WorkerDied as error:
             errors.append(str(error))
 
-    monkeypatch.setattr(worker_process.Worker, "ask", ask)
+    monkeypatch.setattr(worker_process.Worker, "call", ask)
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     assert loading.wait(SECONDS)
@@ -165,7 +165,7 @@ def test_an_end_while_a_version_loads_leaves_no_process(version, monkeypatch):
 
 
 def test_what_is_unloaded_is_freed(version):
-    """Its graphs hold its weights, and lie in cycles."""
+    """Its graphs hold the weights in reference cycles."""
     computing = InProcess()
     computing.load(KEY, os.fspath(version[0]), [1])
     (function,) = computing._loaded[KEY]._functions.values()
@@ -180,7 +180,7 @@ def test_what_is_unloaded_is_freed(version):
 
 
 def test_loading_leaves_no_garbage(version):
-    """It would hold the weights once more, and a server makes few collections of its own."""
+    """Garbage would hold a second copy of the weights, and a server rarely collects it."""
     computing = InProcess()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Processes that compute may die: no request is lost but those by which they die."""
+"""Worker processes may die: only requests that kill them are lost."""
 
 import asyncio
 import os
@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.serving.batcher import BadInput, Batcher, Devices
-from kdist.serving.computing import Key
-from kdist.serving.settings import BatchSettings
-from kdist.serving.workers import WorkerDied, Workers
+from kdist.serving.core.settings import BatchSettings
+from kdist.serving.engine.batcher import BadInput, Batcher, DevicePool
+from kdist.serving.engine.in_process import VersionKey
+from kdist.serving.engine.worker_pool import WorkerDied, WorkerPool
 from tests.serving.running import SECONDS, running, save_times
 
-KEY = Key("m", 1)
+KEY = VersionKey("m", 1)
 
 
 class Slow(tf.Module):
-    """y = x, after x² steps of work: 1e5 takes for good; refuses what is below zero."""
+    """Model y = x that takes x² steps, which is forever for 1e5, and rejects negative rows."""
 
     @tf.function(input_signature=[tf.TensorSpec((None, 1), name="x")])
     def default(self, x):
@@ -44,7 +44,7 @@ def slow(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def workers(slow):
-    it = Workers(2, batch_seconds=5.0)
+    it = WorkerPool(2, batch_seconds=5.0)
     it.load(KEY, str(slow), [1, 2])
     yield it
     it.close()
@@ -65,7 +65,7 @@ def kill(pids):
 
 
 def all_there(workers):
-    """Waits until every worker computes."""
+    """Waits until all workers are running and idle."""
     deadline = time.monotonic() + SECONDS
     while time.monotonic() < deadline:
         compute(workers, 1)  # who has died while it was idle is found by a batch
@@ -83,7 +83,7 @@ def test_they_compute_and_refuse(workers):
 
 
 def test_workers_that_were_killed_while_idle_lose_no_request(workers):
-    """All of them, and nobody has counted their death as a batch's fault."""
+    """All workers die while idle, which does not count against a batch."""
     for _ in range(2):
         all_there(workers)
         pids = workers.pids
@@ -105,11 +105,11 @@ def test_a_worker_that_is_killed_in_a_batch_loses_no_request(workers):
 
 @pytest.mark.slow
 def test_a_batch_that_takes_too_long_is_given_up_and_its_neighbours_are_answered(slow):
-    workers = Workers(2, batch_seconds=1.0)
+    workers = WorkerPool(2, batch_seconds=1.0)
     workers.load(KEY, str(slow), [1])
 
     async def scenario():
-        devices = Devices(workers.slots)
+        devices = DevicePool(workers.slots)
         batcher = Batcher(
             lambda arrays: workers.compute(KEY, "serving_default", arrays),
             BatchSettings(0.05, 4),
@@ -134,7 +134,7 @@ def test_a_batch_that_takes_too_long_is_given_up_and_its_neighbours_are_answered
 @pytest.mark.slow
 def test_versions_come_and_go_while_batches_and_deaths_go_on(workers, slow, tmp_path):
     save_times(tmp_path / "2", 2)
-    second, done, wrong = Key("m", 2), threading.Event(), []
+    second, done, wrong = VersionKey("m", 2), threading.Event(), []
 
     def ask():
         while not done.is_set():
@@ -158,16 +158,16 @@ def test_versions_come_and_go_while_batches_and_deaths_go_on(workers, slow, tmp_
 
 
 def test_a_version_that_does_not_load_is_forgotten(workers, tmp_path):
-    with pytest.raises(RuntimeError, match="is no SavedModel"):
-        workers.load(Key("m", 9), str(tmp_path), [1])
+    with pytest.raises(RuntimeError, match="is not a SavedModel"):
+        workers.load(VersionKey("m", 9), str(tmp_path), [1])
     assert compute(workers, 1) == [1]
 
 
 @pytest.mark.slow
 def test_closing_ends_what_starts_anew(slow, tmp_path):
-    """No process is left behind, whatever is under way."""
+    """No process is left behind, even while workers restart."""
     for way in ("revive", "load"):
-        workers = Workers(2)
+        workers = WorkerPool(2)
         workers.load(KEY, str(slow), [1])
         if way == "revive":
             kill(workers.pids)
@@ -178,7 +178,7 @@ def test_closing_ends_what_starts_anew(slow, tmp_path):
                 answer.exception(SECONDS)
         else:
             with futures.ThreadPoolExecutor(1) as pool:
-                loading = pool.submit(workers.load, Key("m", 2), str(slow), [1, 2, 4, 8])
+                loading = pool.submit(workers.load, VersionKey("m", 2), str(slow), [1, 2, 4, 8])
                 time.sleep(0.05)
                 workers.close()
                 loading.exception(SECONDS)
@@ -195,7 +195,7 @@ def test_a_server_whose_workers_are_killed_answers_every_request(tmp_path):
     save_times(tmp_path / "m" / "1", 3)
     done, wrong, count = threading.Event(), [], []
     with running(
-        {"m": tmp_path / "m"}, BatchSettings(0.0, 2), computing=Workers(2), sizes=[1, 2]
+        {"m": tmp_path / "m"}, BatchSettings(0.0, 2), compute_engine=WorkerPool(2), sizes=[1, 2]
     ) as it:
 
         def ask():
@@ -210,7 +210,7 @@ def test_a_server_whose_workers_are_killed_answers_every_request(tmp_path):
             thread.start()
         for _ in range(4):
             time.sleep(0.3)
-            kill(it.models.computing.pids[:1])
+            kill(it.models.compute_engine.pids[:1])
         done.set()
         for thread in threads:
             thread.join(SECONDS)
@@ -222,7 +222,7 @@ def test_a_server_whose_workers_are_killed_answers_every_request(tmp_path):
 def test_files_that_have_gone_are_no_matter_to_the_workers_that_have_them(slow, tmp_path):
     path = tmp_path / "1"
     shutil.copytree(slow, path)
-    workers = Workers(2)
+    workers = WorkerPool(2)
     try:
         workers.load(KEY, str(path), [1])
         shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""A batching server and its clients in virtual time, told to a tuner as a real one would."""
+"""Batching server and clients in virtual time, which notify a load monitor."""
 
 import heapq
 import itertools
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class VirtualServer:
-    """One device; its clients each wait for their answer, or requests come at given times.
+    """Server with one device, for closed-loop clients or requests at given times.
 
     Attributes:
         now: seconds; `sleep` moves it.
@@ -44,13 +44,13 @@ class VirtualServer:
             self.at(self.now + when, self._arrive)
 
     def clients(self, number):
-        """So many clients from now on, each with one request after the other."""
+        """Sets the number of closed-loop clients."""
         for _ in range(number - self._clients):
             self.at(self.now, lambda: self._arrive(True))
         self._clients = number
 
     def _arrive(self, is_client=False):
-        self.load.arrived()
+        self.load.record_arrival()
         self._waiting.append((self.now, is_client))
         self.at(self.now + self.settings.timeout_seconds, self._start)
         self._start()
@@ -70,7 +70,7 @@ class VirtualServer:
 
     def _end(self, batch, seconds):
         self._busy = False
-        self.load.batch_done(len(batch), seconds)
+        self.load.record_batch(len(batch), seconds)
         self.latencies += [(self.now, self.now - since) for since, _ in batch]
         for order, (_, is_client) in enumerate(batch):
             if is_client and self._clients_left() > 0:

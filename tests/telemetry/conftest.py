@@ -1,4 +1,4 @@
-"""GPUs that are not there: a library in the place of the driver's, and what it answers."""
+"""Simulated GPUs: a library that replaces the driver's, and its answers."""
 
 import os
 import pathlib
@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-# What a GPU answers unless a test says otherwise, in the driver's own units (fake_nvml.c).
+# Default values of a GPU, in the driver's own units (fake_nvml.c).
 A_GPU = {
     "utilization": 50,
     "memory_utilization": 20,
@@ -23,7 +23,7 @@ A_GPU = {
 
 @pytest.fixture(scope="session")
 def fake_nvml_library(tmp_path_factory):
-    """A function: flags of the compiler -> the directory of a libnvidia-ml.so.1."""
+    """Function that builds libnvidia-ml.so.1 with compiler flags; returns its directory."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         pytest.skip("there is no C compiler")
@@ -43,14 +43,14 @@ def fake_nvml_library(tmp_path_factory):
 
 @pytest.fixture
 def fake_nvml(fake_nvml_library, tmp_path):
-    """A function that gives the environment of a process which sees GPUs that are not there.
+    """Function that returns the environment of a process with simulated GPUs.
 
-        environment = fake_nvml(0.9, 0.9, 0.3)                  # three, by their utilization
+        environment = fake_nvml(0.9, 0.9, 0.3)                  # three, by utilization
         environment = fake_nvml({"utilization": 90, "mig": 1})  # one; the keys of fake_nvml.c
-        script_nvml(environment, 0.9, 0.9, 0.8)                 # later, for who reads it then
+        script_nvml(environment, 0.9, 0.9, 0.8)                 # later values
 
-    Keys that are None are not supported. `of_library` are keys of the library (`init=18`), `flags`
-    the compiler's.
+    A value of None is reported as not supported. `of_library` are keys of the library (`init=18`),
+    `flags` those of the compiler.
     """
 
     def fake(*gpus, flags=(), **of_library):
@@ -65,12 +65,12 @@ def fake_nvml(fake_nvml_library, tmp_path):
 
 @pytest.fixture
 def script_nvml():
-    """`write_script`, for what the GPUs answer later."""
+    """`write_script`, for later values of the GPUs."""
     return write_script
 
 
 def write_script(environment, *gpus, **of_library):
-    """Has the GPUs of `environment` answer this from now on."""
+    """Sets the values of the GPUs of `environment`."""
     lines = [f"{key}={value}" for key, value in {"gpus": len(gpus), **of_library}.items()]
     for index, gpu in enumerate(gpus):
         answers = gpu if isinstance(gpu, dict) else {"utilization": round(100 * gpu)}
@@ -82,4 +82,4 @@ def write_script(environment, *gpus, **of_library):
     path = pathlib.Path(environment["FAKE_NVML"])
     new = path.with_suffix(".new")
     new.write_text("\n".join(lines) + "\n")
-    new.replace(path)  # at once: it is being read
+    new.replace(path)  # atomically: the library reads it at any time

@@ -1,4 +1,4 @@
-"""What a training says of itself, from inside `fit`."""
+"""Measurements of a training from inside `fit`."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def lines(path, kind=None):
 
 
 def sleeping(x, seconds, slept=None):
-    """`x`, so many seconds later; adds to the list `slept` how many it were on this machine."""
+    """Returns `x` after `seconds`; appends the seconds that passed to the list `slept`."""
 
     def wait(x):
         began = time.monotonic()
@@ -66,15 +66,17 @@ def fitted(model, data, directory, **options):
     return telemetry.summary()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"steps_per_execution": 6}], ids=str)
-def test_a_slow_pipeline_is_called_so_with_both_rates(tmp_path, options):
+def test_a_slow_pipeline_is_input_bound_with_both_rates(tmp_path, options):
     """400 ms a batch of 32 and 200, or what a busy machine makes of that."""
     of_device, of_pipeline = [], []
     slow = model(0.2, of_device, **options)
     summary = fitted(slow, data(18, 0.4, of_pipeline), tmp_path)
     (text,) = summary["verdict"]
     found = re.match(
-        r"input-bound: the pipeline gives ([\d,]+) examples/s, the devices would take ([\d,]+)",
+        r"input-bound: the pipeline delivers ([\d,]+) examples/s, the devices could train on "
+        r"([\d,]+)",
         text,
     )
     pipeline, devices = (int(number.replace(",", "")) for number in found.groups())
@@ -83,7 +85,7 @@ def test_a_slow_pipeline_is_called_so_with_both_rates(tmp_path, options):
     assert summary["breakdown"]["input"] == pytest.approx(0.5, abs=0.06)
 
 
-def test_a_slow_device_is_not_called_input_bound(tmp_path):
+def test_a_slow_device_is_not_input_bound(tmp_path):
     slept = []
     summary = fitted(model(0.12, slept), data(20, 0.01), tmp_path)
     assert summary["verdict"] == []
@@ -91,7 +93,7 @@ def test_a_slow_device_is_not_called_input_bound(tmp_path):
     assert summary["step_seconds_p50"] == pytest.approx(np.median(slept), rel=0.2)
 
 
-def test_windows_end_after_their_time(tmp_path):
+def test_windows_have_the_requested_length(tmp_path):
     fitted(model(0.02), data(60), tmp_path, window_seconds=0.3)
     windows = lines(tmp_path / "metrics.jsonl", "timing")
     assert len(windows) >= 3
@@ -103,7 +105,7 @@ def test_windows_end_after_their_time(tmp_path):
     assert all(w["window_seconds"] >= 0.3 for w in windows[:-1])
 
 
-def test_goodput_leaves_out_validation(tmp_path):
+def test_goodput_excludes_validation(tmp_path):
     telemetry = Telemetry(tmp_path, device_seconds=None)
     slow = model(0.02)
     slow.fit(data(20), validation_data=data(20, 0.05), epochs=2, verbose=0, callbacks=[telemetry])
@@ -134,6 +136,7 @@ print(json.dumps(telemetry.summary()["verdict"]))
 """
 
 
+@pytest.mark.slow
 def test_the_slow_one_of_four_gpus_is_named(tmp_path, fake_nvml):
     fast, slow = {"utilization": 90, "sm_clock": 1410}, {"utilization": 90, "sm_clock": 1100}
     said = python(FAKE_GPUS, [str(tmp_path / "run")], fake_nvml(fast, fast, fast, slow))
@@ -146,7 +149,7 @@ def test_the_slow_one_of_four_gpus_is_named(tmp_path, fake_nvml):
     assert [line["name"] for line in plots["GPU utilization"].data] == sorted(gpus)
 
 
-def test_steps_are_traced_as_asked(tmp_path, mirrored):
+def test_requested_steps_are_traced(tmp_path, mirrored):
     with mirrored.scope():
         traced = model(steps_per_execution=4)
     profile = Profile(tmp_path, 10, 14)
@@ -159,10 +162,10 @@ def test_steps_are_traced_as_asked(tmp_path, mirrored):
     assert times[0] > 0
 
 
-def test_a_training_too_short_for_its_profile_says_so(tmp_path, capsys):
+def test_a_training_too_short_for_its_profile_logs_it(tmp_path, capsys):
     profile = Profile(tmp_path, 100, 120)
     model().fit(data(5), verbose=0, callbacks=[profile])
-    assert "no profile: training ended after 5 steps" in capsys.readouterr().out
+    assert "no profile: training ended after 5 steps" in capsys.readouterr().err
     assert profile.top_operations() == []
     with pytest.raises(ValueError, match=r"--profile=10:20"):
         Profile(tmp_path, 20, 10)

@@ -17,27 +17,27 @@ writer.close()
 """
 
 
-def test_a_disk_that_fills_leaves_whole_lines_and_is_said_once(tmp_path):
+def test_a_full_disk_leaves_complete_lines_and_is_logged_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     process = subprocess.run(
         [sys.executable, "-c", FULL, path], capture_output=True, text=True, check=True, timeout=60
     )
     assert process.stderr.count("kdist:") == 1
-    assert "no more metrics" in process.stderr
+    assert "cannot write metrics" in process.stderr
     lines = path.read_text().splitlines(keepends=True)
     assert all(line.endswith("\n") for line in lines)
     assert [json.loads(line) for line in lines] == [{"step": n} for n in range(len(lines))]
     assert path.stat().st_size > 980  # it did fill
 
 
-def test_a_directory_that_is_not_there_is_said_once(tmp_path, capsys):
+def test_a_missing_directory_is_logged_once(tmp_path, capsys):
     writer = JsonlWriter(tmp_path / "away" / "metrics.jsonl")
     writer.write({"step": 1})
     writer.write({"step": 2})
-    assert capsys.readouterr().err.count("no more metrics") == 1
+    assert capsys.readouterr().err.count("cannot write metrics") == 1
 
 
-def test_lines_are_added_to_those_that_are_there(tmp_path):
+def test_lines_are_appended_to_an_existing_file(tmp_path):
     for step in (1, 2):
         writer = JsonlWriter(tmp_path / "metrics.jsonl")
         writer.write({"step": step})
@@ -45,7 +45,7 @@ def test_lines_are_added_to_those_that_are_there(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_readable_by_whom_the_umask_says(tmp_path):
+def test_file_mode_follows_the_umask(tmp_path):
     before = os.umask(0o022)
     try:
         JsonlWriter(tmp_path / "metrics.jsonl").write({"step": 1})

@@ -6,7 +6,7 @@ from kdist.testing import python
 
 SAMPLES = """
 import json, os, sys, time
-from kdist.telemetry.nvml import NvmlSampler
+from kdist.telemetry.devices.nvml import NvmlSampler
 sampler = NvmlSampler()
 samples = []
 for _ in range(int(sys.argv[1])):
@@ -19,7 +19,7 @@ print(json.dumps({"samples": samples}))
 
 
 def samples(environment, number=1, pause=0.0, visible=None):
-    """What a process with this environment samples."""
+    """Returns the samples of a process with this environment."""
     code = "import os; os.environ.pop('CUDA_VISIBLE_DEVICES', None)\n"
     if visible is not None:
         code = f"import os; os.environ['CUDA_VISIBLE_DEVICES'] = {visible!r}\n"
@@ -45,7 +45,7 @@ def test_units(fake_nvml):
     assert (records[1]["device"], records[1]["utilization"]) == ("gpu/1", 0.3)
 
 
-def test_nvlink_is_what_was_sent_since_the_last_sample(fake_nvml):
+def test_nvlink_rates_are_since_the_last_sample(fake_nvml):
     environment = fake_nvml({"links": 2, "nvlink_sent": 5000, "nvlink_received": 60000})
     for (record,) in samples(environment, 2, pause=0.5):
         assert record["nvlink_sent_bytes_per_second"] == pytest.approx(5000 * 1024, rel=0.1)
@@ -60,25 +60,25 @@ def test_nvlink_is_what_was_sent_since_the_last_sample(fake_nvml):
         pytest.param({"nvlink_sent": 1, "nvlink_received": 1}, id="no links"),
     ],
 )
-def test_without_nvlink_there_is_none_and_no_0(fake_nvml, answers):
+def test_without_nvlink_there_are_no_rates(fake_nvml, answers):
     for (record,) in samples(fake_nvml(answers), 2, pause=0.05):
         assert not [key for key in record if key.startswith("nvlink")]
 
 
-def test_what_is_not_supported_is_no_key(fake_nvml):
+def test_unsupported_values_are_omitted(fake_nvml):
     nothing = {"power": None, "temperature": None, "sm_clock": None, "pcie_received": None}
     (((record),),) = samples(fake_nvml({**nothing, "memory_used": None, "utilization": None}))
     assert set(record) == {"device", "name", "uuid", "pcie_sent_bytes_per_second"}
 
 
-def test_a_gpu_that_is_cut_up_tells_no_utilization(fake_nvml):
+def test_a_mig_gpu_has_no_utilization(fake_nvml):
     (records,) = samples(fake_nvml({"mig": 1, "utilization": 0}, 0.7))
     assert not {"utilization", "memory_utilization"} & set(records[0])
     assert records[0]["power_watts"] == pytest.approx(150.5)
     assert records[1]["utilization"] == 0.7
 
 
-def test_of_a_gpu_that_is_cut_up_the_memory_of_the_visible_part_counts(fake_nvml):
+def test_a_mig_gpu_has_the_memory_of_the_visible_slice(fake_nvml):
     cut = {"mig": 1, "part_memory_used": 7, "part_memory_total": 9}
     ((record,),) = samples(fake_nvml(0.1, cut), visible="MIG-10000000-fake")
     assert (record["device"], record["name"]) == ("gpu/1", "Fake GPU MIG 1g.5gb")
@@ -108,7 +108,7 @@ def test_only_visible_gpus_by_the_drivers_index(fake_nvml, visible, indices):
     assert [record["utilization"] for record in records] == expected
 
 
-def test_a_gpu_that_vanishes_is_said_once_and_the_others_go_on(fake_nvml):
+def test_a_lost_gpu_is_logged_once_and_the_others_continue(fake_nvml):
     code = f"""
 import contextlib, io, json
 said = io.StringIO()
@@ -125,7 +125,7 @@ print(json.dumps([json.loads(result), said.getvalue()]))
     assert "GPU is lost" in said
 
 
-def test_one_that_had_vanished_before_does_not_hide_the_others(fake_nvml):
+def test_a_gpu_lost_before_the_start_does_not_hide_the_others(fake_nvml):
     (records,) = samples(fake_nvml(0.1, {"lost_after": 0}, 0.3))
     assert [record["device"] for record in records] == ["gpu/0", "gpu/2"]
 
@@ -135,12 +135,12 @@ def test_a_driver_of_another_version_has_no_gpus(fake_nvml):
 
 
 def test_a_library_that_lacks_functions_has_no_gpus(fake_nvml, fake_nvml_library):
-    """As very old ones do, which name them otherwise."""
+    """Very old libraries have other names of functions."""
     environment = fake_nvml(0.5, flags=("-DnvmlDeviceGetCount_v2=nvmlDeviceGetCount",))
     assert samples(environment) == [[]]
 
 
-def test_a_driver_that_knows_the_old_temperature_alone(fake_nvml):
+def test_an_old_driver_has_the_old_temperature_function(fake_nvml):
     ((record,),) = samples(fake_nvml(0.5, flags=("-DOLD_DRIVER",)))
     assert record["temperature_celsius"] == 55
 
@@ -148,7 +148,7 @@ def test_a_driver_that_knows_the_old_temperature_alone(fake_nvml):
 def test_without_a_driver_there_are_no_gpus(monkeypatch):
     import pynvml
 
-    from kdist.telemetry.nvml import NvmlSampler
+    from kdist.telemetry.devices.nvml import NvmlSampler
 
     def no_driver(flags):
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
@@ -157,7 +157,7 @@ def test_without_a_driver_there_are_no_gpus(monkeypatch):
     assert list(NvmlSampler().sample()) == []
 
 
-def test_values_are_read_anew(fake_nvml, script_nvml):
+def test_values_are_read_for_each_sample(fake_nvml, script_nvml):
     environment = fake_nvml(0.5)
     assert samples(environment)[0][0]["utilization"] == 0.5
     script_nvml(environment, 0.25)

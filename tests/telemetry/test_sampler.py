@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from kdist.telemetry.sampler import DeviceSampler
+from kdist.telemetry.devices.sampler import DeviceSampler
 from kdist.testing import python
 from tests.telemetry.waiting import wait_until
 
@@ -61,7 +61,7 @@ def sampler_of():
         sampler.stop()
 
 
-def test_records_say_when_and_where(sampler_of):
+def test_records_have_time_and_host(sampler_of):
     began = time.time() - 100
     sampler, records = sampler_of(Fixed(), began=began, ahead_seconds=7)
     wait_until(lambda: len(records) >= 2)
@@ -92,7 +92,7 @@ def test_starting_and_stopping_twice(sampler_of):
     wait_until(lambda: len(records) > number)
 
 
-def test_it_stops_at_once(sampler_of):
+def test_stopping_is_immediate(sampler_of):
     sampler, records = sampler_of(Fixed(), every_seconds=60)
     began = time.monotonic()
     wait_until(lambda: records)  # after a second, not after sixty
@@ -100,7 +100,7 @@ def test_it_stops_at_once(sampler_of):
     assert time.monotonic() - began < 5
 
 
-def test_it_stops_between_two_devices(sampler_of):
+def test_stopping_works_between_two_devices(sampler_of):
     class Slow(Fixed):
         def sample(self):
             for index in range(1000):
@@ -114,7 +114,7 @@ def test_it_stops_between_two_devices(sampler_of):
     assert time.monotonic() - began < 1
 
 
-def test_an_exception_is_said_once_and_the_others_go_on(sampler_of, capsys):
+def test_an_exception_is_logged_once_and_the_others_continue(sampler_of, capsys):
     sampler, records = sampler_of(Failing(), Fixed())
     wait_until(lambda: len(records) >= 6)
     sampler.stop()
@@ -122,7 +122,7 @@ def test_an_exception_is_said_once_and_the_others_go_on(sampler_of, capsys):
     assert capsys.readouterr().err.count("Failing failed: ValueError: no such counter") == 1
 
 
-def test_one_that_cannot_be_made_is_left_out(capsys):
+def test_a_sampler_that_cannot_be_created_is_skipped(capsys):
     records = []
 
     def broken():
@@ -135,7 +135,7 @@ def test_one_that_cannot_be_made_is_left_out(capsys):
     assert capsys.readouterr().err.count("no driver") == 1
 
 
-def test_a_writer_that_fails_is_said_once(capsys):
+def test_a_failing_writer_is_logged_once(capsys):
     number = 0
 
     def write(record):
@@ -150,7 +150,7 @@ def test_a_writer_that_fails_is_said_once(capsys):
     assert capsys.readouterr().err.count("disk full") == 1
 
 
-def test_no_more_than_a_hundredth_of_a_core(sampler_of):
+def test_sampling_takes_at_most_one_percent_of_a_core(sampler_of):
     """20 ms every 50 ms would be 40 %; every 2 s they are 1 %."""
     sampler, records = sampler_of(Costly())
     assert sampler.overhead_share is None
@@ -162,14 +162,14 @@ def test_no_more_than_a_hundredth_of_a_core(sampler_of):
 
 
 @pytest.mark.parametrize("seconds", [0, -1])
-def test_an_interval_is_more_than_0(seconds):
-    with pytest.raises(ValueError, match="more than 0"):
+def test_an_interval_must_be_positive(seconds):
+    with pytest.raises(ValueError, match="positive"):
         DeviceSampler(print, seconds)
 
 
 SAMPLING = """
 import json, time
-from kdist.telemetry.sampler import DeviceSampler
+from kdist.telemetry.devices.sampler import DeviceSampler
 records = []
 sampler = DeviceSampler(records.append, 0.2, "worker-1", samples_host={samples_host})
 sampler.start()

@@ -1,4 +1,4 @@
-"""What telemetry says of models that are split over devices."""
+"""Telemetry of models that are split over devices."""
 
 import functools
 import json
@@ -11,11 +11,11 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import kdist
 from kdist.callbacks import Telemetry
 from kdist.parallel import split, stage
-from kdist.parallel.traffic import watched_graphs
-from kdist.telemetry.profile import SampledProfiles
-from kdist.telemetry.step_times import StepTimes
-from kdist.telemetry.trace import Work, work_of
-from kdist.training.clock import Times
+from kdist.parallel.inspect.traffic import watched_graphs
+from kdist.report.timing_plots import share_plots
+from kdist.telemetry.steps.step_times import StepTimes
+from kdist.telemetry.steps.trace import ProfileSummary, SampledProfiles, summarize
+from kdist.training.groups.clock import Times
 from tests.telemetry.test_trace import plane
 
 BATCH, HIDDEN = 16, 128
@@ -46,7 +46,7 @@ def examples(rows=4 * BATCH):
         ("data=2,pipeline=2", {}, 64, BATCH // 2 * HIDDEN),
     ],
 )
-def test_bytes_that_cross(layout, options, rows, activations):
+def test_bytes_between_devices(layout, options, rows, activations):
     """The activations go to the second stage, with targets; their gradients come back."""
     model = stages(layout, **options)
     with watched_graphs() as graphs:
@@ -60,20 +60,20 @@ def test_bytes_that_cross(layout, options, rows, activations):
     assert 0 <= back - FLOAT * activations <= FLOAT * 32
 
 
-def test_operations_are_told_by_the_device_that_they_are_on():
+def test_operations_are_grouped_by_device():
     space = xplane_pb2.XSpace()
     events = [("a/MatMul:MatMul", 0, 10), ("b/MatMul:MatMul", 5, 20), ("range:Range", 0, 40)]
     plane(space, "/host:CPU", "thread", events)
-    work = work_of(space, 10, {"a/MatMul": "CPU:0", "b/MatMul": "CPU:1"})
-    assert work.devices == ["CPU:0", "CPU:1"]
-    assert work.busy_seconds == pytest.approx([0.001, 0.0015])
-    assert work.compute_seconds == pytest.approx(0.002)
+    profile = summarize(space, 10, {"a/MatMul": "CPU:0", "b/MatMul": "CPU:1"})
+    assert profile.devices == ["CPU:0", "CPU:1"]
+    assert profile.busy_seconds == pytest.approx([0.001, 0.0015])
+    assert profile.compute_seconds == pytest.approx(0.002)
 
 
-def test_the_bubble_is_what_devices_wait():
+def test_the_bubble_is_the_idle_share():
     times = StepTimes(64, 2, devices=["CPU:0", "CPU:1", "CPU:2", "CPU:3"])
-    work = Work([0.1, 0.2, 0.2], 0.3, 0.1, [], ["CPU:0", "CPU:1", "CPU:3"])
-    figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), work)
+    profile = ProfileSummary([0.1, 0.2, 0.2], 0.3, 0.1, [], ["CPU:0", "CPU:1", "CPU:3"])
+    figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), profile)
     assert figures["device_busy_share"] == pytest.approx([1 / 3, 2 / 3, 0, 2 / 3])
     assert figures["bubble_share"] == pytest.approx(1 - 5 / 12)
     assert "replica_busy_seconds" not in figures
@@ -82,22 +82,22 @@ def test_the_bubble_is_what_devices_wait():
 def test_gpus_of_several_hosts():
     """Profiles name this host's alone, and without the host."""
     times = StepTimes(64, 2, devices=["worker:0/GPU:0", "worker:0/GPU:1"])
-    work = Work([0.1, 0.2], 0.2, 0.0, [], ["GPU:0", "GPU:1"])
-    figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), work)
+    profile = ProfileSummary([0.1, 0.2], 0.2, 0.0, [], ["GPU:0", "GPU:1"])
+    figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), profile)
     assert figures["device_busy_share"] == pytest.approx([0.5, 1.0])
 
 
-def test_where_operations_are_is_not_known():
+def test_unknown_devices_of_operations():
     times = StepTimes(64, 2, devices=["CPU:0", "CPU:1"])
-    work = Work([0.1], 0.1, 0.0, [], ["replica 0"])
-    figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), work)
+    profile = ProfileSummary([0.1], 0.1, 0.0, [], ["replica 0"])
+    figures = times.window(Times(10, 2.0, 0.0, 0.0, {0.2: 10}), profile)
     assert "device_busy_share" not in figures
     assert "replica_busy_seconds" not in figures
 
 
-def test_a_training(tmp_path, monkeypatch):
+def test_training_of_a_split_model(tmp_path, monkeypatch):
     profiles = functools.partial(SampledProfiles, first_after_seconds=0.0)
-    monkeypatch.setattr("kdist.telemetry.windows.SampledProfiles", profiles)
+    monkeypatch.setattr("kdist.telemetry.steps.windows.SampledProfiles", profiles)
     model = stages("pipeline=2,micro_batches=2")
     telemetry = Telemetry(tmp_path, device_seconds=None)
     x, y = examples(64 * BATCH)
@@ -109,12 +109,12 @@ def test_a_training(tmp_path, monkeypatch):
     assert summary["bubble_share"] == pytest.approx(1 - sum(summary["device_busy_share"]) / 2)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert any("device_busy_share" in line for line in lines if line["kind"] == "timing")
-    plots = kdist.report.timing_plots.share_plots(kdist.report.read_run(tmp_path))
-    assert plots[-1].title == "Share of the time in which each device works"
+    plots = share_plots(kdist.report.read_run(tmp_path))
+    assert plots[-1].title == "Busy share of each device"
 
 
 @pytest.mark.parametrize("again", ["the same callback", "another callback", "the first callback"])
-def test_a_step_that_has_run_before(again, tmp_path):
+def test_a_second_fit_uses_the_graphs_of_the_first(again, tmp_path):
     """TensorFlow tells of its graphs once; validation has others."""
     model, (x, y) = stages("pipeline=2"), examples()
     telemetry = Telemetry(tmp_path / "first", device_seconds=None)
@@ -133,7 +133,7 @@ def test_a_step_that_has_run_before(again, tmp_path):
         assert expected <= sent <= expected + FLOAT * 32
 
 
-def test_a_model_that_is_whole_has_none_of_it(mirrored, tmp_path):
+def test_a_model_without_a_split_has_no_such_metrics(mirrored, tmp_path):
     with mirrored.scope():
         model = kdist.Model.of(keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)]))
         model.compile("sgd", "mse")

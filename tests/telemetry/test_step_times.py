@@ -1,10 +1,10 @@
-"""Windows of training in figures."""
+"""Metrics of training windows."""
 
 import pytest
 
-from kdist.telemetry.step_times import StepTimes
-from kdist.telemetry.trace import Work
-from kdist.training.clock import Times
+from kdist.telemetry.steps.step_times import StepTimes
+from kdist.telemetry.steps.trace import ProfileSummary
+from kdist.training.groups.clock import Times
 
 
 def times(steps=10, seconds=2.0, input_seconds=0.5, callback_seconds=0.1, step_seconds=None):
@@ -31,23 +31,23 @@ def test_windows_add_up():
     book = StepTimes(64, 1)
     book.window(times(10, 2.0, 0.5, 0.0, {0.2: 10}))
     book.window(times(30, 2.0, None, 0.4, {0.1: 30}))
-    together = book.together()
-    assert together["window_steps"] == 40
-    assert together["examples_per_second"] == pytest.approx(640)
-    assert together["input_share"] == pytest.approx(0.125)
-    assert together["callback_share"] == pytest.approx(0.1)
-    assert together["step_seconds_p50"] == 0.1
-    assert together["step_seconds_p90"] == 0.2
+    total = book.total()
+    assert total["window_steps"] == 40
+    assert total["examples_per_second"] == pytest.approx(640)
+    assert total["input_share"] == pytest.approx(0.125)
+    assert total["callback_share"] == pytest.approx(0.1)
+    assert total["step_seconds_p50"] == 0.1
+    assert total["step_seconds_p90"] == 0.2
 
 
-def test_a_profile_divides_the_step():
+def test_a_profile_splits_the_step_time():
     book = StepTimes(64, 2)
-    figures = book.window(times(), Work([0.1, 0.2], 0.3, 0.1, []))
+    figures = book.window(times(), ProfileSummary([0.1, 0.2], 0.3, 0.1, []))
     assert figures["compute_share"] == pytest.approx(0.7 * 0.75)
     assert figures["reduce_share"] == pytest.approx(0.7 * 0.25)
     assert figures["replica_busy_seconds"] == [0.1, 0.2]
     assert "compute_share" not in book.window(times())
-    assert book.together()["reduce_share"] == pytest.approx(0.7 * 0.25)
+    assert book.total()["reduce_share"] == pytest.approx(0.7 * 0.25)
 
 
 def test_model_flops_utilization():
@@ -55,9 +55,9 @@ def test_model_flops_utilization():
     assert figures["model_flops_utilization"] == pytest.approx(320 * 1e9 / 1e12)
 
 
-def test_what_is_not_known_is_none():
+def test_unknown_values_are_none():
     figures = StepTimes(None, 2).window(times(input_seconds=None))
     assert figures["examples_per_second"] is None
     assert figures["input_share"] is None
     assert figures["step_share"] == pytest.approx(0.95)
-    assert StepTimes(64, 2).together() == {}
+    assert StepTimes(64, 2).total() == {}

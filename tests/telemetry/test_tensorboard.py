@@ -4,7 +4,7 @@ import sys
 import pytest
 import tensorflow as tf
 
-from kdist.telemetry.tensorboard import TensorBoardWriter
+from kdist.telemetry.writers.tensorboard import TensorBoardWriter
 
 
 def events(directory):
@@ -46,7 +46,7 @@ def test_examples_are_the_step(tmp_path):
 FULL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-from kdist.telemetry.tensorboard import TensorBoardWriter
+from kdist.telemetry.writers.tensorboard import TensorBoardWriter
 writer = TensorBoardWriter(sys.argv[1])
 for step in range(100):
     writer.write({"kind": "train", "examples": step, "loss": 0.5})
@@ -55,9 +55,9 @@ writer.close()
 """
 
 
-def test_a_full_disk_is_said_once(tmp_path):
+def test_a_full_disk_is_logged_once(tmp_path):
     process = subprocess.run(
         [sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, timeout=120
     )
     assert process.returncode == 0, process.stderr[-2000:]
-    assert process.stderr.count("kdist: no more for TensorBoard") == 1
+    assert process.stderr.count("kdist: cannot write for TensorBoard") == 1

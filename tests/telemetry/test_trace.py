@@ -1,4 +1,4 @@
-"""What profiles say: made up ones, and one of a training."""
+"""Summaries of synthetic profiles, and of one of a training."""
 
 import keras
 import numpy as np
@@ -7,9 +7,8 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 import kdist
-from kdist.telemetry.flops import training_flops
-from kdist.telemetry.profile import SampledProfiles
-from kdist.telemetry.trace import read_trace, work_of
+from kdist.telemetry.steps.trace import SampledProfiles, read_trace, summarize
+from kdist.telemetry.steps.windows import training_flops
 
 MILLISECOND = 10**9  # in picoseconds
 
@@ -38,35 +37,35 @@ def test_operations_on_the_host_belong_to_replicas():
         ("IteratorGetNext:IteratorGetNext", 30, 90),
     ]
     plane(space, "/host:CPU", "thread", events)
-    work = work_of(space, steps=10)
-    assert list(work.busy_seconds) == pytest.approx([0.001, 0.002])
-    assert work.compute_seconds == pytest.approx(0.002)
-    assert work.reduce_seconds == pytest.approx(0.001)  # while nobody computed
-    assert [(op.type, op.device) for op in work.operations] == [
+    profile = summarize(space, steps=10)
+    assert list(profile.busy_seconds) == pytest.approx([0.001, 0.002])
+    assert profile.compute_seconds == pytest.approx(0.002)
+    assert profile.reduce_seconds == pytest.approx(0.001)  # while nobody computed
+    assert [(op.type, op.device) for op in profile.operations] == [
         ("Conv2D", "replica 1"),
         ("AddN", "replica 0"),
         ("Conv2D", "replica 0"),
     ]
-    assert work.operations[0].name == "replica_1/model/conv/Conv2D"
-    assert sum(op.share for op in work.operations) == pytest.approx(1)
+    assert profile.operations[0].name == "replica_1/model/conv/Conv2D"
+    assert sum(op.share for op in profile.operations) == pytest.approx(1)
 
 
-def test_gpus_are_told_by_their_kernels():
+def test_kernels_belong_to_gpus():
     space = xplane_pb2.XSpace()
     plane(space, "/host:CPU", "thread", [("model/conv/Conv2D:Conv2D", 0, 1)])
     kernels = [("volta_sgemm", 0, 40), ("ncclDevKernel_AllReduce", 30, 60)]
     plane(space, "/device:GPU:0", "Stream #13(Compute)", kernels)
     plane(space, "/device:GPU:1", "Stream #13(Compute)", [("volta_sgemm", 0, 50)])
     plane(space, "/device:GPU:1", "XLA Modules", [("not a kernel", 0, 90)])
-    work = work_of(space, steps=1)
-    assert list(work.busy_seconds) == pytest.approx([0.04, 0.05])
-    assert work.reduce_seconds == pytest.approx(0.01)
-    assert {op.device for op in work.operations} == {"GPU:0", "GPU:1"}
+    profile = summarize(space, steps=1)
+    assert list(profile.busy_seconds) == pytest.approx([0.04, 0.05])
+    assert profile.reduce_seconds == pytest.approx(0.01)
+    assert {op.device for op in profile.operations} == {"GPU:0", "GPU:1"}
 
 
-def test_nothing_to_read(tmp_path):
+def test_an_empty_profile_has_no_summary(tmp_path):
     assert read_trace(tmp_path, 1) is None
-    assert work_of(xplane_pb2.XSpace(), 1) is None
+    assert summarize(xplane_pb2.XSpace(), 1) is None
 
 
 def small(strategy):
@@ -87,18 +86,18 @@ def test_a_training_of_two_replicas(mirrored, tmp_path):
     model.fit(X, Y, batch_size=8, verbose=0)
     with tf.profiler.experimental.Profile(str(tmp_path)):
         model.fit(X, Y, batch_size=8, verbose=0)
-    work = read_trace(tmp_path, steps=8)
-    assert len(work.busy_seconds) == 2
-    assert all(seconds > 0 for seconds in work.busy_seconds)
-    assert work.compute_seconds <= sum(work.busy_seconds)
-    assert any("all_reduce_sum" in op.name for op in work.operations)
-    conv = [op for op in work.operations if "Conv2DBackpropFilter" in op.type]
+    profile = read_trace(tmp_path, steps=8)
+    assert len(profile.busy_seconds) == 2
+    assert all(seconds > 0 for seconds in profile.busy_seconds)
+    assert profile.compute_seconds <= sum(profile.busy_seconds) * (1 + 1e-9)
+    assert any("all_reduce_sum" in op.name for op in profile.operations)
+    conv = [op for op in profile.operations if "Conv2DBackpropFilter" in op.type]
     assert {op.device for op in conv} == {"replica 0", "replica 1"}
     assert {op.calls for op in conv} == {8}
 
 
 @pytest.mark.slow
-def test_profiles_are_seldom(mirrored, tmp_path, monkeypatch):
+def test_profiles_are_rare(mirrored, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     profiles = SampledProfiles(first_after_seconds=0.0)
     model = small(mirrored)
@@ -112,12 +111,12 @@ def test_profiles_are_seldom(mirrored, tmp_path, monkeypatch):
             seen.append(profiles.end(4))
 
     model.fit(X, Y, batch_size=8, epochs=300, verbose=0, callbacks=[Profiling()])
-    works = [work for work in seen if work is not None]
-    assert 1 <= len(works) <= 2
+    summaries = [profile for profile in seen if profile is not None]
+    assert 1 <= len(summaries) <= 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_somebody_elses_profile_stays_whole(mirrored, tmp_path):
+def test_a_profile_of_the_user_stays_complete(mirrored, tmp_path):
     profiles = SampledProfiles(first_after_seconds=0.0)
     with tf.profiler.experimental.Profile(str(tmp_path)):
         profiles.begin()

@@ -1,4 +1,4 @@
-"""The writer beside a stand-in for W&B's server; the wandb package is the real one."""
+"""The W&B writer with a stub of W&B's server and the real wandb package."""
 
 import contextlib
 import json
@@ -13,11 +13,11 @@ import time
 import psutil
 import pytest
 
-import kdist.telemetry.wandb
+import kdist.telemetry.writers.wandb
 from kdist.run_directory import RunDirectory
 from kdist.telemetry import RunWriter, SeveralWriters, WandbWriter
-from kdist.telemetry.curves import device_curves, metric_curves
-from kdist.telemetry.wandb_process import why_not_online
+from kdist.telemetry.writers.base import device_curves, metric_curves
+from kdist.telemetry.writers.wandb_process import why_not_online
 from tests.telemetry.waiting import wait_until
 from tests.telemetry.wandb_stub import Stub
 
@@ -38,8 +38,8 @@ def _no_account(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(home))
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "127.0.0.1")
-    monkeypatch.setattr(kdist.telemetry.wandb, "_WATCH_SECONDS", 1.0)
-    monkeypatch.setattr(kdist.telemetry.wandb, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(kdist.telemetry.writers.wandb, "_WATCH_SECONDS", 1.0)
+    monkeypatch.setattr(kdist.telemetry.writers.wandb, "_ANSWER_SECONDS", 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def run(tmp_path):
 
 
 def wandb_processes(directory):
-    """Those of runs below the directory, also where their parent has gone."""
+    """Returns the processes of runs below the directory, also without their parent."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -142,7 +142,7 @@ def assert_holds_all(run, rows):
 
 
 def inspect(directory):
-    """What wandb itself reads in a run's file."""
+    """Returns the records of a run's file, read by wandb itself."""
     command = [
         pathlib.Path(sys.executable).with_name("wandb"),
         "leet",
@@ -224,10 +224,10 @@ def test_offline_holds_what_the_run_directory_holds(run, capfd):
     assert not of_kind(records, "stats")
     output = capfd.readouterr()
     assert output.out == ""
-    assert output.err == f"kdist: W&B: offline; to send it: wandb sync {files}\n"
+    assert output.err == f"kdist: W&B: offline; to upload it: wandb sync {files}\n"
 
 
-def test_online_delivers_the_same_and_the_key_goes_nowhere(run, stub, capfd):
+def test_online_uploads_the_same_and_never_the_key(run, stub, capfd):
     wandb = new_writer(run, "auto", group="job", job_type="train")
     writer = SeveralWriters([RunWriter(run), wandb])
     use(writer)
@@ -263,7 +263,7 @@ def test_online_delivers_the_same_and_the_key_goes_nowhere(run, stub, capfd):
         ("expired", "does not accept the API key (wandb login --relogin)"),
     ],
 )
-def test_a_server_lost_in_mid_run_holds_up_nothing(run, stub, capfd, mode, says):
+def test_a_server_lost_during_the_run_blocks_nothing(run, stub, capfd, mode, says):
     wandb = new_writer(run, "auto", close_seconds=8.0)
     writer = SeveralWriters([RunWriter(run), wandb])
     use(writer)
@@ -315,19 +315,19 @@ def test_without_a_server_at_the_start_the_run_is_offline(run, stub, capfd, mode
     said = capfd.readouterr().err
     assert says in said
     assert said.count("\n") == 1
-    assert said.endswith(f"offline; to send it: wandb sync {run_files(run)}\n")
+    assert said.endswith(f"offline; to upload it: wandb sync {run_files(run)}\n")
     assert_whole(run)
     assert_holds_all(run, [item["item"] for item in of_kind(inspect(run_files(run)), "history")])
 
 
-def test_online_without_a_login_says_so(run, stub, monkeypatch, capfd):
+def test_online_without_a_login_is_logged(run, stub, monkeypatch, capfd):
     monkeypatch.delenv("WANDB_API_KEY")
     new_writer(run, "online").close()
     assert "there is no login (wandb login); offline" in capfd.readouterr().err
     assert not stub.operations
 
 
-def test_wandb_mode_is_heeded(run, stub, monkeypatch, capfd):
+def test_wandb_mode_is_respected(run, stub, monkeypatch, capfd):
     monkeypatch.setenv("WANDB_MODE", "offline")
     new_writer(run).close()
     assert "kdist: W&B: offline" in capfd.readouterr().err
@@ -347,8 +347,8 @@ def test_a_login_in_netrc_is_found(run, stub, monkeypatch, tmp_path):
     assert_key_is_nowhere(run)
 
 
-def test_a_process_that_stands_still_is_ended(run, capfd):
-    """As if wandb hung in a place that nobody has thought of."""
+def test_a_hanging_process_is_killed(run, capfd):
+    """Simulates a hang anywhere in wandb."""
     wandb = new_writer(run, "offline", close_seconds=1.0)
     writer = SeveralWriters([RunWriter(run), wandb])
     wait_for(lambda: wandb.location)
@@ -357,24 +357,24 @@ def test_a_process_that_stands_still_is_ended(run, capfd):
     assert use(writer, range(1, 1000)) < AT_ONCE_SECONDS
     end(run, writer)
     said = capfd.readouterr().err
-    assert said.count("not everything was taken within 1 s") == 1
+    assert said.count("the upload did not end within 1 s") == 1
     assert f"afterwards: wandb sync {run_files(run)}\n" in said
     assert_whole(run)
     wandb._process.wait(timeout=10)
 
 
-def test_too_much_at_once_is_left_out_and_said_once(run, monkeypatch, capfd):
-    monkeypatch.setattr(kdist.telemetry.wandb, "_MOST_WAITING", 10)
+def test_excess_records_are_dropped_and_logged_once(run, monkeypatch, capfd):
+    monkeypatch.setattr(kdist.telemetry.writers.wandb, "_MAX_QUEUED", 10)
     wandb = new_writer(run, "offline")
     for record in metrics(range(1, 2000)):
         wandb.write(record)
     wandb.close()
-    assert capfd.readouterr().err.count("it is too slow, some records are left out") == 1
+    assert capfd.readouterr().err.count("wandb is too slow and misses some records") == 1
     history = of_kind(inspect(run_files(run)), "history")
     assert 0 < len(history) < 2000
 
 
-def test_a_process_that_dies_is_said_once(run, capfd):
+def test_a_process_that_dies_is_logged_once(run, capfd):
     wandb = new_writer(run, "offline")
     writer = SeveralWriters([RunWriter(run), wandb])
     wait_for(lambda: wandb.location)
@@ -386,7 +386,7 @@ def test_a_process_that_dies_is_said_once(run, capfd):
     assert_whole(run)
 
 
-def test_a_package_that_cannot_be_imported_is_said_once(run, monkeypatch, tmp_path, capfd):
+def test_a_package_that_cannot_be_imported_is_logged_once(run, monkeypatch, tmp_path, capfd):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "wandb.py").write_text("raise ImportError('no wandb here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
@@ -394,7 +394,7 @@ def test_a_package_that_cannot_be_imported_is_said_once(run, monkeypatch, tmp_pa
     use(writer)
     end(run, writer)
     said = capfd.readouterr().err
-    assert said.count("no run (ImportError: no wandb here); the run goes on without") == 1
+    assert said.count("(ImportError: no wandb here); the run continues without W&B") == 1
     assert said.count("\n") == 1
     assert_whole(run)
 
@@ -425,11 +425,11 @@ def train(tmp_path, how, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_disk_that_fills_stops_nothing(tmp_path):
+def test_training_continues_on_a_full_disk(tmp_path):
     process = train(tmp_path, "closes", "12000")
     assert process.returncode == 0, process.stderr
     said = process.stderr.splitlines()
-    assert len([line for line in said if "no more metrics" in line]) == 1
+    assert len([line for line in said if "cannot write metrics" in line]) == 1
     assert len([line for line in said if line.startswith("kdist: W&B:")]) <= 2
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
@@ -437,7 +437,7 @@ def test_a_disk_that_fills_stops_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["forgets", "killed"])
-def test_what_a_training_leaves_behind_ends_by_itself(tmp_path, how):
+def test_the_process_of_a_killed_training_ends(tmp_path, how):
     assert train(tmp_path, how).returncode != 0
     run = RunDirectory(tmp_path / "run")
     wait_for(lambda: not wandb_processes(run.path))
@@ -448,7 +448,7 @@ def test_what_a_training_leaves_behind_ends_by_itself(tmp_path, how):
 
 
 @pytest.mark.parametrize("mode", ["healthy", "refusing", "expired", "dead", "frozen"])
-def test_why_a_server_takes_no_run(mode):
+def test_reasons_of_a_server_to_refuse_runs(mode):
     says = {
         "healthy": None,
         "refusing": "answers with 503",
@@ -461,7 +461,7 @@ def test_why_a_server_takes_no_run(mode):
     assert (reason is None) if says is None else (says in reason)
 
 
-def test_nobody_there():
+def test_an_unreachable_server():
     with Stub() as server:
         url = server.url
     assert "does not answer" in why_not_online(url, KEY, 0.5)

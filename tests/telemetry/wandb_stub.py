@@ -31,7 +31,7 @@ MODES = (
 
 @dataclasses.dataclass
 class Run:
-    """What came of one run."""
+    """Data that the server received of one run."""
 
     history: list[dict] = dataclasses.field(default_factory=list)
     summary: dict = dataclasses.field(default_factory=dict)
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         return gzip.decompress(body) if zipped else body
 
     def _is_up(self):
-        """Whether to answer as a server should; otherwise what there is to say has been said."""
+        """Returns whether to answer normally; otherwise the answer has been sent."""
         kind, _, login = (self.headers.get("Authorization") or "").partition(" ")
         if kind == "Basic":
             self.server.keys.add(base64.b64decode(login).decode().partition(":")[2])

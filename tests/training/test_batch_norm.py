@@ -1,20 +1,20 @@
-"""The fused BatchNorm beside Keras's own, and when it is left to Keras."""
+"""Fused BatchNorm: the results of Keras's own, and the layers that are not fused."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.training import batch_norm, keras_hooks
-from kdist.training.share import Share
-from kdist.training.step import ReplicaStep
+from kdist.training.replica import batch_norm, hooks
+from kdist.training.replica.row_shares import RowShare
+from kdist.training.replica.step import ReplicaStep
 
-keras_hooks.install()
+hooks.install()
 
 
 def in_a_step(function, replicas=1):
     def run(*args):
-        share = Share(8, 8, 8, may_be_empty=False)
+        share = RowShare(8, 8, 8, may_be_empty=False)
         with ReplicaStep(share, 0, 0, replicas, False, None, True).running():
             return function(*args)
 
@@ -72,19 +72,19 @@ def images(shape=(8, 5, 5, 3), dtype="float32", mean=1.0):
     ],
     ids=str,
 )
-def test_fused_is_what_keras_computes(options):
+def test_fused_matches_keras(options):
     types = check_equal(lambda: keras.layers.BatchNormalization(**options), images(), 2e-6)
     assert "FusedBatchNormV3" in types
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_low_precision_rounds_as_keras_does(policy):
+def test_low_precision_rounds_like_keras(policy):
     x = images(dtype=policy.removeprefix("mixed_"))
     types = check_equal(lambda: keras.layers.BatchNormalization(dtype=policy), x, 1e-2)
     assert "FusedBatchNormV3" in types
 
 
-def test_a_large_mean_costs_no_more_digits_than_in_keras():
+def test_a_large_mean_loses_no_more_precision_than_in_keras():
     x = images(mean=1000.0)
     new_layer = keras.layers.BatchNormalization
     reference = trained(new_layer(dtype="float64"), tf.cast(x, "float64"))
@@ -95,7 +95,7 @@ def test_a_large_mean_costs_no_more_digits_than_in_keras():
     assert errors["fused"] <= 2 * errors["keras"]
 
 
-def test_one_pixel_of_one_row():
+def test_a_single_pixel():
     check_equal(keras.layers.BatchNormalization, images((1, 1, 1, 3)), 2e-6)
 
 
@@ -117,7 +117,7 @@ class OtherMoments(keras.layers.BatchNormalization):
     ],
     ids=["channels first", "renorm", "rows", "float64", "frozen", "other moments"],
 )
-def test_the_rest_is_left_to_keras(new_layer, x):
+def test_other_layers_are_not_fused(new_layer, x):
     assert "FusedBatchNormV3" not in check_equal(new_layer, x, 1e-7)
 
 

@@ -1,4 +1,4 @@
-"""Where the time of training goes."""
+"""Times of steps, input, and callbacks."""
 
 import time
 
@@ -8,11 +8,11 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist.training.clock import StepClock, Times
+from kdist.training.groups.clock import StepClock, Times
 
 
 def slow(dataset, seconds):
-    """The data set, each batch of which takes so long to make, one after the other."""
+    """Returns the dataset with a delay per batch, without parallelism."""
 
     def wait(x):
         time.sleep(seconds)
@@ -40,13 +40,13 @@ def compiled(strategy, **options):
 
 
 class Taking(keras.callbacks.Callback):
-    """Takes the times at the end of each epoch."""
+    """Collects the times of each epoch."""
 
     def on_train_begin(self, logs=None):
         self.times = []
 
     def on_epoch_end(self, epoch, logs=None):
-        self.times.append(self.model.clock.take())
+        self.times.append(self.model.training_state.clock.take())
 
 
 def times_of_second_epoch(model, dataset, **options):
@@ -66,18 +66,18 @@ def times_of_second_epoch(model, dataset, **options):
     ],
     ids=str,
 )
-def test_waiting_for_input_is_seen(mirrored, options):
+def test_waiting_for_input_is_measured(mirrored, options):
     times = times_of_second_epoch(compiled(mirrored, **options), data(seconds=0.05))
     assert times.steps == 12
     assert sum(times.step_seconds.values()) == 12
-    # Reading goes on while a step computes; what is left is waited for.
+    # Prefetching continues during a step; steps wait for the rest.
     assert 0.5 * 12 * 0.05 < times.input_seconds < times.seconds
     computing = times.seconds - times.input_seconds - times.callback_seconds
     assert computing > 0
 
 
-def test_what_is_read_while_a_step_computes_is_not_waited_for(mirrored):
-    """Steps of 60 ms, batches of 30 ms: nothing to wait for, whoever reads them."""
+def test_prefetching_during_a_step_is_not_waiting(mirrored):
+    """Steps take 60 ms and batches 30 ms, so that no step waits."""
 
     class Slow(keras.layers.Layer):
         def call(self, x):
@@ -98,7 +98,7 @@ def test_what_is_read_while_a_step_computes_is_not_waited_for(mirrored):
     assert times.input_seconds < 0.25 * times.seconds
 
 
-def test_data_without_a_known_end_are_timed_as_well(mirrored):
+def test_data_of_unknown_length_is_measured(mirrored):
     def batches():
         for _ in range(6):
             time.sleep(0.05)
@@ -111,14 +111,14 @@ def test_data_without_a_known_end_are_timed_as_well(mirrored):
     assert times.input_seconds > 3 * 0.05
 
 
-def test_fast_data_are_hardly_waited_for(mirrored):
+def test_fast_data_causes_little_waiting(mirrored):
     times = times_of_second_epoch(compiled(mirrored, steps_per_execution=4), data(200))
     assert times.input_seconds < 0.5 * times.seconds
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_computing_is_not_taken_for_waiting(mirrored, k):
-    """Data that are there at once: while convolutions take all threads, the clock is read late."""
+def test_computation_is_not_waiting(mirrored, k):
+    """Convolutions use all threads, so that the time may be read late."""
     x = np.zeros((1024, 28, 28, 1), "float32")
     dataset = tf.data.Dataset.from_tensors((x, np.zeros(1024, "int64"))).repeat(24)
     with mirrored.scope():
@@ -129,7 +129,7 @@ def test_computing_is_not_taken_for_waiting(mirrored, k):
     assert times.input_seconds < 0.1 * times.seconds
 
 
-def test_callbacks_are_seen(mirrored):
+def test_callbacks_are_measured(mirrored):
     class Slow(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             time.sleep(0.02)
@@ -138,7 +138,7 @@ def test_callbacks_are_seen(mirrored):
     assert 12 * 0.02 <= times.callback_seconds < times.seconds
 
 
-def test_validation_is_no_training(mirrored):
+def test_validation_is_not_measured(mirrored):
     taking = Taking()
     compiled(mirrored).fit(
         data(), epochs=2, verbose=0, validation_data=data(seconds=0.1), callbacks=[taking]
@@ -160,7 +160,7 @@ def test_a_clock_that_does_not_run():
     assert clock.take() == Times(0, 0.0, None, 0.0, {})
 
 
-def test_steps_that_others_make_are_counted_without_their_time():
+def test_steps_of_other_processes_are_counted_but_not_timed():
     clock = StepClock(times_steps=False)
     clock.note_call(2, 0.5)
     assert clock.take() == Times(2, 0.0, None, 0.0, {})

@@ -1,4 +1,4 @@
-"""Replicas that train apart, against copies of the model that plain Keras trains by hand."""
+"""Local SGD, compared with copies of the model that plain Keras trains in a loop."""
 
 import keras
 import numpy as np
@@ -20,7 +20,7 @@ BATCH = 12
 
 @pytest.fixture(autouse=True)
 def _float64():
-    """Where a right average agrees to the last digits, and a wrong one cannot hide."""
+    """Returns data on which right averages agree to the last digits, and wrong ones do not."""
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     yield
@@ -46,7 +46,7 @@ def network(model_class, has_batch_norm=False):
 def trained(
     replicas, number=120, epochs=1, optimizer="momentum", callbacks=(), batch_norm=False, **compiled
 ):
-    """A model of kdist after `fit`, its strategy and the history."""
+    """Returns a kdist model after `fit`, its strategy, and the history."""
     strategy = kdist.create_strategy("mirrored", replicas)
     with strategy.scope():
         model = network(kdist.Model, batch_norm)
@@ -56,14 +56,14 @@ def trained(
             metrics=["accuracy"],
             **compiled,
         )
-    # Of a known number of batches, so that groups are run by one call.
+    # The number of batches is known, so that one call runs a group.
     dataset = tf.data.Dataset.from_tensor_slices(arrays(number)).batch(BATCH)
     history = model.fit(dataset, epochs=epochs, verbose=0, callbacks=list(callbacks))
     return model, strategy, history.history
 
 
 def by_hand(replicas, k, slots, number=120, epochs=1, optimizer="momentum", batch_norm=False):
-    """The weights, and each copy's slots, of copies that plain Keras trains one after the other."""
+    """Returns weights and slots of copies that plain Keras trains one after the other."""
     copies = []
     for _ in range(replicas):
         model = network(keras.Model, batch_norm)
@@ -106,7 +106,7 @@ def averaged(copies, slots, first):
 
 
 def copies_of(strategy, variables):
-    """Each replica's list of arrays."""
+    """Returns each replica's list of arrays."""
     results = [strategy.experimental_local_results(variable.value) for variable in variables]
     return [[part.numpy() for part in parts] for parts in zip(*results, strict=True)]
 
@@ -122,8 +122,8 @@ def assert_weights_are_equal(strategy, model):
 @pytest.mark.parametrize(
     ("replicas", "optimizer"), [*((2, name) for name in OPTIMIZERS), (3, "momentum")]
 )
-def test_replicas_are_models_that_are_averaged_after_k_steps(replicas, slots, optimizer):
-    """Ten batches an epoch in rounds of 4: the epoch's end ends the third one."""
+def test_replicas_are_averaged_after_k_steps(replicas, slots, optimizer):
+    """The end of an epoch of ten batches ends the third round of 4."""
     options = {"epochs": 2, "optimizer": optimizer}
     model, strategy, _ = trained(replicas, local_steps=4, local_slots=slots, **options)
     weights, slots_by_hand = by_hand(replicas, 4, slots, **options)
@@ -135,7 +135,7 @@ def test_replicas_are_models_that_are_averaged_after_k_steps(replicas, slots, op
         assert_same_weights(own, expected, 1e-12)
 
 
-def test_the_comparison_sees_how_often_and_what_is_averaged():
+def test_the_comparison_detects_wrong_averages():
     others = [(3, "keep"), (20, "keep"), (4, "average"), (4, "reset")]
     model, *_ = trained(2, local_steps=4, epochs=2)
     for k, slots in others:
@@ -180,12 +180,12 @@ def test_one_local_step_of_a_sum_over_rows_is_the_synchronous_one(mirrored, redu
     ids=str,
 )
 def test_groups_and_micro_steps_change_nothing(compiled):
-    """113 leaves five examples for the last batch: two for one replica, three for the other."""
+    """113 examples leave five in the last batch: two for one replica, three for the other."""
     number = 113
     options = {"number": number, "epochs": 2, "local_steps": 3}
     model, strategy, history = trained(2, **compiled, **options)
     expected, _, expected_history = trained(2, **options)
-    # Shares of rows are float32 where the batch's size is not known before the step.
+    # Row fractions are float32 if the size of the batch is not static.
     tolerance = 1e-7 if "accumulate" in compiled else 1e-12
     assert_same_weights(model.get_weights(), expected.get_weights(), tolerance)
     assert_weights_are_equal(strategy, model)
@@ -219,8 +219,8 @@ def test_statistics_of_a_batch_norm_are_averaged_with_the_weights():
 
 
 @pytest.mark.parametrize("number", [121, 122])
-def test_a_replica_without_rows_takes_a_step_of_zero(number):
-    """Of one example in the last batch, three replicas of four have none."""
+def test_a_replica_without_rows_has_a_gradient_of_zero(number):
+    """The last batch has one example, so that three of four replicas have none."""
     options = {"optimizer": "sgd", "batch_norm": True, "number": number}
     model, strategy, _ = trained(4, local_steps=20, **options)
     assert_weights_are_equal(strategy, model)
@@ -241,7 +241,7 @@ def test_a_replica_without_rows_takes_a_step_of_zero(number):
     )
 
 
-def test_what_is_read_at_an_epochs_end_is_the_mean(mirrored):
+def test_reads_at_the_end_of_an_epoch_return_the_mean(mirrored):
     class Reads(keras.callbacks.Callback):
         def __init__(self):
             super().__init__()
@@ -285,13 +285,13 @@ def test_a_stop_in_mid_epoch_ends_the_round():
     assert_weights_are_equal(strategy, model)
 
 
-def test_a_loop_of_ones_own_says_when_it_reads(mirrored):
+def test_custom_loops_average_replicas_before_they_read(mirrored):
     x, y = arrays(BATCH)
     with mirrored.scope():
         model = network(kdist.Model)
         model.compile("sgd", "sparse_categorical_crossentropy", local_steps=8)
     for read in (
-        model.average_replicas,
+        model.training_state.average_replicas,
         lambda: model.evaluate(x, y, verbose=0),
         lambda: model.predict(x, verbose=0),
         lambda: model.compile("sgd", "sparse_categorical_crossentropy", local_steps=8),
@@ -317,7 +317,7 @@ def test_moving_averages_of_weights_are_averaged():
 
 
 def test_replicas_agree_on_a_loss_scale(mirrored):
-    """One replica's first gradient is not finite: it alone leaves out an update."""
+    """One replica's first gradient is not finite, and only that replica skips an update."""
     x, y = arrays(3 * BATCH)
     x[BATCH - 1] = np.inf
     with mirrored.scope():
@@ -359,7 +359,7 @@ def test_slots_of_all_optimizers_can_be_reset(mirrored, name):
         assert_same_weights(copy, first, 1e-12)
 
 
-def test_one_replica_has_nobody_to_meet():
+def test_local_steps_have_no_effect_on_one_replica():
     with kdist.create_strategy("one_device").scope():
         model = network(kdist.Model)
         model.compile(OPTIMIZERS["momentum"](), "sparse_categorical_crossentropy", local_steps=4)
@@ -368,29 +368,29 @@ def test_one_replica_has_nobody_to_meet():
 
 
 @pytest.mark.parametrize(
-    ("compiled", "says"),
+    ("compiled", "message"),
     [
-        ({"local_steps": 0}, "local_steps must be None .* whole number from 1 on, got 0"),
-        ({"local_steps": 2.0}, "whole number from 1 on, got 2.0"),
+        ({"local_steps": 0}, "local_steps .* positive integer, got 0"),
+        ({"local_steps": 2.0}, "positive integer, got 2.0"),
         ({"local_steps": 2, "local_slots": "mean"}, "one of keep, average, reset, got 'mean'"),
     ],
 )
-def test_refuses(mirrored, compiled, says):
-    with mirrored.scope(), pytest.raises(ValueError, match=says):
+def test_invalid_arguments(mirrored, compiled, message):
+    with mirrored.scope(), pytest.raises(ValueError, match=message):
         network(kdist.Model).compile("sgd", "mse", **compiled)
 
 
-def test_refuses_replicas_that_share_their_variables():
+def test_replicas_that_share_variables_are_rejected():
     central = kdist.create_strategy("central_storage", 2)
     with central.scope(), pytest.raises(ValueError, match="--strategy=mirrored or multi_worker"):
         network(kdist.Model).compile("sgd", "mse", local_steps=2)
 
 
-def test_refuses_layers_that_meet(mirrored):
+def test_synchronized_layers_are_rejected(mirrored):
     with mirrored.scope():
         normalised = keras.layers.BatchNormalization(synchronized=True, name="meets")
         inputs = keras.Input((4,))
         model = kdist.Model(inputs, keras.layers.Dense(3)(normalised(inputs)))
         model.compile("sgd", "mse", local_steps=2)
-    with pytest.raises(ValueError, match="local_steps.*'meets' is synchronised.*--nosync_batch"):
+    with pytest.raises(ValueError, match="local_steps.*'meets' is synchronized.*--nosync_batch"):
         model.fit(*arrays(BATCH), verbose=0)

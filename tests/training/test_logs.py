@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kdist.training.logs import CallbackList, LazyLogs
+from kdist.training.groups.logs import CallbackList, LazyLogs
 
 
 class Reader:
@@ -33,7 +33,7 @@ class Reader:
         json.dumps,
     ],
 )
-def test_any_look_reads_once(read):
+def test_any_access_reads_once(read):
     reader = Reader()
     logs = LazyLogs(reader)
     read(logs)
@@ -52,7 +52,7 @@ def test_is_a_dict_with_all_values():
     assert list(logs) == ["accuracy", "loss", "lr"]
 
 
-def test_what_callbacks_begin_with_does_not_read():
+def test_truth_value_does_not_read():
     reader = Reader()
     logs = LazyLogs(reader)
     logs = logs or {}

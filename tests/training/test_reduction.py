@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdist.training import reduction
+from kdist.training.replica import reduction
 
 
 @pytest.mark.parametrize("pack_below", [0, 64, 1 << 20])
-def test_sums_come_back_in_order_whatever_travels_together(mirrored, monkeypatch, pack_below):
+def test_sums_keep_their_order_when_packed(mirrored, monkeypatch, pack_below):
     monkeypatch.setattr(reduction, "_PACK_BELOW_BYTES", pack_below)
 
     @tf.function
@@ -37,7 +37,7 @@ def test_sums_come_back_in_order_whatever_travels_together(mirrored, monkeypatch
         assert float(found[4]) == 2001.0
 
 
-def test_small_tensors_of_a_type_are_sent_as_one(mirrored, monkeypatch):
+def test_small_tensors_of_one_type_are_packed(mirrored, monkeypatch):
     sent = []
 
     def on_replica():

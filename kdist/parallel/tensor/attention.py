@@ -1,34 +1,23 @@
-"""`MultiHeadAttention`, by heads."""
+"""`MultiHeadAttention` divided by heads."""
 
 import keras
 import tensorflow as tf
 
-from kdist.parallel.tensor.shards import (
-    DividedVariable,
-    Generators,
-    ShardedLayer,
-    stands_for,
-    sum_of,
-)
+from kdist.parallel.tensor.shards import DividedVariable, SeedStates, ShardedLayer, saved_as
 
 
-@stands_for(keras.layers.MultiHeadAttention)
+@saved_as(keras.layers.MultiHeadAttention)
 class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
-    """A `MultiHeadAttention` of whose heads each device has equally many.
+    """A `MultiHeadAttention` whose heads are divided equally over the devices.
 
-    The projections to queries, keys and values are by column, the output projection is by row: a
-    device computes its heads from beginning to end, and the devices meet in the sum, to which the
+    The query, key and value projections are divided by column, the output projection by row. Each
+    device computes its heads from end to end. The devices communicate once, for the sum, and the
     output's bias is added once.
     """
 
     def build(self, query_shape, value_shape, key_shape=None):
-        self.make_parts(
-            _Heads,
-            {"num_heads": self.num_heads // len(self.shards)},
-            query_shape,
-            value_shape,
-            key_shape,
-        )
+        own_heads = {"num_heads": self.num_heads // len(self.shards)}
+        self.make_parts(_Heads, own_heads, query_shape, value_shape, key_shape)
         first = self.shards.parts[0]
         self._attention_axes = first._attention_axes
         self._output_bias = None
@@ -40,18 +29,18 @@ class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
                 regularizer=self._bias_regularizer,
                 constraint=self._bias_constraint,
             )
-        # Under the names and in the order in which a file and get_weights hold the plain layer's.
-        self._query_dense = _Projection(self._divisions("_query_dense"))
-        self._key_dense = _Projection(self._divisions("_key_dense"))
+        # The names and the order are those of the plain layer in files and in get_weights.
+        self._query_dense = _Projection(self._projection_divisions("_query_dense"))
+        self._key_dense = _Projection(self._projection_divisions("_key_dense"))
         if self._use_gate:
-            self._gate_dense = _Projection(self._divisions("_gate_dense"))
-        self._value_dense = _Projection(self._divisions("_value_dense"))
+            self._gate_dense = _Projection(self._projection_divisions("_gate_dense"))
+        self._value_dense = _Projection(self._projection_divisions("_value_dense"))
         self._softmax, self._dropout_layer = first._softmax, first._dropout_layer
         self._output_dense = _Projection(self._output_divisions())
-        for generators in self._generators():  # heads of different parts drop different elements
-            generators.assign(generators.whole())
+        for states in self._seed_states():  # different parts drop different elements
+            states.assign(states.whole())
 
-    def _divisions(self, name):
+    def _projection_divisions(self, name):
         parts = [getattr(part, name) for part in self.shards.parts]
         divisions = [DividedVariable([part._kernel for part in parts], 1)]
         if self.use_bias:
@@ -63,17 +52,17 @@ class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
         bias = [] if self._output_bias is None else [DividedVariable([self._output_bias])]
         return [DividedVariable(kernels, 0), *bias]
 
-    def _generators(self):
+    def _seed_states(self):
         layers = [part._dropout_layer for part in self.shards.parts]
         states = [layer.seed_generator.state for layer in layers if layer.rate > 0]
-        return [Generators(states)] if states else []
+        return [SeedStates(states)] if states else []
 
-    def divisions(self):
+    def weight_divisions(self):
         return [*self._input_divisions(), *self._output_dense.hidden.divisions]
 
-    def all_divisions(self):
+    def variable_divisions(self):
         output = self._output_dense.hidden.divisions
-        return [*self._input_divisions(), *self._generators(), *output]
+        return [*self._input_divisions(), *self._seed_states(), *output]
 
     def _input_divisions(self):
         gate = [self._gate_dense] if self._use_gate else []
@@ -81,10 +70,10 @@ class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
         return [division for projection in projections for division in projection.hidden.divisions]
 
     def save_own_variables(self, store):
-        """Nothing: as in the plain layer, they are the projections'."""
+        """Saves nothing: as in the plain layer, the projections own the variables."""
 
     def load_own_variables(self, store):
-        """Nothing: as in the plain layer, they are the projections'."""
+        """Loads nothing: as in the plain layer, the projections own the variables."""
 
     def call(
         self,
@@ -105,35 +94,29 @@ class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
             attention_mask = self._compute_attention_mask(
                 query, value, attention_mask=attention_mask, **masks
             )
-            # Keras keeps masks with tensors, and the first part would take them off.
+            # Keras attaches masks to tensors, and the first part would detach them.
             query, value, key = (tf.identity(tensor) for tensor in (query, value, key))
 
-        def attended(part):
-            return part(
-                query,
-                value,
-                key,
-                attention_mask=attention_mask,
-                return_attention_scores=return_attention_scores,
-                training=training,
-                use_causal_mask=use_causal_mask,
-            )
+        def attend(part):
+            masking = {"attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
+            options = {"return_attention_scores": return_attention_scores, "training": training}
+            return part(query, value, key, **masking, **options)
 
-        outputs = self.shards.each(attended)
+        outputs = self.shards.map(attend)
         if not return_attention_scores:
-            return self._added(outputs)
+            return self._sum(outputs)
         heads = -2 * len(self._attention_axes) - 1
-        return self._added([output for output, _ in outputs]), tf.concat(
+        return self._sum([output for output, _ in outputs]), tf.concat(
             [scores for _, scores in outputs], heads
         )
 
-    def _added(self, partial_sums):
-        total = sum_of(partial_sums)
+    def _sum(self, partial_sums):
+        total = tf.add_n(list(partial_sums))
         return total if self._output_bias is None else keras.ops.add(total, self._output_bias)
 
 
 class _Heads(keras.layers.MultiHeadAttention):
-    """Some heads; the sum over all of them gets the output's bias."""
+    """Some of the heads. The output's bias is added to the sum over all heads."""
 
     def _make_output_dense(self, query_shape, common_kwargs, name=None):
         dense = super()._make_output_dense(query_shape, common_kwargs, name)
@@ -142,14 +125,14 @@ class _Heads(keras.layers.MultiHeadAttention):
 
 
 class _Hidden:
-    """Keeps divisions from being tracked: their variables are the parts'."""
+    """Hides divisions from Keras's tracking, since the parts own their variables."""
 
     def __init__(self, divisions):
         self.divisions = divisions
 
 
 class _Projection(keras.layers.Layer):
-    """What a file takes for one of the plain layer's projections."""
+    """Stand-in for one of the plain layer's projections in files."""
 
     def __init__(self, divisions):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What all divided layers have in common: plain layers as parts, each on a device."""
+"""Base of all divided layers: a plain layer on each device as a part."""
 
 import contextlib
 import dataclasses
@@ -11,44 +11,35 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.training.keras_internals import save_as, saved_name
+from kdist.compat.keras import save_as, saved_name
 
 
 @dataclasses.dataclass(frozen=True)
 class DividedVariable:
-    """A variable of the plain layer, in pieces.
-
-    Attributes:
-        pieces: in order.
-        axis: along which they follow each other; None for one piece, which is the whole.
-    """
+    """A variable of the plain layer, in pieces that are concatenated in order."""
 
     pieces: Sequence[keras.Variable]
-    axis: int | None = None
+    axis: int | None = None  # of concatenation; None for a single, whole piece
 
     def __post_init__(self):
         if self.axis is None and len(self.pieces) > 1 and type(self) is DividedVariable:
             paths = ", ".join(piece.path for piece in self.pieces)
-            raise ValueError(f"{paths}: taken for parts of one variable, and it is not divided")
+            raise ValueError(f"{paths}: several pieces of a variable that is not divided")
 
     def whole(self) -> np.ndarray:
-        """The value of the plain variable."""
-        return self.joined([piece.numpy() for piece in self.pieces])
+        """Returns the value of the plain variable."""
+        return self.concatenate([piece.numpy() for piece in self.pieces])
 
-    def joined(self, values: Sequence[np.ndarray]) -> np.ndarray:
-        """The plain variable's value where the pieces have these; a copy."""
+    def concatenate(self, values: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the plain variable's value, as a copy, from the values of the pieces."""
         return np.array(values[0]) if self.axis is None else np.concatenate(values, self.axis)
 
     def parts(self, value: np.ndarray) -> Sequence[np.ndarray]:
-        """What of a plain variable's value each piece has."""
+        """Returns the part of a plain variable's value that each piece holds."""
         return [value] if self.axis is None else np.split(value, len(self.pieces), self.axis)
 
     def assign(self, value):
-        """Gives each piece its part of a plain variable's value.
-
-        Raises:
-            ValueError: the value has another shape.
-        """
+        """Assigns each piece its part of a plain variable's value, which must have its shape."""
         value, shape = np.asarray(value), self.shape
         if value.shape != shape:
             raise ValueError(
@@ -60,7 +51,7 @@ class DividedVariable:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The plain variable's."""
+        """Shape of the plain variable."""
         shape = list(self.pieces[0].shape)
         if self.axis is not None:
             shape[self.axis] *= len(self.pieces)
@@ -68,16 +59,16 @@ class DividedVariable:
 
     @property
     def path(self) -> str:
-        """What the plain variable is called, within messages."""
+        """Path of the plain variable, for messages."""
         return re.sub("shard_0[/_]", "", self.pieces[0].path)
 
 
 @dataclasses.dataclass(frozen=True)
-class Generators(DividedVariable):
-    """The state (seed, count of draws) of the parts' generators of random numbers.
+class SeedStates(DividedVariable):
+    """States (seed, number of draws) of the parts' seed generators.
 
-    The first part's is the plain layer's. The seed of each further one is larger by one, so that
-    no two parts draw the same.
+    The first state is the plain layer's. The seed of each further part is larger by one, so that
+    no two parts draw the same numbers.
     """
 
     def parts(self, value):
@@ -86,88 +77,78 @@ class Generators(DividedVariable):
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """Where a layer's parts are.
+    """The parts of a layer and their devices.
 
-    It hides them from Keras's files, which look through a layer's attributes: the files hold the
-    plain layer's variables.
-
-    Attributes:
-        strategy: a GroupStrategy.
-        first: the number, within a group, of the first one's device.
-        how: "column", "row" or "heads".
-        stays_divided: whether the output is a tuple, a part a device.
-        parts: plain layers, once they are made.
+    Keras's saving looks through a layer's attributes. This object hides the parts from it, since
+    files hold the plain layer's variables.
     """
 
-    strategy: Any
-    first: int
-    how: str
-    stays_divided: bool
+    strategy: Any  # a `GroupStrategy`
+    first: int  # number, within a group, of the first part's device
+    how: str  # "column", "row" or "heads"
+    stays_divided: bool  # whether the output is a tuple with one part per device
+    # plain layers, once they are created
     parts: list[keras.layers.Layer] = dataclasses.field(default_factory=list)
 
     def __len__(self):
         return self.strategy.layout.tensor
 
     def on(self, number: int) -> contextlib.AbstractContextManager:
-        """Places operations and variables on the device of the part of that number."""
+        """Returns a context that places operations and variables on the device of a part."""
         return self.strategy.on(self.first + number)
 
     def call_on(self, number: int, function: Callable, *arguments):
-        """`function(…)` on the device of the part of that number."""
+        """Returns `function(…)`, computed on the device of part `number`."""
         with self.on(number):
             return function(*arguments)
 
-    def each(self, function: Callable, *arguments: Sequence) -> tuple:
-        """`function(part, …)` on each part's device, with an element of each of `arguments`."""
+    def map(self, function: Callable, *arguments: Sequence) -> tuple:
+        """Returns `function(part, …)` per part, with one element of each of `arguments`."""
         calls = enumerate(zip(self.parts, *arguments, strict=True))
         return tuple(self.call_on(number, function, *each) for number, each in calls)
 
 
-def stands_for(plain: type[keras.layers.Layer]):
-    """Class decorator: in files and in names of operations, a divided layer is a plain one."""
+def saved_as(plain: type[keras.layers.Layer]):
+    """Returns a class decorator that makes files and operations use the plain layer's name."""
 
-    def named(kind):
+    def decorate(kind):
         kind.plain = plain
         kind.__name__, kind.__qualname__ = plain.__name__, plain.__qualname__
         return save_as(plain, saved_name(plain))(kind)
 
-    return named
+    return decorate
 
 
 class ShardedLayer:
-    """Mixin before a Keras layer: the weights are those of parts, which are plain layers.
+    """Mixin for a Keras layer whose weights belong to parts, which are plain layers.
 
-    Deriving classes make the parts in `build`, compute with them in `call`, and say in `divisions`
-    how the plain layer's variables are divided among them.
-
-    Attributes:
-        plain: the Keras class.
-        shards: the parts and where they are.
+    Subclasses create the parts in `build`, compute with them in `call`, and implement
+    `weight_divisions`, which maps the parts' variables to the plain layer's.
     """
 
-    plain: type[keras.layers.Layer]
+    plain: type[keras.layers.Layer]  # the Keras class
     shards: Shards
 
-    def divisions(self) -> list[DividedVariable]:
-        """The plain layer's weights, in its order."""
+    def weight_divisions(self) -> list[DividedVariable]:
+        """Returns the plain layer's weights, in its order."""
         raise NotImplementedError
 
-    def all_divisions(self) -> list[DividedVariable]:
-        """The plain layer's variables, in its order: also those that are no weights."""
-        return self.divisions()
+    def variable_divisions(self) -> list[DividedVariable]:
+        """Returns the plain layer's variables, including seed states, in its order."""
+        return self.weight_divisions()
 
     @property
     def is_by_row(self) -> bool:
-        """Whether each part has some of the input features, and gives a partial sum."""
+        """True if each part has some of the input features and computes a partial sum."""
         return self.shards.how == "row"
 
     def make_parts(self, plain: type[keras.layers.Layer], changes: dict, *shapes):
-        """Makes a plain layer on each device: with this one's configuration, but for `changes`.
+        """Creates a layer of class `plain` on each device, with zeros for weights.
 
-        They begin with zeros: their values are set afterwards.
+        The parts have this layer's configuration with `changes`, and are built with `shapes`.
         """
         own = {**self.get_config(), **changes}  # type: ignore[attr-defined]
-        own.pop("activity_regularizer", None)  # it is for the output as a whole
+        own.pop("activity_regularizer", None)  # it applies to the whole output
         initial = {name: "zeros" for name in own if name.endswith("_initializer")}
         for number in range(len(self.shards)):
             config = {**own, **initial, "name": f"shard_{number}"}
@@ -180,49 +161,39 @@ class ShardedLayer:
                     variable.regularizer = functools.partial(own_device, variable.regularizer)
             self.shards.parts.append(part)
             self._tracker.add_to_store("layers", part)  # type: ignore[attr-defined]
-        # A tuple of parts may come in, of which each has another size.
+        # The input may be a tuple of parts, each of another size than the whole input.
         self.input_spec = None
 
-    def divided(self, inputs, axis: int = -1) -> Sequence:
-        """The features of a tensor, an equal part a device; a tuple of parts stays as it is."""
+    def split_features(self, inputs, axis: int = -1) -> Sequence:
+        """Returns an equal part of the features per device; a tuple of parts is returned as is."""
         if isinstance(inputs, tuple | list):
             return inputs
         return tf.split(inputs, len(self.shards), axis)
 
-    def copied(self, inputs) -> Sequence:
-        """The same for each part."""
+    def replicate(self, inputs) -> Sequence:
+        """Returns the same inputs for each part."""
         return [inputs] * len(self.shards)
 
-    def joined(self, outputs: Sequence, axis: int = -1):
-        """The features of all parts: a tensor, or the tuple itself, where it is to stay so."""
+    def concat_features(self, outputs: Sequence, axis: int = -1):
+        """Returns the features of all parts as one tensor, or as a tuple if they stay divided."""
         return tuple(outputs) if self.shards.stays_divided else tf.concat(outputs, axis)
 
     def get_weights(self):
-        return [division.whole() for division in self.divisions()]
+        return [division.whole() for division in self.weight_divisions()]
 
     def set_weights(self, weights):
-        for division, value in _pairs(self, self.divisions(), weights):
+        for division, value in _pairs(self, self.weight_divisions(), weights):
             division.assign(value)
 
     def save_own_variables(self, store):
-        for number, division in enumerate(self.divisions()):
+        for number, division in enumerate(self.weight_divisions()):
             store[str(number)] = division.whole()
 
     def load_own_variables(self, store):
-        divisions = self.divisions()
+        divisions = self.weight_divisions()
         values = [store[str(number)] for number in range(len(store.keys()))]
         for division, value in _pairs(self, divisions, values):
             division.assign(value)
-
-
-def call_part(part, inputs):
-    """A part's output, for `Shards.each`."""
-    return part(inputs)
-
-
-def sum_of(parts: Sequence):
-    """The sum of partial sums, on the device where it is asked for."""
-    return tf.add_n(list(parts))
 
 
 def _pairs(layer, divisions, values) -> Iterator:

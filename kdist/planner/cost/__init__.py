@@ -1,1 +1,1 @@
-"""What training costs in time, as pure functions of numbers; nothing here imports TensorFlow."""
+"""Cost model: time, memory, and money of a training, computed from numbers without TensorFlow."""

@@ -1,10 +1,12 @@
-"""What is trained, on what, and how: everything that the time of an update depends on."""
+"""Setup: what is trained, on which devices, and how they share the work of an update."""
 
 import dataclasses
 import math
 import statistics
+import types
+from collections.abc import Sequence
 
-from kdist.planner.machines import Machine
+from kdist.planner.tables.machines import Machine
 
 UPDATES = ("all_reduce", "server_on_host", "server_on_devices", "parameter_servers")
 DECODERS = ("tf.data", "dali", "none", "numpy")
@@ -14,16 +16,17 @@ BYTES_PER_PIXEL = 12  # three channels of float32
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """What devices exchange.
+    """Gradients and weights that devices exchange.
 
     Attributes:
-        bytes: of all gradients of one replica, in the precision in which they are exchanged.
-        largest_share: of `bytes` in the largest tensor.
-        tensors: how many there are.
-        weight_bytes: of the weights, which a parameter server sends back; `bytes` where not given.
+        bytes: Bytes of all gradients of one replica, in the precision of the exchange.
+        largest_share: Fraction of `bytes` in the largest tensor.
+        tensors: Number of tensors.
+        weight_bytes: Bytes of the weights, which a parameter server sends back. `None`, the
+            default, means `bytes`.
 
     Raises:
-        ValueError: a size is negative or a share not between 0 and 1.
+        ValueError: If a size is negative, or a share is not between 0 and 1.
     """
 
     bytes: float
@@ -32,29 +35,37 @@ class Gradients:
     weight_bytes: float | None = None
 
     def __post_init__(self):
-        _sizes(self, self.bytes, self.weight_bytes or 0, self.tensors)
+        _check_sizes(self, self.bytes, self.weight_bytes or 0, self.tensors)
         if not 0 <= self.largest_share <= 1:
             raise ValueError(f"largest_share is from 0 to 1, not {self.largest_share}")
 
 
 @dataclasses.dataclass(frozen=True)
 class InputWork:
-    """What the host has to do for one example.
+    """Work of the host for one example.
 
-    Attributes:
-        source_megapixels: 10⁶ pixels of the JPEG to decode; 0 where nothing is decoded.
-        model_megapixels: 10⁶ pixels of the image that the model gets.
-        policy: whether an augmentation policy (AutoAugment, RandAugment) is applied.
-        masks: whether instance masks are decoded and resized.
-        host_bytes: that the host hands to a device. By default, of "tf.data" and "numpy" the pixels
-            of the model's image as float32, of the others nothing.
-        decoder: "tf.data"; "dali", on the devices for the most part; "numpy", arrays fed by one
-            Python thread; or "none", where nothing is to be done.
-        threads: that prepare examples: 1 where `Dataset.map` has no `num_parallel_calls`. None,
-            the default, is as many as there are cores.
+    Example:
+
+        >>> work = InputWork(source_megapixels=0.19, model_megapixels=0.05, decoder="tf.data")
+        >>> work.bytes_to_device
+        600000.0
+
+    Args:
+        source_megapixels: Size of the JPEG to decode in 10⁶ pixels. Defaults to 0: nothing is
+            decoded.
+        model_megapixels: Size of the model's input image in 10⁶ pixels. Defaults to 0.
+        policy: Whether an augmentation policy (AutoAugment, RandAugment) is applied. Defaults to
+            `False`.
+        masks: Whether instance masks are decoded and resized. Defaults to `False`.
+        host_bytes: Bytes that the host sends to a device. Defaults to the float32 pixels of the
+            model's image with the decoders `"tf.data"` and `"numpy"`, else to nothing.
+        decoder: `"tf.data"`, `"dali"` (mostly on the devices), `"numpy"` (arrays fed by one Python
+            thread), or `"none"`, the default.
+        threads: Threads that prepare examples: 1 if `Dataset.map` has no `num_parallel_calls`.
+            Defaults to `None`, one thread per core.
 
     Raises:
-        ValueError: a size is negative or the decoder not known.
+        ValueError: If a size is negative or the decoder is unknown.
     """
 
     source_megapixels: float = 0.0
@@ -68,12 +79,12 @@ class InputWork:
     def __post_init__(self):
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads is 1 or more, or None for all cores, not {self.threads}")
-        _sizes(self, self.source_megapixels, self.model_megapixels, self.host_bytes)
-        _one_of("decoder", self.decoder, DECODERS)
+        _check_sizes(self, self.source_megapixels, self.model_megapixels, self.host_bytes)
+        _check_known("decoder", self.decoder, DECODERS)
 
     @property
     def bytes_to_device(self) -> float:
-        """Of one example, from the host's memory to a device's."""
+        """Bytes of one example that go from the host's memory to a device."""
         if self.host_bytes or self.decoder not in ("tf.data", "numpy"):
             return self.host_bytes
         return self.model_megapixels * 1e6 * BYTES_PER_PIXEL
@@ -81,27 +92,27 @@ class InputWork:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Devices of one machine, and how they share the work of an update.
+    """Devices on machines of one kind, and how they share the work of an update.
 
     Attributes:
-        machine: the kind of all nodes.
-        devices: how many in all; more than one node has are spread over full nodes.
-        local_batch: examples of one device in one micro-step.
-        accumulate: micro-steps whose gradients are added up before an update.
-        local_steps: updates that a device makes by itself between two exchanges.
-        update: "all_reduce"; "server_on_host", variables on the CPU of the node;
-            "server_on_devices", each variable on one of the devices; "parameter_servers", variables
-            spread over `servers` other hosts.
-        servers: how many hosts keep variables, with "parameter_servers".
-        asynchronous: whether nobody waits for the others, with "parameter_servers".
-        library: "tf.distribute"; "horovod" or "ddp", with a process for each device.
-        in_graph: whether one process feeds all devices of a node.
-        nccl1: whether the all-reduce is that of NCCL before version 2 (2017).
-        overlap: share of a micro-step under which the exchange can hide. TensorFlow's all-reduce
-            after the backward pass hides nothing.
+        machine: Kind of all nodes.
+        devices: Number of devices. More than one node's are spread over full nodes.
+        local_batch: Examples per device and micro-step.
+        accumulate: Micro-steps whose gradients are added before an update.
+        local_steps: Updates of a device between two exchanges.
+        update: `"all_reduce"`; `"server_on_host"`, variables on the CPU of the node;
+            `"server_on_devices"`, each variable on one of the devices; `"parameter_servers"`,
+            variables spread over `servers` other hosts.
+        servers: Number of parameter servers.
+        asynchronous: Whether workers do not wait for each other, with `"parameter_servers"`.
+        library: `"tf.distribute"`; `"horovod"` or `"ddp"`, with one process per device.
+        in_graph: Whether one process feeds all devices of a node.
+        nccl1: Whether the all-reduce is NCCL's before version 2 (2017).
+        overlap: Fraction of a micro-step that can hide the exchange. TensorFlow's all-reduce after
+            the backward pass hides nothing.
 
     Raises:
-        ValueError: a number is out of its range or a name not known.
+        ValueError: If a number is out of range or a name is unknown.
     """
 
     machine: Machine
@@ -126,41 +137,99 @@ class Setup:
             raise ValueError(f"local_batch is above 0, not {self.local_batch}")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap is from 0 to 1, not {self.overlap}")
-        _one_of("update", self.update, UPDATES)
-        _one_of("library", self.library, LIBRARIES)
+        _check_known("update", self.update, UPDATES)
+        _check_known("library", self.library, LIBRARIES)
         if self.asynchronous and self.update != "parameter_servers":
             raise ValueError(f'asynchronous needs update="parameter_servers", not {self.update!r}')
 
     @property
     def examples(self) -> float:
-        """Of one update of all devices."""
+        """Examples of one update of all devices."""
         return self.local_batch * self.accumulate * self.devices
 
     @property
     def devices_in_node(self) -> int:
-        """Of a full node, or all where they fit in one."""
+        """Number of devices used on each node."""
         return min(self.devices, self.machine.gpus_per_node)
 
     @property
     def nodes(self) -> int:
-        """How many the devices are spread over."""
+        """Number of nodes."""
         return math.ceil(self.devices / self.machine.gpus_per_node)
 
     @property
     def slowest_node(self) -> float:
-        """By how many standard deviations the slowest node is behind the average one.
+        """Standard deviations by which the slowest node is behind the average one.
 
-        The expected maximum of as many normally distributed numbers (Blom, "Statistical estimates
+        This is the expected maximum of normally distributed numbers (Blom, "Statistical estimates
         and transformed beta-variables", 1958): 0 of one, 0.59 of 2, 1.4 of 8, 2.8 of 256.
         """
         return statistics.NormalDist().inv_cdf((self.nodes - 0.375) / (self.nodes + 0.25))
 
 
-def _sizes(of, *sizes):
+class CostFeatures(types.SimpleNamespace):
+    """Inputs of the equations in `cost/update.py`: numbers, or arrays for many setups.
+
+    Flags are 1.0 or 0.0. `make_features` defines the names, which are those of `Setup`,
+    `Gradients`, `InputWork`, and `Machine`.
+    """
+
+    @property
+    def node_examples(self):
+        """Examples of one update that a node prepares."""
+        return self.devices_in_node * self.local_batch * self.accumulate
+
+
+# Features that are attributes of the same name.
+_MACHINE_FEATURES = (
+    "gpus_per_node nvlink cube_mesh direct paired_dies ring_bytes_per_s pcie_bytes_per_s "
+    "network_bytes_per_s cores vcpus"
+)
+_SETUP_FEATURES = (
+    "devices devices_in_node nodes slowest_node local_batch accumulate local_steps servers "
+    "asynchronous in_graph nccl1 overlap"
+)
+_INPUT_FEATURES = "source_megapixels model_megapixels policy masks bytes_to_device"
+
+
+def make_features(setup: Setup, gradients: Gradients, input_work: InputWork) -> CostFeatures:
+    """Returns the features of one setup."""
+    machine, work = setup.machine, input_work
+    weights = gradients.bytes if gradients.weight_bytes is None else gradients.weight_bytes
+    return CostFeatures(
+        **{name: float(getattr(machine, name)) for name in _MACHINE_FEATURES.split()},
+        **{name: float(getattr(setup, name)) for name in _SETUP_FEATURES.split()},
+        **{name: float(getattr(work, name)) for name in _INPUT_FEATURES.split()},
+        on_host=float(setup.update == "server_on_host"),
+        on_devices=float(setup.update == "server_on_devices"),
+        on_servers=float(setup.update == "parameter_servers"),
+        horovod=float(setup.library == "horovod"),
+        gradient_bytes=float(gradients.bytes),
+        weight_bytes=float(weights),
+        largest_share=float(gradients.largest_share),
+        tensors=float(gradients.tensors),
+        input_threads=float(work.threads or math.inf),
+        decoded=float(work.decoder in ("tf.data", "dali")),
+        dali=float(work.decoder == "dali"),
+        numpy=float(work.decoder == "numpy"),
+        recent_host=float(machine.pcie_generation >= 4),
+    )
+
+
+def stack_features(features: Sequence[CostFeatures]) -> CostFeatures:
+    """Returns the features of many setups as arrays."""
+    import numpy as np
+
+    return CostFeatures(
+        **{name: np.array([getattr(one, name) for one in features]) for name in vars(features[0])}
+    )
+
+
+def _check_sizes(of, *sizes):
     if not all(0 <= size < math.inf for size in sizes):
         raise ValueError(f"sizes are numbers from 0 on: {of}")
 
 
-def _one_of(what, name, known):
+def _check_known(what, name, known):
     if name not in known:
-        raise ValueError(f"{what} {name!r} is not known; take one of {', '.join(known)}")
+        raise ValueError(f"{what} {name!r} is not known; use one of {', '.join(known)}")

@@ -1,209 +1,261 @@
-"""The equations of one update, for one set-up or for arrays of many: each is written once.
+"""Equations for the time of one update, for one setup or for arrays of many.
 
-Every function takes `Facts`, of numbers or of arrays, and `kdist.planner.constants.Constants`.
+Every function accepts `CostFeatures` (`features`) and `kdist.planner.cost.constants.Constants`.
 """
 
 import numpy as np
 
-from kdist.planner.cost import exchange, input_pipeline
+from kdist.planner.cost import exchange
 
 SOCKET_BYTES_PER_S = 9.6e9  # peer-to-peer over one of two links of 19.2 GB/s between two sockets
-NETWORK_HOPS = 5  # a hop between nodes, counted in hops within a node
-SECANTS = 20  # far more than are needed
+NETWORK_HOPS = 5  # latency of a hop between nodes, in hops within a node
+_MAX_SECANTS = 20  # bound of the iteration, which converges in a few
+_POLICY_MEGAPIXELS = 0.05  # 224 x 224 pixels, for which the time of augmentation policies is given
 
 
-def update_seconds(facts, micro_step, constants):
-    """The parts of an update by name; they sum to its seconds.
+def update_seconds(features, micro_step, constants):
+    """Returns the terms of an update by name; they add up to its seconds.
 
-    Args:
-        facts: of one set-up, or of many.
-        micro_step: seconds of computation of a micro-step on one device by itself.
-        constants: of `kdist.planner.constants`.
+    `micro_step` is the seconds of computation of a micro-step on one device alone.
     """
-    parts = {
-        "compute": facts.accumulate * micro_step,
-        "straggling": facts.accumulate * micro_step * straggling(facts, constants),
-        **_exposed_exchange(facts, micro_step, constants),
-        "coordination": coordination_seconds(facts, constants),
-        "feed": feed_seconds(facts, constants),
+    terms = {
+        "compute": features.accumulate * micro_step,
+        "straggling": features.accumulate * micro_step * straggling_share(features, constants),
+        **_exposed_exchange(features, micro_step, constants),
+        "coordination": coordination_seconds(features, constants),
+        "feed": feed_seconds(features, constants),
     }
-    busy = sum(parts.values())
-    ready = input_seconds(facts, constants)
-    both = input_pipeline.soft_maximum(busy, ready, constants.soft_maximum_exponent)
-    parts["input wait"] = both - busy
-    parts["slowest node"] = both * node_straggling(facts, constants)
-    return parts
+    busy = sum(terms.values())
+    ready = input_seconds(features, constants)
+    both = soft_maximum(busy, ready, constants.soft_maximum_exponent)
+    terms["input wait"] = both - busy
+    terms["slowest node"] = both * node_straggling_share(features, constants)
+    return terms
 
 
-def straggling(facts, constants):
-    """By what share computation takes longer than on one device alone."""
-    doublings = np.where(facts.asynchronous > 0, 0, np.log2(facts.devices_in_node))
-    power = constants.paired_dies_slowdown * facts.paired_dies * (facts.devices_in_node > 1)
+def infer_micro_step(features, rate, constants):
+    """Returns the computation of a micro-step on one device, in seconds, from a measured rate.
+
+    Inverts `update_seconds` by the secant method from above, since the time of an update is nearly
+    proportional to that of its computation. The result is close to zero if everything else already
+    takes longer than the measured update. The rate is in examples per second of all devices.
+    """
+    measured = features.devices * features.local_batch * features.accumulate / rate
+    largest = measured / features.accumulate
+    smallest = largest * 1e-6
+    previous, current = largest, largest * 0.9
+    previous_error = _total(features, previous, constants) - measured
+    for _ in range(_MAX_SECANTS):
+        error = _total(features, current, constants) - measured
+        if np.all(np.abs(error) < 1e-9 * measured):
+            break
+        slope = (error - previous_error) / np.where(current == previous, 1, current - previous)
+        step = error / np.where(slope > 0, slope, 1)
+        previous, previous_error = current, error
+        current = np.clip(current - step, smallest, largest)
+    return current
+
+
+def _total(features, micro_step, constants):
+    return sum(update_seconds(features, micro_step, constants).values())
+
+
+def straggling_share(features, constants):
+    """Returns the fraction by which computation is slower than on one device alone."""
+    doublings = np.where(features.asynchronous > 0, 0, np.log2(features.devices_in_node))
+    power = constants.paired_dies_slowdown * features.paired_dies * (features.devices_in_node > 1)
     return constants.straggling_per_doubling * doublings + power
 
 
-def node_straggling(facts, constants):
-    """By what share an update takes longer for the slowest node's sake.
+def node_straggling_share(features, constants):
+    """Returns the fraction by which the slowest node delays an update.
 
-    What makes a node late is its host, all the less the faster that is.
+    The host is what delays a node; a faster host delays it less.
     """
-    host = np.where(facts.recent_host > 0, constants.recent_core_speed, 1)
-    synchronous = 1 - facts.asynchronous
-    return synchronous * constants.node_spread * facts.slowest_node / host
+    host = np.where(features.recent_host > 0, constants.recent_core_speed, 1)
+    synchronous = 1 - features.asynchronous
+    return synchronous * constants.node_spread * features.slowest_node / host
 
 
-def ring_rate(facts, constants):
-    """Bytes a second of a ring in a node with peer-to-peer.
+# Exchange of gradients and weights.
 
-    In a cube mesh two neighbours have a third of their links to each other. NCCL 1 has one ring
-    over both sockets as soon as it needs more than half of a node.
+
+def ring_rate(features, constants):
+    """Returns the bytes per second of a ring in a node with peer-to-peer.
+
+    In a cube mesh two neighbors share a third of their links. NCCL 1 has one ring over both sockets
+    if it needs more than half of a node.
     """
-    linked = facts.ring_bytes_per_s * constants.nvlink_share
-    linked = linked * np.where((facts.cube_mesh > 0) & (facts.devices_in_node == 2), 1 / 3, 1)
-    crosses = (facts.nccl1 > 0) & (facts.devices_in_node > facts.gpus_per_node / 2)
+    linked = features.ring_bytes_per_s * constants.nvlink_share
+    neighbors = (features.cube_mesh > 0) & (features.devices_in_node == 2)
+    linked = linked * np.where(neighbors, 1 / 3, 1)
+    crosses = (features.nccl1 > 0) & (features.devices_in_node > features.gpus_per_node / 2)
     sockets = np.minimum(linked, SOCKET_BYTES_PER_S * constants.socket_share)
     linked = np.where(crosses, sockets, linked)
-    return np.where(facts.nvlink > 0, linked, facts.pcie_bytes_per_s * constants.pcie_share)
+    return np.where(features.nvlink > 0, linked, features.pcie_bytes_per_s * constants.pcie_share)
 
 
-def staged_rates(facts, constants):
-    """Without peer-to-peer: bytes a second of all devices together, and of one.
+def staged_rates(features, constants):
+    """Returns bytes per second without peer-to-peer: of all devices together, and of one.
 
     Devices share root ports, more of them the fuller the node is.
     """
-    others = np.maximum(0, facts.devices_in_node - 2) / np.maximum(1, facts.gpus_per_node - 2)
+    others = np.maximum(0, features.devices_in_node - 2) / np.maximum(1, features.gpus_per_node - 2)
     sharing = 1 + constants.shared_port_devices * others
-    together = facts.pcie_bytes_per_s * constants.staged_host_share
-    return together, facts.pcie_bytes_per_s * constants.staged_device_share / sharing
+    all_devices = features.pcie_bytes_per_s * constants.staged_host_share
+    return all_devices, features.pcie_bytes_per_s * constants.staged_device_share / sharing
 
 
-def exchange_in_node_seconds(facts, constants):
-    """The exchange between the devices of a node, without latency."""
-    size, devices = facts.gradient_bytes, facts.devices_in_node
-    direct = exchange.ring_seconds(size, devices, ring_rate(facts, constants))
+def exchange_in_node_seconds(features, constants):
+    """Returns the time of the exchange between the devices of a node, without latency."""
+    size, devices = features.gradient_bytes, features.devices_in_node
+    direct = exchange.ring_seconds(size, devices, ring_rate(features, constants))
     ring = exchange.staged_ring_bytes(size, devices)
-    server = exchange.staged_server_bytes(size, facts.weight_bytes, facts.largest_share, devices)
+    shares = features.weight_bytes, features.largest_share
+    server = exchange.staged_server_bytes(size, *shares, devices)
     total, busiest = (
-        np.where(facts.on_devices > 0, *pair) for pair in zip(server, ring, strict=True)
+        np.where(features.on_devices > 0, *pair) for pair in zip(server, ring, strict=True)
     )
-    staged = exchange.staged_seconds(total, busiest, *staged_rates(facts, constants))
-    pcie = facts.pcie_bytes_per_s * constants.host_server_share
+    staged = exchange.staged_seconds(total, busiest, *staged_rates(features, constants))
+    pcie = features.pcie_bytes_per_s * constants.host_server_share
     on_host = np.where(devices > 1, exchange.server_on_host_seconds(size, devices, pcie), 0)
-    between_devices = np.where(facts.direct > 0, direct, staged)
-    return np.where(facts.on_host > 0, on_host, between_devices)
+    between_devices = np.where(features.direct > 0, direct, staged)
+    return np.where(features.on_host > 0, on_host, between_devices)
 
 
-def exchange_between_nodes(facts, constants):
-    """Seconds of the exchange over the network, and seconds of its latency.
-
-    Nodes exchange with each other, or each of them with parameter servers.
-    """
-    network = facts.network_bytes_per_s * constants.network_share
+def exchange_between_nodes(features, constants):
+    """Returns transfer time and latency of the network: an all-reduce or parameter servers."""
+    network = features.network_bytes_per_s * constants.network_share
     hop = constants.hop_ms * 1e-3 * NETWORK_HOPS
-    transfer, latency = exchange.all_reduce_parts(facts.gradient_bytes, facts.nodes, network, hop)
-    served = facts.on_servers > 0
+    size, nodes = features.gradient_bytes, features.nodes
+    transfer, latency = exchange.all_reduce_parts(size, nodes, network, hop)
+    served = features.on_servers > 0
     return np.where(served, 0, transfer), np.where(served, 2 * hop, latency)
 
 
-def exchange_with_servers_seconds(facts, micro_step, constants):
-    """Seconds that a node waits for parameter servers, without latency."""
-    network = facts.network_bytes_per_s * constants.network_share
-    sizes = facts.gradient_bytes, facts.weight_bytes
-    worker = exchange.worker_seconds(*sizes, network)
-    # Asynchronous workers send while others receive, both ways at once.
-    both_ways = np.where(facts.asynchronous > 0, np.maximum(*sizes), sum(sizes))
+def exchange_with_servers_seconds(features, micro_step, constants):
+    """Returns the time that a node waits for parameter servers, without latency."""
+    network = features.network_bytes_per_s * constants.network_share
+    sizes = features.gradient_bytes, features.weight_bytes
+    worker = sum(sizes) / network  # receives weights, then sends gradients
+    # Some asynchronous workers send while others receive.
+    both_ways = np.where(features.asynchronous > 0, np.maximum(*sizes), sum(sizes))
     servers = exchange.servers_seconds(
-        both_ways, facts.largest_share, facts.nodes, facts.servers, network
+        both_ways, features.largest_share, features.nodes, features.servers, network
     )
-    computing = facts.accumulate * micro_step * facts.local_steps
-    alone = exchange.asynchronous_seconds(computing, worker, servers)
-    together = exchange.parameter_servers_seconds(worker, servers)
-    return facts.on_servers * np.where(facts.asynchronous > 0, alone, together)
+    computing = features.accumulate * micro_step * features.local_steps
+    asynchronous = exchange.asynchronous_seconds(computing, worker, servers)
+    synchronous = np.maximum(worker, servers)  # the busier side of the network
+    waiting = np.where(features.asynchronous > 0, asynchronous, synchronous)
+    return features.on_servers * waiting
 
 
-def exchange_parts(facts, micro_step, constants):
-    """The parts of an exchange by name, before any of it hides."""
-    between, network_latency = exchange_between_nodes(facts, constants)
-    several = facts.devices > 1
-    hops = exchange.ring_latency_seconds(facts.devices_in_node, constants.hop_ms * 1e-3)
+def exchange_parts(features, micro_step, constants):
+    """Returns the terms of an exchange by name, before computation hides any of it."""
+    between, network_latency = exchange_between_nodes(features, constants)
+    in_node = exchange_in_node_seconds(features, constants)
+    hops = exchange.ring_latency_seconds(features.devices_in_node, constants.hop_ms * 1e-3)
     return {
-        "exchange in node": np.where(several, exchange_in_node_seconds(facts, constants), 0),
+        "exchange in node": np.where(features.devices > 1, in_node, 0),
         "exchange between nodes": between
-        + exchange_with_servers_seconds(facts, micro_step, constants),
+        + exchange_with_servers_seconds(features, micro_step, constants),
         "latency": hops + network_latency,
     }
 
 
-def exposed_share(facts, total, micro_step, constants):
-    """Share of an exchange of `total` seconds that no computation hides.
+def exposed_share(features, total, micro_step, constants):
+    """Returns the fraction of an exchange of `total` seconds that computation does not hide.
 
-    Parameter servers get gradients tensor by tensor while others are computed, but the largest
-    tensor of a model cannot hide: it belongs to the layer that comes first or last.
+    Parameter servers receive gradients tensor by tensor while others are computed. The largest
+    tensor cannot be hidden: it belongs to the first or the last layer.
     """
-    by_tensor = np.maximum(facts.on_host, facts.on_servers * (1 - facts.asynchronous))
-    hides = np.maximum(by_tensor * constants.host_server_overlap, facts.overlap)
-    unhidden = np.where(by_tensor > 0, facts.largest_share, 0)
+    by_tensor = np.maximum(features.on_host, features.on_servers * (1 - features.asynchronous))
+    hides = np.maximum(by_tensor * constants.host_server_overlap, features.overlap)
+    unhidden = np.where(by_tensor > 0, features.largest_share, 0)
     exposed = exchange.exposed_seconds(total, hides * micro_step, unhidden)
     return np.where(total > 0, exposed / np.maximum(total, 1e-12), 1)
 
 
-def _exposed_exchange(facts, micro_step, constants):
-    """What an update waits for its exchange; with local steps there is one in several updates."""
-    parts = exchange_parts(facts, micro_step, constants)
-    share = exposed_share(facts, sum(parts.values()), micro_step, constants) / facts.local_steps
+def _exposed_exchange(features, micro_step, constants):
+    """Returns the exposed terms of the exchange, averaged over local steps."""
+    parts = exchange_parts(features, micro_step, constants)
+    total = sum(parts.values())
+    share = exposed_share(features, total, micro_step, constants) / features.local_steps
     return {name: seconds * share for name, seconds in parts.items()}
 
 
-def coordination_seconds(facts, constants):
-    """Horovod's processes agree on which gradients are ready."""
-    cycle = constants.horovod_ms * 1e-3 * facts.horovod
-    return np.where(facts.devices > 1, cycle, 0) / facts.local_steps
+def coordination_seconds(features, constants):
+    """Returns the time in which Horovod's processes agree on which gradients are ready."""
+    cycle = constants.horovod_ms * 1e-3 * features.horovod
+    return np.where(features.devices > 1, cycle, 0) / features.local_steps
 
 
-def feed_seconds(facts, constants):
-    """What the host does for an update while devices wait: copies of images, dispatch."""
-    size, examples = facts.bytes_to_device, facts.node_examples
-    copied = input_pipeline.copy_seconds(size, examples, constants)
-    fed = input_pipeline.numpy_feed_seconds(
-        size, examples, facts.tensors, facts.devices_in_node, constants
-    )
-    return np.where(facts.numpy > 0, fed, facts.in_graph * copied)
+# Input of the devices.
 
 
-def input_seconds(facts, constants):
-    """Preparing the examples of an update on the host of a node."""
-    each = facts.decoded * input_pipeline.core_seconds(facts, constants)
-    processes = facts.horovod * facts.devices_in_node
-    cores = input_pipeline.effective_cores(facts, processes, constants)
-    return facts.node_examples * each / cores
+def feed_seconds(features, constants):
+    """Returns the host's time for copies and dispatch in an update, while devices wait."""
+    size, examples = features.bytes_to_device, features.node_examples
+    copied = copy_seconds(size, examples, constants)
+    fed = numpy_feed_seconds(size, examples, features.tensors, features.devices_in_node, constants)
+    return np.where(features.numpy > 0, fed, features.in_graph * copied)
 
 
-def micro_step_of(facts, rate, constants):
-    """Seconds of computation of a micro-step on one device, from a measured rate.
+def input_seconds(features, constants):
+    """Returns the time in which the host of a node prepares the examples of an update."""
+    each = features.decoded * core_seconds(features, constants)
+    processes = features.horovod * features.devices_in_node
+    cores = effective_cores(features, processes, constants)
+    return features.node_examples * each / cores
 
-    The inverse of `update_seconds`, by the secant method from above: the time of an update is
-    nearly in proportion to that of its computation. Where all else already takes longer than the
-    measured update, it is next to nothing.
 
-    Args:
-        facts: of the set-ups that were measured.
-        rate: examples a second of all devices together.
-        constants: of `kdist.planner.constants`.
+def core_seconds(work, constants):
+    """Returns the time of one core of a PCIe-3 host for one example: decode, resize, augment.
+
+    `work` has the sizes and flags of `InputWork` as numbers, and `dali`.
     """
-    measured = facts.devices * facts.local_batch * facts.accumulate / rate
-    most = measured / facts.accumulate
-    least = most * 1e-6
-    before, here = most, most * 0.9
-    off_before = _seconds(facts, before, constants) - measured
-    for _ in range(SECANTS):
-        off = _seconds(facts, here, constants) - measured
-        if np.all(np.abs(off) < 1e-9 * measured):
-            break
-        slope = (off - off_before) / np.where(here == before, 1, here - before)
-        step = off / np.where(slope > 0, slope, 1)
-        before, off_before, here = here, off, np.clip(here - step, least, most)
-    return here
+    pixels = work.model_megapixels
+    policy = (pixels / _POLICY_MEGAPIXELS) ** constants.policy_exponent * _POLICY_MEGAPIXELS
+    milliseconds = (
+        constants.decode_core_ms_per_megapixel * work.source_megapixels
+        + constants.resize_core_ms_per_megapixel * pixels
+        + constants.policy_core_ms_per_megapixel * work.policy * policy
+        + constants.masks_core_ms * work.masks
+    )
+    return milliseconds * 1e-3 * np.where(work.dali, constants.dali_cpu_share, 1)
 
 
-def _seconds(facts, micro_step, constants):
-    return sum(update_seconds(facts, micro_step, constants).values())
+def effective_cores(host, processes, constants):
+    """Returns the number of cores of a PCIe-3 host that prepare input equally fast.
+
+    A vCPU is less than a core, newer hosts have faster cores, and each of `processes` Horovod
+    processes keeps some of them busy. `host.input_threads` is an upper bound of the cores in use.
+    """
+    cores = np.minimum(host.cores, host.input_threads) * np.where(
+        host.vcpus, constants.cores_per_vcpu, 1
+    )
+    free = 1 / (1 + constants.horovod_process_cores * processes / cores)
+    return cores * free * np.where(host.recent_host, constants.recent_core_speed, 1)
+
+
+def copy_seconds(bytes_per_example, examples, constants):
+    """Returns the time in which one process copies images to all devices of a node."""
+    return examples * bytes_per_example / (constants.in_graph_copy_gb_s * 1e9)
+
+
+def numpy_feed_seconds(bytes_per_example, examples, tensors, devices, constants):
+    """Returns the time of one Python thread that feeds arrays and dispatches to all devices.
+
+    Keras's `multi_gpu_model` worked this way and read its variables tensor by tensor.
+    """
+    feed = examples * bytes_per_example * constants.numpy_feed_ns_per_byte * 1e-9
+    return feed + devices * tensors * constants.dispatch_ms_per_tensor * 1e-3
+
+
+def soft_maximum(first, second, exponent):
+    """Returns a little more than the longer of two concurrent activities: (a^p + b^p)^(1/p).
+
+    The one that is faster on average is sometimes late.
+    """
+    longer = np.maximum(first, second)
+    return longer * ((first / longer) ** exponent + (second / longer) ** exponent) ** (1 / exponent)

@@ -1,0 +1,1 @@
+"""Calibrates the planner on a machine by timing small networks."""

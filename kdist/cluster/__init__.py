@@ -1,0 +1,11 @@
+"""The tasks of a job: discovery, handshake, liveness, heartbeat, and remote access.
+
+    cluster = kdist.Cluster.resolve()     # from TF_CONFIG or Slurm
+    cluster.is_chief, cluster.num_workers
+
+Nothing in this package imports TensorFlow.
+"""
+
+from kdist.cluster.cluster import ROLES, Cluster
+
+__all__ = ["ROLES", "Cluster"]

@@ -1,0 +1,231 @@
+"""Tasks of a job and the place of this process among them.
+
+    cluster = Cluster.resolve()       # from TF_CONFIG or Slurm; otherwise a single process
+    cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
+
+A task is one process of a job. It has one of these roles:
+
+    chief       writes checkpoints and logs; coordinates parameter-server training
+    worker      trains; worker 0 takes the chief's duties if there is no chief
+    ps          parameter server, stores variables
+    evaluator   evaluates new checkpoints; does not take part in training
+
+This module alone writes TF_CONFIG, the environment variable that TensorFlow reads. It does not
+import TensorFlow.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+
+from kdist.cluster.slurm import read_slurm_tasks
+
+ROLES = ("chief", "worker", "ps", "evaluator")
+TF_CONFIG = "TF_CONFIG"
+
+# Strategy -> roles that it requires, and further roles that it allows.
+_STRATEGY_ROLES = {
+    "multi_worker": ({"worker"}, {"chief", "evaluator"}),
+    "parameter_server": ({"chief", "worker", "ps"}, {"evaluator"}),
+    "a layout": ({"worker"}, {"chief"}),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The tasks of a job and the place of this process among them.
+
+    Example:
+
+        >>> cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 1)
+        >>> cluster.name, cluster.address, cluster.is_chief
+        ('worker 1', '10.0.0.2:2222', False)
+
+    Args:
+        tasks: Mapping from role to addresses (`"host:port"`), in the order of task indices.
+            Defaults to no tasks: a single process.
+        role: Role of this process: `"chief"`, `"worker"`, `"ps"`, or `"evaluator"`. Defaults to
+            `"worker"`.
+        index: Index of this process within its role, from 0. Defaults to 0.
+
+    Raises:
+        ValueError: If a role is unknown, an address is malformed or listed twice, no task has this
+            role and index, or there is more than one chief or evaluator.
+    """
+
+    tasks: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    role: str = "worker"
+    index: int = 0
+
+    def __post_init__(self):
+        tasks = {role: tuple(addresses) for role, addresses in self.tasks.items() if addresses}
+        object.__setattr__(self, "tasks", tasks)
+        _check_roles(tasks)
+        _check_addresses(tasks)
+        if tasks:
+            _check_place(tasks, self.role, self.index)
+
+    @classmethod
+    def resolve(cls, environment: Mapping[str, str] | None = None) -> "Cluster":
+        """Reads the cluster from TF_CONFIG, or from Slurm's variables if TF_CONFIG is not set.
+
+        Args:
+            environment: Environment variables. Defaults to those of this process.
+
+        Returns:
+            The cluster; a single process if neither is set.
+
+        Raises:
+            ValueError: If the variables do not describe a cluster.
+        """
+        environment = os.environ if environment is None else environment
+        if environment.get(TF_CONFIG):
+            return cls.from_tf_config(environment[TF_CONFIG])
+        slurm = read_slurm_tasks(environment)
+        return cls(*slurm) if slurm else cls()
+
+    @classmethod
+    def from_tf_config(cls, text: str) -> "Cluster":
+        """Parses the value of TF_CONFIG, JSON in the format that TensorFlow documents.
+
+        Raises:
+            ValueError: If the text is malformed.
+        """
+        try:
+            config = json.loads(text)
+            tasks = config.get("cluster", {})
+            task = config.get("task", {})
+            role, index = task.get("type", "worker"), int(task.get("index", 0))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f'TF_CONFIG is not {{"cluster": {{"worker": ["host:port", …]}}, "task": {{"type": '
+                f'"worker", "index": 0}}}}: {error}. Correct it, or unset it to train in a single '
+                "process"
+            ) from error
+        return cls(tasks, role, index)
+
+    def to_tf_config(self) -> str:
+        """Returns the cluster in the format of TF_CONFIG."""
+        task = {"type": self.role, "index": self.index}
+        return json.dumps({"cluster": {k: list(v) for k, v in self.tasks.items()}, "task": task})
+
+    def publish(self, environment: dict[str, str] | None = None):
+        """Writes TF_CONFIG into an environment; by default that of this process."""
+        environment = os.environ if environment is None else environment  # type: ignore[assignment]
+        environment[TF_CONFIG] = self.to_tf_config()  # type: ignore[index]
+
+    # This process.
+
+    @property
+    def name(self) -> str:
+        """The task's name, such as "worker 1"; "chief" and "evaluator" have no index."""
+        return self.role if self.role in ("chief", "evaluator") else f"{self.role} {self.index}"
+
+    @property
+    def address(self) -> str:
+        """The address of this process."""
+        return self.tasks[self.role][self.index]
+
+    @property
+    def is_alone(self) -> bool:
+        """True if the job has no other task."""
+        return sum(map(len, self.tasks.values())) <= 1
+
+    @property
+    def is_chief(self) -> bool:
+        """True for the chief, and for worker 0 if there is no chief."""
+        if self.role == "chief":
+            return True
+        return self.role == "worker" and self.index == 0 and "chief" not in self.tasks
+
+    # All tasks.
+
+    @property
+    def num_workers(self) -> int:
+        """Number of tasks that train under `multi_worker`, including the chief."""
+        return len(self.tasks.get("chief", ())) + len(self.tasks.get("worker", ()))
+
+    @property
+    def first_task(self) -> "Cluster":
+        """The cluster as the first task sees it: the chief, or worker 0 without one."""
+        return self.all_tasks()[0]
+
+    def others(self) -> list["Cluster"]:
+        """Returns the cluster as each other task sees it."""
+        return [task for task in self.all_tasks() if task != self]
+
+    def all_tasks(self) -> list["Cluster"]:
+        """Returns the cluster as each of its tasks sees it, chief first."""
+        return [
+            dataclasses.replace(self, role=role, index=index)
+            for role in ROLES
+            for index in range(len(self.tasks.get(role, ())))
+        ]
+
+    def check_roles_for(self, strategy: str):
+        """Checks that the cluster has the roles that a strategy requires, and no idle ones.
+
+        Args:
+            strategy: `"multi_worker"`, `"parameter_server"`, or `"a layout"`.
+
+        Raises:
+            ValueError: If a required role is missing, or the strategy does not use a role.
+        """
+        required, allowed = _STRATEGY_ROLES[strategy]
+        missing = [role for role in ROLES if role in required - self.tasks.keys()]
+        if missing:
+            raise ValueError(
+                f"{strategy} needs tasks of the role {' and '.join(missing)}; the cluster has "
+                f"{self.counts() or 'none'}. Start them with scripts/launch.py or srun, or set "
+                "TF_CONFIG for each task"
+            )
+        unused = [role for role in self.tasks if role not in required | allowed]
+        if unused:
+            raise ValueError(
+                f"{strategy} does not use tasks of the role {', '.join(unused)}; remove them from "
+                "the cluster, or use --strategy=parameter_server"
+            )
+
+    def counts(self) -> str:
+        """Returns the number of tasks per role, such as "1 chief, 2 worker, 1 ps"."""
+        return ", ".join(f"{len(self.tasks[role])} {role}" for role in ROLES if role in self.tasks)
+
+
+def _check_roles(tasks):
+    unknown = [role for role in tasks if role not in ROLES]
+    if unknown:
+        raise ValueError(f"unknown role: {', '.join(unknown)}; the roles are {', '.join(ROLES)}")
+    for role in ("chief", "evaluator"):
+        if len(tasks.get(role, ())) > 1:
+            raise ValueError(
+                f"{len(tasks[role])} tasks have the role {role}, and only one may have it: make "
+                "the others workers"
+            )
+
+
+def _check_addresses(tasks):
+    addresses = [address for role in tasks.values() for address in role]
+    for address in addresses:
+        host, _, port = str(address).rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError(f"invalid address {address!r}; write it as host:port, port 1 to 65535")
+    duplicates = sorted({address for address in addresses if addresses.count(address) > 1})
+    if duplicates:
+        raise ValueError(
+            f"two tasks have the address {', '.join(duplicates)}; give each task its own host or "
+            "port"
+        )
+
+
+def _check_place(tasks, role, index):
+    if role not in tasks:
+        raise ValueError(
+            f"this process is {role} {index}, and the cluster has no {role}; it has "
+            f"{', '.join(tasks)}"
+        )
+    if not 0 <= index < len(tasks[role]):
+        raise ValueError(
+            f"this process is {role} {index}, and the cluster has {role} 0 to "
+            f"{len(tasks[role]) - 1}; correct the index, or add its address"
+        )

@@ -1,0 +1,1 @@
+"""Private interfaces of Keras and TensorFlow, each covered by a test, and the choice of backend."""

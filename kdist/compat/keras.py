@@ -1,0 +1,181 @@
+"""Private interfaces of Keras that kdist uses, in one place.
+
+`tests/compat/test_keras.py` fails if Keras changes one of them, so that an upgrade of Keras starts
+here.
+"""
+
+from keras.src import api_export
+from keras.src import export as export_module
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import image as image_module
+from keras.src.backend.tensorflow import nn as nn_module
+from keras.src.backend.tensorflow import random as random_module
+from keras.src.backend.tensorflow.core import Variable as KerasVariable
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import (
+    TensorFlowTrainer,
+    TFEpochIterator,
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
+    reduce_per_replica,
+)
+from keras.src.callbacks.progbar_logger import ProgbarLogger
+from keras.src.layers import Normalization
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.losses import loss as loss_module
+from keras.src.losses.loss import apply_mask
+from keras.src.models import cloning as cloning_module
+from keras.src.models.functional import Functional
+from keras.src.models.functional import operation_fn as with_call_context
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.saving import object_registration, saving_lib
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.utils.python_utils import is_default, pythonify_logs
+from keras.src.utils.traceback_utils import filter_traceback
+
+__all__ = [
+    "GLOBAL_SEED_GENERATOR",
+    "BaseOptimizer",
+    "EpochIterator",
+    "Functional",
+    "KerasVariable",
+    "ProgbarLogger",
+    "TFEpochIterator",
+    "TFOptimizer",
+    "TensorFlowTrainer",
+    "apply_mask",
+    "cloning_module",
+    "convert_to_np_if_not_ragged",
+    "export_module",
+    "filter_traceback",
+    "get_keras_mask",
+    "global_state",
+    "image_module",
+    "is_default",
+    "legacy_h5_format",
+    "loss_module",
+    "nn_module",
+    "potentially_ragged_concat",
+    "pythonify_logs",
+    "random_module",
+    "reduce_per_replica",
+    "saving_lib",
+    "set_keras_mask",
+    "train_validation_split",
+    "with_call_context",
+]
+
+# Private attributes and methods of Keras's trainer that kdist/training reads, calls, or overrides.
+TRAINER_MEMBERS = (
+    "_aggregate_additional_loss",
+    "_assert_compile_called",
+    "_autoconvert_optionals",
+    "_distribute_strategy",
+    "_compute_loss",
+    "_flatten_metrics_in_order",
+    "_get_metrics_result_or_logs",
+    "_initial_epoch",
+    "_loss_tracker",
+    "_maybe_symbolic_build",
+    "_should_eval",
+    "_symbolic_build",
+)
+# Attributes of layers that the trainer reads, since every model is a layer.
+LAYER_MEMBERS = ("_call_has_training_arg", "_flatten_layers", "_get_own_losses")
+# Attributes of a functional model's graph, which kdist/parallel traverses.
+FUNCTIONAL_MEMBERS = (
+    "_nodes_by_depth",
+    "_outputs_struct",
+    "_run_through_graph",
+    "_standardize_inputs",
+)
+# Attributes of optimizers, besides those in `kdist.training.replica.hooks`.
+OPTIMIZER_MEMBERS = ("_common_apply", "_distribution_strategy", "_trainable_variables", "_var_key")
+# Variables of a built optimizer that are no slots.
+OPTIMIZER_STATE = (
+    "_iterations",
+    "_learning_rate",
+    "_model_variables_moving_average",
+    "_accumulated_gradients",
+)
+EPOCH_ITERATOR_MEMBERS = (
+    "_enumerate_iterator",
+    "_get_iterator",
+    "_interrupted_warning",
+    "catch_stop_iteration",
+    "reset",
+)
+
+
+def set_layout(variable, layout):
+    """Places a variable of the JAX backend on the devices of a layout.
+
+    Variables that optimizers derive from it later, such as slots, have the same layout.
+
+    Args:
+        variable: a `keras.Variable`.
+        layout: a `keras.distribution.TensorLayout`.
+    """
+    variable._layout = layout
+    variable.assign(variable.value)
+
+
+def adopt_optimizer(optimizer, strategy):
+    """Creates the variables of an optimizer again if they do not belong to `strategy`.
+
+    Args:
+        optimizer: a Keras optimizer of the TensorFlow backend.
+        strategy: a `tf.distribute.Strategy`.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    parts = [optimizer, *([inner] if inner else getattr(optimizer, "optimizers", []))]
+    if all(part._distribution_strategy is strategy for part in parts):
+        return
+    with strategy.scope():
+        for variable in optimizer.variables:
+            variable._initialize(variable.numpy())
+    for part in parts:
+        part._distribution_strategy = strategy
+
+
+def recompute_constants(model):
+    """Recomputes the constants that a model's layers derive from weights which have since been set.
+
+    A `Normalization` computes constants from its statistics when it is adapted or loaded, but not
+    when its weights are set.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, Normalization):
+            layer.finalize_state()
+
+
+def saved_name(keras_class: type) -> str:
+    """Returns the name of a class in files."""
+    own = f"{keras_class.__module__}.{keras_class.__name__}"
+    return api_export.REGISTERED_OBJS_TO_NAMES.get(keras_class, own)
+
+
+def save_as(keras_class: type, keras_name: str):
+    """Returns a class decorator that stores the class in files under the name of `keras_class`.
+
+    A model that differs from Keras's only in training is, in a file, Keras's own, and opens without
+    kdist.
+
+    Args:
+        keras_class: the class that files name. The decorated class must derive from it.
+        keras_name: its importable name, `module.ClassName`.
+    """
+
+    def register(cls):
+        assert issubclass(cls, keras_class), (cls, keras_class)
+        if keras_name.startswith("keras."):
+            api_export.REGISTERED_OBJS_TO_NAMES[cls] = keras_name
+        else:  # a class of the program, whose name and module `cls` has
+            names = object_registration.GLOBAL_CUSTOM_NAMES
+            names[cls] = object_registration.get_registered_name(keras_class)
+        return cls
+
+    return register

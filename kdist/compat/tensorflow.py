@@ -1,0 +1,251 @@
+"""Private interfaces of TensorFlow that kdist uses, in one place.
+
+`tests/compat/test_tensorflow.py` fails if TensorFlow changes one of them.
+"""
+
+import collections
+import contextlib
+import functools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import mirrored_run
+from tensorflow.python.distribute.collective_all_reduce_strategy import (
+    CollectiveAllReduceExtended,
+)
+from tensorflow.python.distribute.device_util import canonicalize
+from tensorflow.python.distribute.mirrored_strategy import MirroredExtended as _MirroredExtended
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.eager import context, record, tape
+
+# Implementation of MirroredStrategy; `kdist.parallel.device_groups` changes where variables are.
+MirroredExtended = _MirroredExtended
+
+
+def has_started() -> bool:
+    """Returns True if TensorFlow has run an operation, which fixes devices and servers."""
+    return context.context()._context_handle is not None
+
+
+def canonical_device(name: str) -> str:
+    """Returns the full name of a device of this process, given a short one such as `"CPU:1"`."""
+    return canonicalize(name)
+
+
+def current_device() -> str:
+    """Returns the device on which this thread places eager operations; empty for no choice."""
+    return context.context().device_name or ""
+
+
+def convert_variables_to_numbers():
+    """Makes `int(v)` and `float(v)` work for variables with a copy per replica.
+
+    Programs convert `optimizer.iterations` and `optimizer.learning_rate`, as `tf.Variable` allows.
+    """
+    DistributedVariable.__int__ = lambda variable: int(variable.numpy())
+    DistributedVariable.__float__ = lambda variable: float(variable.numpy())
+
+
+@contextlib.contextmanager
+def worker_devices(devices: Sequence[str]) -> Iterator[None]:
+    """Returns a context manager that sets the devices of a new MultiWorkerMirroredStrategy.
+
+    By default TensorFlow uses all GPUs of each worker or, without GPUs, its first CPU device.
+
+    Args:
+        devices: device names such as `["CPU:0", "CPU:1"]`, the same number on all workers.
+    """
+    original = CollectiveAllReduceExtended._initialize_local_devices
+
+    def selected(extended, cluster_resolver, worker_device):
+        names = tuple(f"{worker_device}/device:{device}" for device in devices)
+        return names, devices[0].split(":")[0]
+
+    CollectiveAllReduceExtended._initialize_local_devices = selected
+    try:
+        yield
+    finally:
+        CollectiveAllReduceExtended._initialize_local_devices = original
+
+
+@contextlib.contextmanager
+def collect_function_graphs() -> Iterator[list]:
+    """Returns a context manager that yields a list of the graphs of functions.
+
+    After the context, the list contains an entry for each function that ran in it for the first
+    time. An entry has a `post_optimization_graph` and its `partition_graphs`, one per device.
+    """
+    functions: list = []
+    owner = context.context()
+    owner.enable_graph_collection()
+    try:
+        yield functions
+        functions.extend(owner.export_run_metadata().function_graphs)
+    finally:
+        owner.disable_graph_collection()
+
+
+# TensorFlow's own keys count from 100.
+_FIRST_KEY = 1 << 30
+
+
+def reuse_collective_keys(strategy: tf.distribute.Strategy):
+    """Lets each all-reduce of a function keep its key from call to call, under `multi_worker`.
+
+    TensorFlow uses a new key for each call. The tasks exchange a message for each key, which costs
+    a small model a millisecond per step, and the first task stores 1.5 KB per call forever. Here a
+    key is derived from the type and shape of the tensor, and from the number of earlier ones of
+    that kind in the function. It is not a counter: tasks may trace different functions.
+    """
+    for launcher in strategy.extended._cross_device_ops._launchers:
+        _reuse_keys(launcher)
+
+
+def _reuse_keys(launcher):
+    all_reduce_with_new_key, next_key = launcher.all_reduce, launcher._next_instance_key
+    key = None
+
+    def all_reduce(input_tensor, control_input=None, options=None):
+        nonlocal key
+        key = _key_of(input_tensor, launcher._device)
+        try:
+            return all_reduce_with_new_key(input_tensor, control_input, options)
+        finally:
+            key = None
+
+    launcher.all_reduce = all_reduce
+    launcher._next_instance_key = lambda: next_key() if key is None else tf.constant(key)
+
+
+def _key_of(tensor, device):
+    """Returns the key of an all-reduce; None outside functions or without static shape.
+
+    A key belongs to one shape: TensorFlow rejects any other.
+    """
+    if tf.executing_eagerly() or not tensor.shape.is_fully_defined():
+        return None
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "is_control_flow_graph", False):
+        graph = graph.outer_graph
+    if not hasattr(graph, "_kdist_collectives"):
+        graph._kdist_collectives = collections.Counter()
+    kind = f"{tensor.dtype.name} {tensor.shape.as_list()}"
+    number = graph._kdist_collectives[device, kind]
+    graph._kdist_collectives[device, kind] += 1
+    return _FIRST_KEY + zlib.crc32(f"{kind} {number}".encode()) % _FIRST_KEY
+
+
+@contextlib.contextmanager
+def heartbeat_timeout(seconds: float) -> Iterator[None]:
+    """Returns a context manager that sets the heartbeat timeout of a new multi-worker strategy.
+
+    By default TensorFlow ends the job when a task has been silent for 10 s. Live migration of some
+    virtual machines takes longer.
+    """
+    owner = context.context()
+    configure = owner.configure_coordination_service
+    owner.configure_coordination_service = functools.partial(
+        configure, heartbeat_timeout_in_ms=int(1000 * seconds)
+    )
+    try:
+        yield
+    finally:
+        del owner.configure_coordination_service
+
+
+def first_replica(strategy: tf.distribute.Strategy) -> int:
+    """Returns the index in the job of the first replica that this process runs."""
+    return strategy.extended._get_replica_id_in_sync_group(0)
+
+
+@contextlib.contextmanager
+def traced_for_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Returns a context manager for tracing functions for workers of a `ParameterServerStrategy`.
+
+    Without it, TensorFlow warns at each trace that the coordinator would run them itself.
+    """
+    extended = strategy.extended
+    before, extended._being_scheduled = extended._being_scheduled, True
+    try:
+        yield
+    finally:
+        extended._being_scheduled = before
+
+
+def partitioner_of(strategy: tf.distribute.Strategy) -> Callable | None:
+    """Returns the `variable_partitioner` of a `ParameterServerStrategy`; None if it has none."""
+    return getattr(strategy.extended, "_variable_partitioner", None)
+
+
+@contextlib.contextmanager
+def unpartitioned(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Returns a context manager in which the strategy does not partition new variables."""
+    partitioner = partitioner_of(strategy)
+    if partitioner is None:
+        yield
+        return
+    strategy.extended._variable_partitioner = None
+    try:
+        yield
+    finally:
+        strategy.extended._variable_partitioner = partitioner
+
+
+def number_of_workers(strategy: tf.distribute.Strategy) -> int:
+    """Returns the number of workers of a `ParameterServerStrategy`."""
+    return strategy.extended._num_workers
+
+
+def schedule(coordinator, function: Callable[[], None]):
+    """Lets a worker's thread of the coordinator call `function`, whose operations run there.
+
+    `coordinator.schedule` accepts only TensorFlow functions; the function that it calls accepts
+    any. If the worker dies meanwhile, the thread of another one calls `function` again.
+    """
+    coordinator._cluster.schedule(function, args=(), kwargs={})
+
+
+def watch_on_tapes(tensor: tf.Tensor):
+    """Makes all gradient tapes of this thread watch `tensor`, like a variable that is read."""
+    tape.variable_accessed(_Accessed(tensor))
+
+
+def is_recorded() -> bool:
+    """Returns True if a gradient tape of this thread records operations."""
+    return record.could_possibly_record()
+
+
+class _Accessed:
+    trainable = True
+
+    def __init__(self, tensor):
+        self.handle = tensor
+
+
+def run_once(strategy: tf.distribute.Strategy, function: Callable[[], Any]) -> Any:
+    """Returns `strategy.run(function)` without TensorFlow's warning that it is slow when eager.
+
+    For calls between epochs, whose duration does not matter.
+
+    Args:
+        strategy: a `MultiWorkerMirroredStrategy` or `MirroredStrategy`.
+        function: function without arguments, which AutoGraph does not convert.
+    """
+    with strategy.scope():
+        return mirrored_run._call_for_each_replica(strategy, function, (), {})
+
+
+def function_of_its_own(python_function: Callable, **options):
+    """Returns a `tf.function`, without AutoGraph, whose retracing TensorFlow counts by itself.
+
+    TensorFlow counts the traces of all functions with the same code together, and warns when a
+    process traces the functions of several models. It cannot tell the code of a partial.
+    """
+    return tf.function(functools.partial(python_function), autograph=False, **options)
+
+
+def abort_collectives(reason: str):
+    """Makes all running and future collectives of this process fail."""
+    context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, reason)

@@ -1,0 +1,120 @@
+"""Loads a dataset, given by name or directory, as a training and a test pipeline."""
+
+import os
+from collections.abc import Sequence
+
+from kdist.batch import Batch
+from kdist.data import arrays, idx, image_folder, tfds
+from kdist.data.operations import ImageOperation, as_operations
+from kdist.data.pipeline import Pipeline
+from kdist.data.source import DatasetUnavailable, Source
+
+# Directory of Debian's package dataset-fashion-mnist.
+DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
+
+
+def load(
+    name: str | os.PathLike,
+    *,
+    batch: Batch,
+    seed: int = 0,
+    examples: int | None = None,
+    operations: str | Sequence[ImageOperation] = (),
+    eval_operations: str | Sequence[ImageOperation] | None = None,
+    splits: tuple[str, str] | None = None,
+    data_dir: str | os.PathLike | None = None,
+    download: bool = True,
+    cache: bool | str = "auto",
+) -> tuple[Pipeline, Pipeline]:
+    """Loads a dataset as two pipelines, for training and for testing.
+
+    Fashion-MNIST is searched for in `data_dir`, in TFDS's directory, and in Debian's package
+    dataset-fashion-mnist, and then downloaded.
+
+    Args:
+        name: name of a TFDS dataset (`"fashion_mnist"`, `"cats_vs_dogs"`), `"digits"`
+            (scikit-learn's, which needs no download), or a directory of MNIST's IDX files or of
+            images in class folders. Write `"./digits"` for a directory with a dataset's name.
+        batch: sizes of a batch. One element of a pipeline is one global batch.
+        seed: seed of the order, of random operations, and of `examples`. Defaults to 0.
+        examples: number of training examples to sample. Defaults to all.
+        operations: operations on each image, as text (`"resize(160, 160)|random_flip()"`) or as
+            operations of `kdist.data.operations`. Random ones apply in training only.
+        eval_operations: operations on each test image. Defaults to the non-random `operations`.
+        splits: TFDS split expressions for training and testing. Defaults to `train` and `test`.
+        data_dir: directory of TFDS, or for `fashion_mnist` of the IDX files.
+        download: whether TFDS may download the dataset. Defaults to True.
+        cache: whether to keep decoded images in memory, see `Pipeline`. Defaults to `"auto"`.
+
+    Returns:
+        `(train, test)`, two `kdist.data.Pipeline`s.
+
+    Raises:
+        ValueError: the name or an operation is unknown, `examples` or the batch does not fit the
+            data, or training and test images differ in shape.
+        DatasetUnavailable: the dataset is not on this machine and cannot be downloaded.
+        FileNotFoundError: a directory or a file in it is missing.
+
+    Example:
+
+        batch = kdist.Batch(local=64, replicas=2)
+        train, test = kdist.data.load("cats_vs_dogs", batch=batch, operations="resize(160, 160)")
+        model.fit(train, validation_data=test)
+    """
+    train_source, test_source = load_sources(
+        name, seed=seed, splits=splits, data_dir=data_dir, download=download
+    )
+    if examples is not None:
+        train_source = train_source.subset(examples, seed)
+    operations = as_operations(operations)
+    eval_operations = operations if eval_operations is None else as_operations(eval_operations)
+    train = Pipeline(train_source, batch, seed=seed, operations=operations, cache=cache)
+    test = Pipeline(
+        test_source, batch, training=False, seed=seed, operations=eval_operations, cache=cache
+    )
+    if train.image_shape != test.image_shape:
+        raise ValueError(
+            f"training images have the shape {train.image_shape}, test images {test.image_shape}; "
+            "set eval_operations such that they match, for example 'central_crop(…)'"
+        )
+    return train, test
+
+
+def load_sources(
+    name, *, seed=0, splits=None, data_dir=None, download=True
+) -> tuple[Source, Source]:
+    """Returns the training and test source; the arguments are those of `load`."""
+    name = os.path.expanduser(os.fspath(name))
+    if splits is not None and (name == "digits" or os.path.isdir(name)):
+        raise ValueError(
+            f"{name} has a fixed test part; splits={splits!r} applies to TFDS datasets only"
+        )
+    if name == "digits":
+        return arrays.load_digits()
+    if name == "fashion_mnist" and splits is None:
+        return _fashion_mnist(data_dir, download)
+    if os.path.isdir(name):
+        is_idx = idx.has_idx_files(name)
+        return idx.load_idx(name) if is_idx else image_folder.load_image_folder(name, seed)
+    # TFDS names may contain a slash, as in cifar10_corrupted/brightness_1.
+    if os.path.isabs(name) or name.startswith("."):
+        raise FileNotFoundError(
+            f"{name}: no such directory; pass a directory of images, or the name of a dataset"
+        )
+    return tfds.load_tfds(name, splits, data_dir and os.fspath(data_dir), download)
+
+
+def _fashion_mnist(data_dir, download):
+    if data_dir is not None and idx.has_idx_files(data_dir):
+        return idx.load_idx(data_dir, idx.FASHION_MNIST_CLASSES)
+    data_dir = data_dir and os.fspath(data_dir)
+    if not tfds.is_prepared("fashion_mnist", data_dir) and idx.has_idx_files(DEBIAN_FASHION_MNIST):
+        return idx.load_idx(DEBIAN_FASHION_MNIST, idx.FASHION_MNIST_CLASSES)
+    try:
+        return tfds.load_tfds("fashion_mnist", None, data_dir, download)
+    except DatasetUnavailable as error:
+        given = f"IDX files in {data_dir}, " if data_dir else ""
+        raise DatasetUnavailable(
+            f"{error}. Or install Debian's package: apt-get install dataset-fashion-mnist. Tried: "
+            f"{given}TFDS's directory, {DEBIAN_FASHION_MNIST}, TFDS's download"
+        ) from error

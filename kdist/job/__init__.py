@@ -1,0 +1,1 @@
+"""Joining a job: handshake, servers, socket filters, and the coordinator of other tasks."""

@@ -1,0 +1,131 @@
+"""Joining a job: the only place that performs the handshake, sets TF_CONFIG, and filters sockets.
+
+    strategy = join_job(spec, devices=("CPU:0",), create=create_tensorflow_strategy)
+
+It runs before anything else uses TensorFlow in this process.
+"""
+
+import dataclasses
+import logging
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import keras
+import tensorflow as tf
+
+from kdist import __version__
+from kdist.cluster.handshake import JobAlreadyRunningError, run_handshake
+from kdist.cluster.remote_access import restrict_to_loopback
+from kdist.compat.tensorflow import has_started
+from kdist.job.coordinator import serve
+from kdist.strategy_spec import StrategySpec
+from kdist.telemetry.devices.collector import Collector, attend, note_collector, task_name
+from kdist.training.evaluator import mark_evaluated_elsewhere, mark_evaluator
+from kdist.training.strategy_setup import random_state
+
+_logger = logging.getLogger(__name__)
+
+
+def join_job(
+    spec: StrategySpec,
+    devices: Sequence[str],
+    create: Callable[[], tf.distribute.Strategy],
+    settings: Mapping[str, str] | None = None,
+) -> tf.distribute.Strategy:
+    """Returns this task's strategy, after all tasks of the job have started and agreed.
+
+    The strategy is created by `create`, which starts TensorFlow's server. A parameter server has no
+    `devices`. The other `settings` must be equal on all tasks. Under a coordinator
+    (`parameter_server`, a layout), the other tasks never return from here: they serve until the
+    first task ends, and exit.
+
+    Afterwards all tasks draw the same random numbers, because each shuffles the same data and takes
+    its share. Equal seeds that the user has set on all tasks remain.
+
+    Raises ValueError if settings differ between tasks, TimeoutError if a task does not start, and
+    RuntimeError if TensorFlow has already started.
+    """
+    cluster = spec.cluster
+    collector = _agree(spec, settings or {})
+    coordinated = spec.kind in ("parameter_server", "layout")
+    if coordinated and cluster.role != "evaluator" and cluster != cluster.first_task:
+        serve(cluster, devices)
+    strategy = create()
+    note_collector(strategy, collector)
+    if cluster.role == "evaluator":
+        mark_evaluator(strategy, cluster.first_task.address)
+        return strategy
+    restrict_to_loopback(cluster)
+    if "evaluator" in cluster.tasks:
+        mark_evaluated_elsewhere(strategy)
+    return strategy
+
+
+def _agree(spec, settings):
+    """Runs the handshake, sets TF_CONFIG and seeds; returns the collector of device samples."""
+    cluster, strategy = spec.cluster, spec.job_name
+    if has_started():
+        raise RuntimeError(
+            f"{cluster.name}: TensorFlow has already started and can no longer join a job; set "
+            f"TF_CONFIG and create the strategy {strategy!r} before anything else uses TensorFlow"
+        )
+    settings = {
+        "kdist": __version__,
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "the command line": " ".join(sys.argv[1:]),
+        "the strategy": strategy,
+        **settings,
+    }
+    token = secrets.token_hex(16)
+    collector = _collector(cluster, token)
+    own = {
+        "state": random_state(),
+        "seed": secrets.randbits(31),
+        "port": collector.port,
+        "token": token,
+    }
+    try:
+        payloads = run_handshake(cluster, settings, spec.cluster_timeout_seconds, own)
+    except JobAlreadyRunningError as error:
+        _check_can_join_late(cluster, strategy, error)
+        payloads = {cluster.name: own}
+    except BaseException:
+        collector.close()
+        raise
+    first = cluster.first_task
+    if len({payload["state"] for payload in payloads.values()}) > 1:
+        keras.utils.set_random_seed(payloads[first.name]["seed"])
+    # A task that joins late has no payload of the first task.
+    if cluster != first and first.name in payloads:
+        attend(cluster, payloads[first.name]["port"], payloads[first.name]["token"])
+    _training_cluster(cluster).publish()
+    return collector
+
+
+def _collector(cluster, token):
+    """Returns a collector; on the first task of several, one that listens to the others."""
+    if cluster.is_alone or cluster != cluster.first_task:
+        return Collector(task_name(cluster))
+    return Collector.listening(cluster, token)
+
+
+def _training_cluster(cluster):
+    """Returns the cluster for TensorFlow, without the evaluator, which does not train."""
+    if cluster.role == "evaluator":
+        return cluster
+    tasks = {role: addresses for role, addresses in cluster.tasks.items() if role != "evaluator"}
+    return dataclasses.replace(cluster, tasks=tasks)
+
+
+def _check_can_join_late(cluster, strategy, error):
+    """Only a parameter-server worker or an evaluator can replace one that died."""
+    if strategy != "parameter_server" and cluster.role != "evaluator":
+        raise RuntimeError(f"{error}; end all of its tasks, and start them together") from error
+    if cluster.role == "ps":
+        raise RuntimeError(
+            f"{error}, and the variables that {cluster.name} stored are lost; end all of its tasks,"
+            " and start them together"
+        ) from error
+    _logger.info("%s joins a running job", cluster.name)

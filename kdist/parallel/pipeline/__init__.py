@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages that work on micro-batches at the same time."""

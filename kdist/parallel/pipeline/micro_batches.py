@@ -1,0 +1,242 @@
+"""A replica's rows as micro-batches, and the scaling of their losses.
+
+A replica's loss does not depend on the number of micro-batches:
+
+- A mean over rows is the sum of the micro-batches' means, each scaled by its fraction of the rows.
+  Micro-batches need not be equal.
+- A mean over a mask or over sample weights is a sum divided by the mask or the weights of *all*
+  rows. These divisors are known before the first forward pass: they come from an inference pass
+  over all rows, of which TensorFlow computes only what the masks depend on. In most models that is
+  a comparison of the inputs, and loops that read variables, such as those of RNNs.
+- With fewer rows than micro-batches, some are empty. They process a row of another micro-batch
+  (`kdist.training.replica.row_shares`) with weight zero, and what layers and metrics write
+  for them is undone.
+
+A stage that recomputes repeats a forward pass with the same inputs, seeds and statistics. The
+checks here refuse models for which the second pass could differ or write again.
+"""
+
+import contextlib
+from typing import cast
+
+import keras
+import tensorflow as tf
+
+from kdist.training.replica import step as steps
+from kdist.training.replica.colocation import colocate_with_inputs
+from kdist.training.replica.row_shares import BatchDivision, RowShare, number_of_rows
+
+# Operations that TensorFlow calls stateful, although they return the same again and write nothing.
+# Keras calls cuDNN without dropout.
+_REPEATABLE = {
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"),
+    *("VarIsInitializedOp", "Assert", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"),
+}
+
+
+class MicroBatches:
+    """The micro-batches of one replica's step: their data (`parts`) and `MicroBatchStep`s
+    (`steps`).
+
+    The replica's data are (x, y, sample_weight), each of shape (B, …) in any structure. Of M,
+    micro-batch m has rows B·m // M to B·(m + 1) // M. `loss_place` returns the context in which a
+    loss is computed.
+    """
+
+    def __init__(self, model, data, number: int, loss_place):
+        self._model, self._data, self._loss_place = model, data, loss_place
+        self._step = cast(steps.ReplicaStep, steps.current())
+        self._divisors: list | None = None
+        division = BatchDivision((number_of_rows(data),), (0,), number)
+        taken = [division.take(data, 0, micro_batch) for micro_batch in range(number)]
+        self.parts = [part for part, _ in taken]
+        sizes = [share.rows for _, share in taken]
+        self._step.micro_batch_rows = {size for size in sizes if isinstance(size, int)}
+        self.steps = [MicroBatchStep(self._step, share, self._divisor) for _, share in taken]
+
+    def concatenate(self, tensors):
+        """Returns the micro-batches' tensors as one (B, …), without rows of empty micro-batches."""
+        own = [
+            tensor[: micro.micro_share.rows] if micro.micro_share.may_be_empty else tensor
+            for tensor, micro in zip(tensors, self.steps, strict=True)
+        ]
+        return tf.concat(own, 0)
+
+    def _divisor(self, number):
+        """Returns (divisor of all of the replica's rows, correction) of the loss `number`."""
+        if self._divisors is None:
+            x, y, sample_weight = self._data
+            dry_run = _DryRun(self._step)
+            with tf.name_scope("divisors"), steps.activate(dry_run):
+                y_pred = self._model(x, training=False)
+                with self._loss_place():
+                    self._model._compute_loss(x, y, y_pred, sample_weight, training=True)
+            self._divisors = dry_run.divisors
+        return self._divisors[number]
+
+
+class _StepProxy:
+    """A step that delegates what it does not define to another step."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def __getattr__(self, name):
+        return getattr(self._step, name)
+
+
+class _DryRun(_StepProxy):
+    """Records the divisor of each loss of the whole rows, and computes nothing else.
+
+    `divisors` holds (scalar, correction of a loss that is a sum divided by it) of each loss.
+    """
+
+    is_dry_run = True
+
+    def __init__(self, step):
+        super().__init__(step)
+        self.divisors: list[tuple] = []
+
+    def correct_mean(self, loss, divisor, rows):
+        """Records a divisor. `ReplicaStep.correct_mean` is proportional to the loss."""
+        correction = self._step.correct_mean(tf.ones([], loss.dtype), divisor, rows)
+        self.divisors.append((tf.cast(divisor, loss.dtype), correction))
+        return loss
+
+
+class MicroBatchStep(_StepProxy):
+    """The replica's step while a micro-batch passes through a stage.
+
+    Losses are scaled by the fraction of the replica's rows in `micro_share`. A synchronized
+    BatchNormalization weights replicas by their rows of the step, not of the micro-batch. `divisor`
+    is a function of the number of a loss that returns (divisor of all of the replica's rows,
+    correction). `added_losses` are those that layers added for this micro-batch.
+    """
+
+    def __init__(self, step, share: RowShare, divisor):
+        super().__init__(step)
+        self.micro_share = share
+        self.added_losses: list = []
+        self._divisor = divisor
+        self._means = 0
+        self._before: dict | None = None
+
+    def scaled(self, loss):
+        """Returns the micro-batch's part of the replica's loss.
+
+        A scalar is scaled by the fraction of rows. Values per row are unchanged, or zero if the
+        micro-batch is empty.
+        """
+        if loss.shape.rank:
+            return loss * tf.cast(self.micro_share.rows > 0, loss.dtype)
+        return self.note_mean(loss * tf.cast(self.micro_share.batch_fraction, loss.dtype))
+
+    def batch_fraction(self, dtype):
+        """Returns the micro-batch's fraction of the rows of the batch."""
+        return self._step.batch_fraction(dtype) * tf.cast(self.micro_share.batch_fraction, dtype)
+
+    def as_mean(self, value, is_loss=True):
+        """Returns `value`: a loss that a layer adds counts as a mean over the micro-batch."""
+        return value
+
+    def correct_sum(self, loss):
+        """Returns a sum over rows such that the `scaled` parts add up to the replica's loss."""
+        return self._undo_scaling(self._step.correct_sum(loss))
+
+    def correct_mean(self, loss, divisor, rows):
+        """Returns a mean by another divisor than rows, such that the `scaled` parts add up."""
+        of_all, correction = self._divisor(self._means)
+        self._means += 1
+        part = tf.math.divide_no_nan(loss * tf.cast(divisor, loss.dtype), of_all)
+        return self._undo_scaling(part * correction)
+
+    def _undo_scaling(self, loss):
+        return tf.math.divide_no_nan(loss, tf.cast(self.micro_share.batch_fraction, loss.dtype))
+
+    @contextlib.contextmanager
+    def running(self, is_repeated: bool = False):
+        """Makes the hooks use this step; undoes what is written if the micro-batch is empty.
+
+        Yields a list that is filled with (variable, its value before) for what was written, which
+        is needed if the forward pass `is_repeated`. Raises ValueError if that would write trained
+        weights.
+        """
+        undoes = self.micro_share.may_be_empty
+        before: dict[int, tuple] = {}
+        state: list[tuple] = []
+        self._before = before if undoes or is_repeated else None
+        with steps.activate(self):
+            yield state
+            state += [(variable, value) for variable, _, value in before.values()]
+            if undoes:
+                with colocate_with_inputs():
+                    for _, copy, value in before.values():
+                        copy.assign(tf.where(self.micro_share.rows > 0, copy, value))
+        self._before = None
+        if is_repeated:
+            _check_written(state)
+
+    @contextlib.contextmanager
+    def running_again(self, state):
+        """Makes the hooks use this step for a second forward pass, which writes nothing.
+
+        Seeds and all other written variables have the values of `state`, which `running` yielded,
+        so that random numbers are the same. Raises ValueError if an operation could return
+        something else, or writes again.
+        """
+        self._means = 0
+        graph = tf.compat.v1.get_default_graph()
+        before = len(graph.get_operations())
+        with (
+            steps.activate(self),
+            keras.StatelessScope(state, collect_losses=True, initialize_variables=False),
+        ):
+            yield
+        _check_repeatable(graph, graph.get_operations()[before:])
+
+    def note_written(self, variable: keras.Variable):
+        """Records that a layer or a metric is about to write `variable`."""
+        self._step.note_written(variable)
+        if self._before is not None and id(variable) not in self._before:
+            copy = self._step.local(variable._value)
+            with colocate_with_inputs():
+                self._before[id(variable)] = variable, copy, tf.identity(copy)
+
+
+def _check_written(state):
+    """Raises a ValueError if trained weights were written: their gradient would be ambiguous."""
+    for variable, _ in state:
+        if variable.trainable:
+            raise ValueError(
+                f"{variable.path!r} is trained and written in the forward pass, which cannot be "
+                "repeated. Remove the layer that writes it (such as SpectralNormalization), or "
+                "remove recompute from the layout"
+            )
+
+
+def _check_repeatable(graph, operations):
+    """Raises a ValueError if an operation could return something else, or writes again.
+
+    Keras's seeds and variables are not affected: a step does not access them by such operations.
+    """
+    for operation in operations:
+        for kind in _stateful_types(operation.op_def, operation.node_def, graph):
+            if kind not in _REPEATABLE:
+                raise ValueError(
+                    f"{operation.name!r} ({kind}) draws from TensorFlow's own random numbers, or "
+                    "writes state, and cannot be repeated. Draw from a keras.random.SeedGenerator "
+                    "of the layer, keep state in its weights, or remove recompute from the layout"
+                )
+
+
+def _stateful_types(op_def, node_def, graph):
+    """Yields the types of stateful operations: of this one, or of those in its functions."""
+    names = [value.func.name for value in node_def.attr.values() if value.HasField("func")]
+    functions = [graph._get_function(name) for name in names]
+    if not any(functions):
+        if op_def.is_stateful:
+            yield op_def.name
+        return
+    for function in filter(None, functions):
+        for inner in function.graph.get_operations():
+            yield from _stateful_types(inner.op_def, inner.node_def, function.graph)

@@ -1,0 +1,1 @@
+"""Placement of a split model's layers and weights on devices."""

@@ -1,0 +1,1 @@
+"""Finds the placement of a split model from the costs of its operations."""

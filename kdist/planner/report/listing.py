@@ -1,0 +1,209 @@
+"""Plans as text: a ranked table, the reason for the first plan, and the arithmetic of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kdist.planner.plans import (
+    Plan,
+    describe,
+    dollars,
+    duration,
+    milliseconds,
+    strategy_text,
+)
+from kdist.planner.report.arithmetic import memory_texts, term_texts
+from kdist.planner.selection.prediction import Predictor
+
+if TYPE_CHECKING:
+    from kdist.planner.planning import RankedPlans
+
+HEADINGS = (
+    *("machine", "strategy", "devices", "batch", "step", "of it", "examples/s", "efficiency"),
+    *("memory", "time", "on demand", "spot"),
+)
+_LEFT_ALIGNED = (0, 1, 3, 5)
+_MAX_WARNINGS = 5
+_MIN_SHARE = 0.02  # smaller terms of a step are left out
+_REASONS = {
+    "time": "it is the fastest that meets the constraints",
+    "money": "it is the cheapest that meets the constraints",
+    "both": "its hours times its dollars are the least: half the time may cost twice as much",
+}
+
+
+def row_cells(plan: Plan) -> list[str]:
+    """Returns the cells of a plan in the table, in the order of `HEADINGS`."""
+    layout, predicted = plan.layout, plan.prediction
+    machines = f"{layout.machines} × " if layout.machines > 1 else ""
+    accumulate = f" × {layout.accumulate}" if layout.accumulate > 1 else ""
+    available = predicted.device_memory_bytes
+    return [
+        f"{machines}{plan.machine.name}",
+        strategy_text(layout),
+        f"{layout.devices}",
+        f"{plan.local_batch}{accumulate} ({plan.batch.global_size})",
+        milliseconds(predicted.step_seconds),
+        _shares(plan),
+        f"{predicted.examples_per_second:,.0f}",
+        f"{predicted.efficiency:.0%}",
+        f"{predicted.memory_bytes / 1e9:.1f}"
+        + (f" of {available / 1e9:g} GB" if available else " GB"),
+        duration(plan.hours),
+        dollars(predicted.usd) if predicted.usd else "–",
+        dollars(predicted.spot_usd) if predicted.spot_usd else "–",
+    ]
+
+
+def _shares(plan):
+    """Returns the larger terms of a step in per cent."""
+    total = plan.prediction.step_seconds
+    terms = sorted(plan.prediction.terms, key=lambda term: -term.seconds)
+    return ", ".join(
+        f"{term.name} {term.seconds / total:.0%}"
+        for term in terms
+        if term.seconds >= _MIN_SHARE * total
+    )
+
+
+def plans_text(result: RankedPlans, number: int = 10) -> str:
+    """Returns a table of the first `number` plans, why one is first, warnings, and rejections."""
+    rows = [["", *HEADINGS]]
+    for place, plan in enumerate(result.plans[:number], 1):
+        mark = "*" if plan in result.pareto else ""
+        rows.append([f"{place}{mark}", *row_cells(plan)])
+    lines = _columns(rows, left=[place + 1 for place in _LEFT_ALIGNED])
+    if len(result.plans) > number:
+        lines.append(f"… and {len(result.plans) - number} more (--top)")
+    spot = "; time and ranking are those of spot VMs" if result.best.spot else ""
+    lines += [f"* no other is both faster and cheaper{spot}", "", reason_text(result)]
+    lines += [f"Warning: {warning}" for warning in result.warnings[:_MAX_WARNINGS]]
+    if len(result.warnings) > _MAX_WARNINGS:
+        lines.append(f"… and {len(result.warnings) - _MAX_WARNINGS} more of these")
+    lines.append(notes_text(result, number))
+    lines += [f"{row.count} left out, {row.limit}: {row.reason}" for row in result.rejected]
+    return "\n".join(lines)
+
+
+def reason_text(result: RankedPlans) -> str:
+    """Returns why the first plan is first, and how far the second is behind."""
+    best = result.best
+    description = describe(best.layout, best.local_batch, best.machine)
+    sentence = f"First is {description}: {_REASONS[result.ranking]}."
+    if len(result.plans) > 1:
+        second = result.plans[1]
+        sentence += (
+            f" The second takes {second.hours / best.hours:.2f} times the hours"
+            + (f" and {second.usd / best.usd:.2f} times the money" if best.usd else "")
+            + "."
+        )
+    return sentence
+
+
+def notes_text(result: RankedPlans, number: int) -> str:
+    """Returns the limit of the global batch and the dates of the prices."""
+    dates = list(dict.fromkeys(plan.prices_of for plan in result.plans[:number] if plan.prices_of))
+    batch = (
+        f"Global batches up to {result.global_batch_limit:,} (--max_global_batch): larger ones "
+        "need other learning rates."
+    )
+    return batch + (f" Prices of {'; '.join(dates)}." if dates else "")
+
+
+def arithmetic_text(predictor: Predictor, plan: Plan) -> str:
+    """Returns the arithmetic of a plan, line by line."""
+    predicted, batch = plan.prediction, plan.batch
+    description = describe(plan.layout, plan.local_batch, plan.machine)
+    rows = [
+        *_step_rows(predictor, plan),
+        ["a step", milliseconds(predicted.step_seconds), "= the sum"],
+        [
+            "examples/s",
+            f"{predicted.examples_per_second:,.1f}",
+            f"= {batch.local} × {batch.replicas} × {batch.accumulate} / "
+            f"{milliseconds(predicted.step_seconds)}",
+        ],
+        [
+            "hours",
+            f"{predicted.hours:,.3f}",
+            f"= {plan.examples:,} examples × {plan.epochs:g} epochs / "
+            f"{predicted.examples_per_second:,.1f} examples/s / 3600",
+        ],
+        *_price_rows(predictor, plan),
+        *_memory_rows(predictor, plan),
+    ]
+    return "\n".join([description, *_columns(rows, left=(0, 2))])
+
+
+def _step_rows(predictor, plan):
+    """Returns the terms of a step; those of its computation follow the first."""
+    arguments = plan.machine.gpu, plan.layout, plan.local_batch
+    micro_step = predictor.micro_step_seconds(*arguments)
+    texts = term_texts(plan.setup, plan.gradients, plan.input_work, micro_step, predictor.constants)
+    rows = [
+        [term.name, milliseconds(term.seconds), f"= {texts[term.name]}"]
+        for term in plan.prediction.terms
+    ]
+    rows[1:1] = _compute_rows(predictor.compute(*arguments), predictor.correction(plan.machine.gpu))
+    return rows
+
+
+def _compute_rows(computed, correction):
+    """Returns the terms of a micro-step's computation, and the correction by measured runs."""
+    rows = []
+    for term in computed.terms:
+        share = f"at {term.peak_share:.0%} of the GPU's peak" if term.peak_share else ""
+        rows.append([f"  {term.name}", milliseconds(term.seconds), share])
+    if correction != 1:
+        how = f"= {milliseconds(computed.seconds)} as predicted × what your runs have shown"
+        rows.append(["  measured", f"× {correction:.3g}", how])
+    return rows
+
+
+def _price_rows(predictor, plan):
+    """Returns the prices on demand and on spot VMs, where they are known."""
+    predicted, machines = plan.prediction, plan.layout.machines
+    restarts = predictor.spot.expected_restarts(predicted.hours, machines)
+    rows = []
+    for name, hours, usd, suffix in (
+        ("on demand", predicted.hours, predicted.usd, ""),
+        (
+            "spot",
+            predicted.spot_hours,
+            predicted.spot_usd,
+            f", with {restarts:.2f} restarts expected",
+        ),
+    ):
+        if hours and usd:
+            price = usd / hours / machines
+            how = f"= {hours:,.3f} h × {machines} × {price:,.2f} $/h{suffix}"
+            rows.append([name, dollars(usd), how])
+    return rows
+
+
+def _memory_rows(predictor, plan):
+    job, batch = predictor.job, plan.batch
+    needed = predictor.memory(plan.layout, plan.local_batch)
+    texts = memory_texts(
+        needed, job.workload, batch.local, job.precision, job.optimizer, batch.accumulate
+    )
+    return [
+        *(
+            [f"memory: {name.replace('_', ' ')}", f"{size / 1e9:.3f} GB", f"= {texts[name]}"]
+            for name, size in needed.parts()
+        ),
+        ["memory", f"{needed.total / 1e9:.3f} GB", "= the sum"],
+    ]
+
+
+def _columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    """Returns the lines of a table; columns that are not `left` are aligned to the right."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

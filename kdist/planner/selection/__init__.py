@@ -1,0 +1,1 @@
+"""Choice among layouts, batches, and machines: candidates, predictions, constraints, ranking."""

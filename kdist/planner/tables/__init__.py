@@ -1,0 +1,1 @@
+"""Tables of hardware, prices, and fitted constants, with their readers."""

@@ -1,0 +1,1 @@
+"""Workload: the work of one training step of a model, layer by layer."""

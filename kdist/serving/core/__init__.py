@@ -1,0 +1,1 @@
+"""Types that all parts of the model server share."""

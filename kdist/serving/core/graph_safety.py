@@ -1,0 +1,105 @@
+"""Rejects graphs that would run Python code or access files of the server."""
+
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+
+# Matched against the start of operation names.
+_UNSAFE = re.compile(
+    ".*(PyFunc|ReadFile|WriteFile|MatchingFiles|TextLine|TFRecord|FixedLengthRecord|"
+    r"(CSV|LMDB|Sql|Load|Save|Cache|DataService|Snapshot\w*)Dataset)|"
+    "WholeFileReader|LMDBReader|GenerateVocabRemapping|LoadAndRemapMatrix|ImmutableConst|"
+    "CreateSummary|Debug(Identity|NanCount|NumericSummary$)|Rpc(Call|Client|Server)"
+)
+# Every SavedModel uses these to load and save its variables; a prediction does not need them.
+_CHECKPOINT_OPS = re.compile("Save|Restore|MergeV2Checkpoints")
+_TABLE_OPS = re.compile("InitializeTableFromTextFile")
+# Functions of resources that TensorFlow calls while it loads or frees a model.
+_LOADING_FUNCTIONS = {"_create_resource", "_initialize", "_destroy_resource"}
+
+
+def check_safe(path: str | os.PathLike, graph, signatures: Mapping) -> None:
+    """Raises ValueError if the MetaGraphDef of the SavedModel at `path` is not safe to load.
+
+    It is safe if none of its operations runs Python code or accesses files, and all assets lie
+    inside the model. Checkpoint operations are allowed unless `signatures` ({name: SignatureDef})
+    need them.
+    """
+    bodies = [graph.graph_def.node, *(each.node_def for each in graph.graph_def.library.function)]
+    nodes = [node for body in bodies for node in body]
+    unsafe = {node.op for node in nodes if _UNSAFE.match(node.op) or _names_a_file(node)}
+    assets = {asset.tensor_info.name.partition(":")[0] for asset in graph.asset_file_def}
+    unsafe |= {node.op for body in bodies for node in _tables_of_outside_files(body, assets)}
+    called = _called(graph.graph_def, signatures, _called_while_loading(graph.object_graph_def))
+    unsafe |= {node.op for node in called if _CHECKPOINT_OPS.match(node.op)}
+    if unsafe:
+        raise ValueError(
+            f"{path} is not loaded: its operations {sorted(unsafe)} would run Python code or touch "
+            "files of the server; export the model without them (tf.py_function, tf.io.read_file …)"
+        )
+    for asset in graph.asset_file_def:
+        name = pathlib.PurePosixPath(asset.filename)
+        if name.is_absolute() or ".." in name.parts:
+            raise ValueError(f"{path} is not loaded: its asset {asset.filename!r} leads out of it")
+
+
+def _names_a_file(node):
+    if node.op == "PrintV2":
+        return node.attr["output_stream"].s.startswith(b"file:")
+    if "descriptor_source" not in node.attr:
+        return False
+    # The source of a protobuf descriptor is a path unless it has one of these prefixes.
+    described = node.attr["descriptor_source"].s
+    return bool(described) and not described.startswith((b"local://", b"bytes://"))
+
+
+def _tables_of_outside_files(nodes, assets):
+    """Yields lookup tables that read a file which is not an asset of the model."""
+    by_name = {node.name: node for node in nodes}
+    for node in nodes:
+        if _TABLE_OPS.match(node.op):
+            name = node.input[1].partition(":")[0]
+            file_node = by_name.get(name)  # None for an argument
+            if file_node is not None and name not in assets:
+                yield node
+
+
+def _called_while_loading(objects):
+    """Yields the names of the resource functions that the loader itself calls."""
+    for node in objects.nodes:
+        for child in node.children:
+            if child.local_name in _LOADING_FUNCTIONS:
+                function = objects.nodes[child.node_id]
+                yield from function.function.concrete_functions
+                yield function.bare_concrete_function.concrete_function_name
+
+
+def _called(graph_def, signatures, extra_functions: Iterable[str]):
+    """Returns all nodes that signatures or extra functions depend on, across function calls."""
+    by_name = {node.name: node for node in graph_def.node}
+    functions = {function.signature.name: function for function in graph_def.library.function}
+    outputs = [info.name for each in signatures.values() for info in each.outputs.values()]
+    names, seen, called = [*outputs], set(), []
+    while names:
+        name = names.pop().removeprefix("^").partition(":")[0]
+        if name not in seen and name in by_name:
+            seen.add(name)
+            called.append(by_name[name])
+            names += by_name[name].input
+    entered = functions.keys() & set(extra_functions)
+    called += [node for name in entered for node in functions[name].node_def]
+    ready = 0
+    while ready < len(called):
+        for name in _functions_of(called[ready]) & functions.keys() - entered:
+            entered.add(name)
+            called += functions[name].node_def
+        ready += 1
+    return called
+
+
+def _functions_of(node):
+    """Returns the functions that a node may call, by its attributes or its operation name."""
+    values = node.attr.values()
+    found = {value.func.name for value in values} | {node.op}
+    return found | {function.name for value in values for function in value.list.func}

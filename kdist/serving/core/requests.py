@@ -1,0 +1,67 @@
+"""Rows of a request, and the memory that the bodies of all requests use."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from kdist.serving.core.errors import RequestError
+
+# Named arrays of shape (rows, …).
+Arrays = Mapping[str, np.ndarray]
+
+_RETRY_SECONDS = 1.0
+
+
+def count_rows(arrays: Arrays) -> int:
+    """Returns the number of rows of all arrays; raises ValueError if it is zero or differs."""
+    counts = {name: len(array) if np.ndim(array) else None for name, array in arrays.items()}
+    first = next(iter(counts.values()), None)
+    if not first or any(count != first for count in counts.values()):
+        shown = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise ValueError(
+            f"rows of a request: {shown or 'none'}; send the same number for each input, at least 1"
+        )
+    return first
+
+
+def pad_rows(parts: Sequence[np.ndarray], padding: int) -> np.ndarray:
+    """Returns all rows in one array, followed by `padding` copies of the first row.
+
+    A copy of a row is a valid input; zeros may not be.
+    """
+    if padding:
+        parts = [*parts, np.repeat(parts[0][:1], padding, axis=0)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class BodyMemory:
+    """Bytes of all request bodies in flight, over REST and gRPC together."""
+
+    def __init__(self, max_bytes: int):
+        self.held_bytes, self._max_bytes = 0, max_bytes
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[Callable[[int], None]]:
+        """Yields a function that reserves bytes until the request ends.
+
+        The function raises RequestError when the total would exceed the limit.
+        """
+        own_bytes = 0
+
+        def reserve(size: int):
+            nonlocal own_bytes
+            if self.held_bytes + size > self._max_bytes:
+                raise RequestError(
+                    "overloaded",
+                    f"other requests in flight hold {self.held_bytes - own_bytes:,} bytes; try "
+                    "again later",
+                    _RETRY_SECONDS,
+                )
+            own_bytes += size
+            self.held_bytes += size
+
+        try:
+            yield reserve
+        finally:
+            self.held_bytes -= own_bytes

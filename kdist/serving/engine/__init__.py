@@ -1,0 +1,1 @@
+"""The engine of the model server: versions, batching, and the processes that compute."""

@@ -1,0 +1,185 @@
+"""All models of a server: finds, loads, swaps, and drains versions while it serves."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import pathlib
+import time
+from collections.abc import Mapping, Sequence
+
+from kdist.serving.core.errors import RequestError
+from kdist.serving.core.metrics import Metrics
+from kdist.serving.core.model_directory import check_within, versions
+from kdist.serving.core.requests import BodyMemory
+from kdist.serving.core.settings import BatchSettings, Objective, ServerLimits, padded_sizes
+from kdist.serving.core.signature import read_signatures
+from kdist.serving.engine.batcher import Batcher, DevicePool
+from kdist.serving.engine.in_process import InProcess, VersionKey
+from kdist.serving.engine.served_model import GAUGES, ServedModel, ServedVersion
+from kdist.serving.policy.adaptation import Tuner
+from kdist.serving.policy.selection import choose_in_subprocess
+
+_logger = logging.getLogger(__name__)
+
+
+class Models:
+    """All models of a server, by name. Raises ValueError if a directory of versions does not exist.
+
+    Batches are computed by `compute_engine` (`InProcess()` by default), and padded to `sizes`, by
+    default powers of two up to `settings.max_batch`. With an objective, only this maximum of the
+    settings is used; without one, they are fixed. The `newest` versions of a model are served, or
+    an older one if none of them loads.
+    """
+
+    def __init__(
+        self,
+        directories: Mapping[str, str | os.PathLike],
+        compute_engine=None,
+        settings: BatchSettings | None = None,
+        objective: Objective | None = None,
+        limits: ServerLimits | None = None,
+        newest: int = 1,
+        metrics: Metrics | None = None,
+        sizes: Sequence[int] | None = None,
+    ):
+        self.compute_engine = compute_engine or InProcess()
+        self.settings, self.limits = settings or BatchSettings(), limits or ServerLimits()
+        self.metrics = metrics or Metrics()
+        self.body_memory = BodyMemory(self.limits.all_bodies_bytes)
+        self.ending = False
+        self._newest, self._objective = newest, objective
+        self._sizes = list(sizes or padded_sizes(self.settings.max_batch))
+        self._devices = DevicePool(self.compute_engine.slots)
+        self._models = {}
+        for name, directory in directories.items():
+            versions(directory)  # raises if the directory does not exist
+            self._models[name] = ServedModel(name, pathlib.Path(directory))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all models, sorted."""
+        return sorted(self._models)
+
+    @property
+    def ready(self) -> bool:
+        """True if every model has a loaded version and the server is not shutting down."""
+        return not self.ending and all(model.ready for model in self._models.values())
+
+    def model(self, name: str) -> ServedModel:
+        """Returns a model by its name; raises RequestError if it does not exist."""
+        if name not in self._models:
+            raise RequestError(
+                "not_found", f"the model {name!r} is not served; models: {self.names}"
+            )
+        return self._models[name]
+
+    def check_served(self) -> None:
+        """Raises ValueError with the reasons if a model has no loaded version."""
+        for model in self._models.values():
+            if not model.ready:
+                errors = [f"version {n}: {error}" for n, (_, error) in model.states.items()]
+                raise ValueError(
+                    f"{model.directory} holds no version that loads: "
+                    + ("; ".join(errors) or "write one with kdist.serving.export")
+                )
+
+    async def refresh(self) -> None:
+        """Loads new versions, then drains and frees the versions that they replace."""
+        for model in self._models.values():
+            try:
+                available = model.list_versions()
+            except (OSError, ValueError) as error:
+                _logger.warning(
+                    "%s cannot be read (%s); loaded versions stay in service", model.name, error
+                )
+                continue
+            newest = available[-self._newest :]
+            for number in newest:
+                await self._try_to_load(model, number)
+            for number in reversed(available[: -self._newest]):
+                if not model.ready:  # an old version is better than none
+                    await self._try_to_load(model, number)
+            keep = [number for number in newest if number in model.ready]
+            if keep:  # otherwise the old version stays in service
+                for number in sorted(set(model.ready) - set(keep)):
+                    await self._unload(model, number)
+            model.forget_all_but({*available, *model.ready})
+
+    async def watch(self, seconds: float = 1.0) -> None:
+        """Calls `refresh` periodically until the task is cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await self.refresh()
+            except Exception:
+                _logger.exception(
+                    "looking for new versions failed; loaded versions stay in service"
+                )
+
+    async def close(self, seconds: float = 30.0) -> None:
+        """Rejects new requests, answers those in the queues within a time limit, and frees all."""
+        self.ending = True
+        versions = [each for model in self._models.values() for each in model.ready.values()]
+        draining = asyncio.gather(*(version.drain() for version in versions))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(draining, seconds)
+        await asyncio.to_thread(self.compute_engine.close)
+        self._devices.close()
+
+    async def _try_to_load(self, model, number):
+        if not model.may_load(number):
+            return
+        key, path = VersionKey(model.name, number), model.directory / str(number)
+        model.states[number] = ("LOADING", "")
+        files, began = model.files(number), time.monotonic()
+        try:
+            version = await asyncio.to_thread(self._load, key, path)
+        except Exception as error:
+            model.failed(number, str(error), files)
+            _logger.warning("%s failed to load: %s", key, error)
+            return
+        model.ready[number], model.states[number] = version, ("AVAILABLE", "")
+        version.start_tuning()
+        self._register_gauges(version)
+        _logger.info("%s is served; it loaded in %.1f s", key, time.monotonic() - began)
+
+    def _load(self, key, path):
+        """Loads a version. Runs in a thread while other versions serve."""
+        check_within(path, path.parent)
+        signatures, protos = read_signatures(path)
+        curve = self.compute_engine.load(key, os.fspath(path), self._sizes)
+        return ServedVersion(key, signatures, protos, self._batcher_for, self._tuner(key, curve))
+
+    def _tuner(self, key, curve):
+        if curve is None or self._objective is None:
+            return None
+        choose = functools.partial(choose_in_subprocess, devices=self.compute_engine.slots)
+        on_message = functools.partial(_logger.warning, "%s: %s", key)
+        return Tuner(curve, self._objective, on_message=on_message, choose=choose)
+
+    async def _unload(self, model, number):
+        version = model.ready.pop(number)
+        model.states[number] = ("UNLOADING", "")
+        await version.drain()
+        await asyncio.to_thread(self.compute_engine.unload, version.key)
+        model.states[number] = ("END", "")
+        self.metrics.forget_version(model.name, number)
+        _logger.info("%s is no longer served", version.key)
+
+    def _batcher_for(self, key, signature, load):
+        return Batcher(
+            lambda arrays: self.compute_engine.compute(key, signature, arrays),
+            self.settings,
+            self._sizes,
+            self.limits.waiting_rows,
+            self._devices,
+            self.metrics.batch_observer(key.model, key.version),
+            load,
+        )
+
+    def _register_gauges(self, version):
+        labels = {"model": version.key.model, "version": str(version.key.version)}
+        for name, (description, read) in GAUGES.items():
+            self.metrics.gauge(name, description, functools.partial(read, version), **labels)

@@ -1,0 +1,134 @@
+"""A worker process that computes batches, and the pipe to it."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+import threading
+
+from kdist.serving.core.errors import BadInput
+from kdist.serving.engine.in_process import InProcess, VersionKey
+from kdist.serving.policy.latency_curve import LatencyCurve
+
+# A fork of this process would hang, because TensorFlow runs threads in it. Workers are forked from
+# a server process that has only imported TensorFlow, which takes a tenth of a second.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["kdist.serving.engine.in_process"])
+
+
+class WorkerDied(RuntimeError):
+    """Workers died or exceeded the time limit while they computed a batch."""
+
+
+class Worker:
+    """A worker process and the pipe to it.
+
+    A worker that exceeds `batch_seconds` for a batch is killed; loading a model may take longer.
+    `loaded` is {version: latency curve}. While `is_starting`, versions are being loaded.
+    """
+
+    def __init__(self, devices, batch_seconds):
+        self._devices, self._batch_seconds = devices, batch_seconds
+        self.is_starting = False
+        self._changing, self._ended = threading.Lock(), False
+        self.start()
+
+    def start(self):
+        """Starts the process."""
+        with self._changing:
+            if self._ended:
+                raise WorkerDied("the server is ending")
+            self._connection, worker_end = _context.Pipe()
+            _limit_sending(self._connection, self._batch_seconds)
+            process = _context.Process(
+                target=_work,
+                args=[worker_end, self._devices],
+                name="kdist-serving-worker",
+                daemon=True,
+            )
+            process.start()
+            self._process = process  # assigned last: only a process that has started can be killed
+            self.loaded: dict[VersionKey, LatencyCurve | None] = {}
+            worker_end.close()  # so that the pipe ends when the worker dies
+
+    @property
+    def pid(self):
+        """Process id of the worker."""
+        return self._process.pid
+
+    def is_alive(self):
+        """Returns whether the process is running."""
+        return self._process.is_alive()
+
+    def load(self, key, path, sizes):
+        """Loads a version that is not loaded yet."""
+        if key not in self.loaded:
+            self.loaded[key] = self.call(None, "load", key, path, sizes)
+
+    def unload(self, key):
+        """Frees a version."""
+        if key in self.loaded:
+            del self.loaded[key]
+            self.call(self._batch_seconds, "unload", key)
+
+    def compute(self, key, signature, arrays):
+        """Returns the outputs of a batch."""
+        return self.call(self._batch_seconds, "compute", key, signature, arrays)
+
+    def call(self, seconds, *command):
+        """Runs a command in the worker and returns its result.
+
+        Raises EOFError or OSError if the worker dies or exceeds the time limit.
+        """
+        try:
+            self._connection.send(command)
+            is_answered = self._connection.poll(seconds)
+        except BlockingIOError:
+            is_answered = False
+        if not is_answered:
+            self._process.kill()
+            raise TimeoutError(f"no answer for {seconds or self._batch_seconds:g} s")
+        outcome, value = self._connection.recv()
+        if outcome == "failed":
+            raise value
+        return value
+
+    def end(self, for_good=False):
+        """Kills the process. It can be started again unless `for_good`."""
+        with self._changing:
+            self._ended = self._ended or for_good
+            self._process.kill()
+            self._process.join()
+            self._connection.close()
+
+
+def _limit_sending(connection, seconds):
+    """Sets a send timeout: a full pipe that nobody reads then raises BlockingIOError."""
+    whole = int(seconds)
+    value = struct.pack("ll", whole, int((seconds - whole) * 1e6))
+    with socket.socket(fileno=os.dup(connection.fileno())) as pipe:  # a duplex pipe is a socket
+        pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+def _work(connection, devices):
+    """Runs in the worker process: executes commands until the parent disconnects."""
+    # A terminal or a service manager signals all processes; the parent still needs its workers.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    engine = InProcess(devices)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            command, *arguments = connection.recv()
+            connection.send(_call(getattr(engine, command), arguments))
+    os._exit(0)  # skips the slow shutdown of TensorFlow
+
+
+def _call(function, arguments):
+    try:
+        return "done", function(*arguments)
+    except BadInput as error:
+        return "failed", error
+    except Exception as error:
+        return "failed", RuntimeError(f"{type(error).__name__}: {error}")

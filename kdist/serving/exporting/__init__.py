@@ -1,0 +1,1 @@
+"""Exports trained models in the formats that model servers read."""

@@ -1,0 +1,192 @@
+"""Exports a trained model to a directory that TensorFlow Serving or kdist can serve.
+
+    export(model, "models/fashion", classes=["shirt", …])
+    # models/fashion/1/                         a SavedModel with the signature serving_default
+    # models/fashion/1/assets.extra/            metadata, and requests to warm up with
+    # models/fashion/batching_parameters.txt    for tensorflow_model_server
+    # models/fashion/models.config
+
+A version is written to a temporary directory and then renamed, so a server that looks for new
+versions never sees half of one.
+"""
+
+import contextlib
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from kdist.parallel.inspect.operation_devices import groups_of
+from kdist.parallel.split_model import merged
+from kdist.serving.core.model_directory import METADATA, versions, write_serving_files
+from kdist.serving.core.settings import BatchSettings, padded_sizes
+from kdist.serving.exporting.saved_model import create_endpoint, write_saved_model
+from kdist.serving.exporting.warmup_file import (
+    Examples,
+    check_protos_installed,
+    example_rows,
+    write_warmup_requests,
+)
+from kdist.training.scopes import outside_any_scope
+
+PLACEMENTS = ("merged", "kept")
+
+_PACKAGES = ("kdist", "tensorflow", "keras")
+
+
+def export(
+    model: keras.Model,
+    directory: str | os.PathLike,
+    version: int | None = None,
+    *,
+    preprocessing: Any = None,
+    classes: Sequence[str] | None = None,
+    settings: BatchSettings | None = None,
+    examples: Examples | None = None,
+    placement: str = "merged",
+) -> pathlib.Path:
+    """Writes a version of a model for model servers.
+
+    Args:
+        model: a functional or Sequential model that is built.
+        directory: directory of all versions, created if needed. Its last part is the model's name.
+        version: positive integer. Defaults to one more than the highest existing version.
+        preprocessing: computes the input of the model, and becomes part of the graph. Either a
+            functional or Sequential model, or a `tf.function` with an `input_signature`, such as
+            one that decodes and resizes the bytes of image files. A function must not capture
+            variables or tables; put layers that have some into a model.
+        classes: names of the model's outputs, in order. Defaults to none.
+        settings: batch settings for `batching_parameters.txt`. Defaults to 2 ms and 32 rows.
+        examples: rows `(n, …)` of the input, or of each input by its name. A server warms up with
+            them, in turn, in one batch of each allowed size. Defaults to zeros; `{}` disables the
+            warm-up.
+        placement: for a split model only. `"merged"` (default) writes the unsplit model, which
+            computes on any one device. `"kept"` keeps weights and operations where they are; the
+            server then needs devices with the same names.
+
+    Returns:
+        The directory of the new version.
+
+    Raises:
+        FileExistsError: the version exists.
+        ModuleNotFoundError: the warm-up needs `kdist[serve]`, which is not installed.
+        ValueError: the version is not a positive integer, the model is of another kind or not
+            built, the number of classes does not match the outputs, the examples cannot be
+            computed, or the placement cannot be kept.
+
+    Example:
+
+        path = kdist.serving.export(model, "models/fashion", classes=["shirt", "shoe"])
+        # then: python scripts/serve.py --model_dir=models/fashion
+    """
+    directory, settings = pathlib.Path(directory), settings or BatchSettings(0.002)
+    devices = _kept_devices(model, placement)
+    if getattr(model, "is_split", False) and not devices:
+        model = merged(model, "CPU:0")  # on the CPU, as it may be too large for one accelerator
+    _check_built(model)
+    _check_classes(model, classes)
+    endpoint = create_endpoint(model, preprocessing)
+    rows = example_rows(endpoint.inputs, examples)
+    if rows:
+        check_protos_installed()
+    target = _target(directory, version)
+    details = {"classes": None if classes is None else list(classes), "devices": devices}
+    with _atomic_directory(target) as path:
+        outside_any_scope(lambda: write_saved_model(endpoint, path, rows, bool(devices)))
+        _write_metadata(target, path, endpoint, details)
+        if rows:
+            name = directory.resolve().name
+            write_warmup_requests(path, name, rows, padded_sizes(settings.max_batch))
+    write_serving_files(directory, settings)
+    return target
+
+
+@contextlib.contextmanager
+def _atomic_directory(target):
+    """Yields a path to write to. It is renamed to `target` unless the block fails."""
+    prefix = f".writing-{target.name}-"
+    writing = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    try:
+        yield writing / "model"
+        os.rename(writing / "model", target)
+    finally:
+        shutil.rmtree(writing, ignore_errors=True)
+
+
+def _kept_devices(model, placement):
+    """Returns the devices that a server will need; none for a model that computes anywhere."""
+    if placement == "joined":
+        warnings.warn('placement="joined" is now "merged"', DeprecationWarning, stacklevel=3)
+        placement = "merged"
+    if placement not in PLACEMENTS:
+        raise ValueError(f"placement={placement!r}: choose one of {', '.join(PLACEMENTS)}")
+    if placement == "merged":
+        return []
+    if not getattr(model, "is_split", False):
+        raise ValueError(f'{model.name!r} is not split: leave out placement="kept"')
+    devices = groups_of(model.distribute_strategy)[0]  # of the first replica
+    if any("/" in name for name in devices):
+        raise ValueError(
+            f"the devices {', '.join(devices)} belong to tasks of a job, and a server has "
+            'none: export with placement="merged", or load and split the model on one machine first'
+        )
+    return devices
+
+
+def _check_built(model):
+    if not model.built:
+        raise ValueError(f"{model.name!r} is not built: call it on a batch first, or `build` it")
+    if not getattr(model, "inputs", None):
+        raise ValueError(
+            f"{model.name!r} has no defined inputs: wrap it, as in x = keras.Input((28, 28, 1)); "
+            "keras.Model(x, model(x))"
+        )
+
+
+def _check_classes(model, classes):
+    width = model.output_shape[-1] if isinstance(model.output_shape, tuple) else None
+    if classes is not None and width != len(classes):
+        raise ValueError(
+            f"{len(classes)} classes, and the output of {model.name!r} has the shape "
+            f"{model.output_shape}: give one name for each output"
+        )
+
+
+def _target(directory, version):
+    """Returns the directory of the version to write."""
+    directory.mkdir(parents=True, exist_ok=True)
+    version = max(versions(directory), default=0) + 1 if version is None else version
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise ValueError(f"version={version!r}: give a positive integer")
+    target = directory / str(version)
+    if target.exists():
+        raise FileExistsError(
+            f"{target} exists, and servers do not reload a version: give another, or none"
+        )
+    return target
+
+
+def _write_metadata(target, path, endpoint, details):
+    metadata = {
+        "name": target.parent.resolve().name,
+        "version": int(target.name),
+        **details,
+        "inputs": {name: _shape_and_dtype(spec) for name, spec in endpoint.inputs.items()},
+        "outputs": {name: _shape_and_dtype(spec) for name, spec in endpoint.outputs.items()},
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "written": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+    (path / METADATA).parent.mkdir(exist_ok=True)
+    (path / METADATA).write_text(json.dumps(metadata, indent=1) + "\n")
+
+
+def _shape_and_dtype(spec):
+    return {"shape": list(spec.shape), "dtype": spec.dtype.name}

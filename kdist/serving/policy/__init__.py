@@ -1,0 +1,1 @@
+"""Batching policy: load monitoring, simulation, and the choice of settings."""

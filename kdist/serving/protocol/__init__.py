@@ -1,0 +1,1 @@
+"""HTTP and gRPC protocols of the model server."""

@@ -1,0 +1,238 @@
+"""JSON requests and responses in the formats of TensorFlow Serving's REST API.
+
+    {"instances": [row, …]}, {"instances": [{input: value, …}, …]}      -> {"predictions": […]}
+    {"inputs": rows}, {"inputs": {input: rows, …}}                      -> {"outputs": …}
+
+https://www.tensorflow.org/tfx/serving/api_rest. Strings are text or {"b64": "…"}.
+"""
+
+import base64
+import binascii
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import orjson
+
+from kdist.serving.core.signature import SERVING_DEFAULT, Signature, TensorSpec
+from kdist.serving.protocol import json_numbers
+from kdist.serving.protocol.json_numbers import SIGNATURE_NAME, read_numbers
+
+# Kinds of NumPy types: kind of an input -> kinds of JSON values that it accepts without loss.
+_ACCEPTED_KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf", "c": "iuf"}
+_KNOWN_KEYS = {SIGNATURE_NAME, *json_numbers.KEYS}
+_MAX_DEPTH = 32  # nested lists; NumPy can iterate over no more dimensions
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonRequest:
+    """Parsed prediction request."""
+
+    key: str  # "instances" or "inputs", the format of the request and its response
+    signature_name: str
+    signature: Signature
+    arrays: Mapping[str, np.ndarray]  # input -> rows with the signature's shapes and types
+
+
+def parse_request(body: bytes, get_signature: Callable[[str], Signature]) -> JsonRequest:
+    """Returns the request in the body of an HTTP request.
+
+    Raises ValueError if the body is not JSON (which has no NaN), not an object, in neither of the
+    two formats, or its rows do not match the signature; and any error of `get_signature`.
+    """
+    return _parse_numeric(body, get_signature) or _parse_any(body, get_signature)
+
+
+def format_response(outputs: Mapping[str, np.ndarray], request: JsonRequest) -> bytes:
+    """Returns the body with the outputs, in the format of the request.
+
+    Numbers that are not finite become NaN, Infinity, or -Infinity as in TensorFlow Serving. These
+    are not valid JSON, but null would be ambiguous.
+    """
+    specs = request.signature.outputs
+    values = {name: _to_plain(name, outputs[name], spec) for name, spec in specs.items()}
+    single = next(iter(values.values())) if len(values) == 1 else None
+    if request.key == "inputs":
+        document = {"outputs": values if single is None else single}
+    elif single is not None:
+        document = {"predictions": single}
+    else:
+        rows = zip(*values.values(), strict=True)
+        document = {"predictions": [dict(zip(values, row, strict=True)) for row in rows]}
+    if all(np.isfinite(value).all() for value in values.values() if isinstance(value, np.ndarray)):
+        return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    return json.dumps(document, default=lambda value: value.tolist()).encode()
+
+
+def _parse_numeric(body, get_signature):
+    """Parses one array of numbers, ten times as fast; returns None for other requests."""
+    numbers = read_numbers(body)
+    if numbers is None:
+        return None
+    name = numbers.signature_name or SERVING_DEFAULT
+    signature = get_signature(name)
+    if len(signature.inputs) != 1:
+        return None
+    ((input_name, spec),) = signature.inputs.items()
+    array = numbers.array(spec)
+    if array is None:
+        return None
+    arrays = {input_name: _cast(input_name, array, spec.dtype)}
+    signature.check(arrays)
+    return JsonRequest(numbers.key, name, signature, arrays)
+
+
+def _parse_any(body, get_signature):
+    document = _document(body)
+    key = next(key for key in json_numbers.KEYS if key in document)
+    name = document.get(SIGNATURE_NAME) or SERVING_DEFAULT
+    signature = get_signature(name)
+    columns = _columns(document, signature)
+    signature.check_names(columns)
+    # If all quotes belong to keys, there are no strings among the values to check for.
+    keys = len(document) + _is_named(document.get("inputs")) * len(columns)
+    if body.count(b'"') != 2 * (keys + (SIGNATURE_NAME in document)):
+        for input_name, spec in signature.inputs.items():
+            if not spec.is_text:
+                _check_no_text(input_name, columns[input_name])
+    arrays = {each: _array(each, columns[each], spec) for each, spec in signature.inputs.items()}
+    signature.check(arrays)
+    return JsonRequest(key, name, signature, arrays)
+
+
+def _document(body):
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        hint = "; JSON has no NaN and no Infinity" if b"NaN" in body or b"Infin" in body else ""
+        raise ValueError(f"the body is not valid JSON: {error}{hint}") from error
+    if not isinstance(document, dict) or ("instances" in document) == ("inputs" in document):
+        raise ValueError('the body must be an object with "instances" or "inputs", not both')
+    if unknown := sorted(set(document) - _KNOWN_KEYS):
+        raise ValueError(f"unknown keys {unknown}; valid keys are {sorted(_KNOWN_KEYS)}")
+    if not isinstance(document.get(SIGNATURE_NAME, ""), str):
+        raise ValueError("signature_name must be a string")
+    return document
+
+
+def _columns(document, signature):
+    """Returns {input: nested lists of all rows} for either format."""
+    if "inputs" in document:
+        inputs = document["inputs"]
+        return inputs if _is_named(inputs) else {_only_input(signature): inputs}
+    rows = document["instances"]
+    if not isinstance(rows, list) or not rows:
+        raise ValueError('"instances" must be a list of at least one row')
+    if not _is_named(rows[0]):
+        return {_only_input(signature): rows}
+    names = rows[0].keys()
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict) or row.keys() != names:
+            raise ValueError(f"row {number} of the instances has other inputs than the first row")
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def _is_named(value):
+    return isinstance(value, dict) and value.keys() != {"b64"}
+
+
+def _only_input(signature):
+    if len(signature.inputs) != 1:
+        raise ValueError(f"the model has several inputs: name each of {list(signature.inputs)}")
+    return next(iter(signature.inputs))
+
+
+def _array(name, value, spec: TensorSpec):
+    if spec.is_text:
+        return _string_array(name, value)
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"input {name!r} is not an array: its rows differ in shape") from error
+    if spec.dtype == np.uint64 and array.dtype.kind == "f":  # integers below and above 2^63
+        array = _exact_integers(value, array)
+    accepted = _ACCEPTED_KINDS.get(spec.dtype.kind, "iuf")  # bfloat16 has its own kind
+    if array.dtype.kind not in accepted:
+        raise ValueError(f"input {name!r} must hold only {spec.dtype}, not {_content(array)}")
+    return _cast(name, array, spec.dtype)
+
+
+def _exact_integers(value, array):
+    """Returns exact uint64 integers if all values fit; else the array as NumPy parsed it."""
+    exact = np.asarray(value, object)
+    fit = all(type(each) is int and 0 <= each < 1 << 64 for each in exact.ravel())
+    return exact.astype(np.uint64) if fit else array
+
+
+def _check_no_text(name, value, depth=0):
+    """Rejects strings; NumPy would turn all numbers into strings as long as the longest."""
+    if isinstance(value, list):
+        _check_depth(name, depth)
+        for each in value:
+            if not isinstance(each, (int, float)):
+                _check_no_text(name, each, depth + 1)
+    elif isinstance(value, str):
+        raise ValueError(f"input {name!r} must hold numbers, not strings")
+
+
+def _cast(name, array, dtype):
+    if dtype.kind in "iu" and array.size:
+        limits = np.iinfo(dtype)
+        if array.min() < limits.min or array.max() > limits.max:
+            raise ValueError(f"input {name!r} must lie from {limits.min} to {limits.max} ({dtype})")
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(dtype)
+    except FloatingPointError as error:
+        raise ValueError(f"input {name!r} has numbers too large for {dtype}") from error
+
+
+def _content(array):
+    kinds = {"f": "floats", "i": "integers", "u": "integers", "b": "booleans", "U": "strings"}
+    return kinds.get(array.dtype.kind, "null, or values of several kinds")
+
+
+def _string_array(name, value):
+    array = np.asarray(_to_bytes(name, value), object)
+    if not all(isinstance(each, bytes) for each in array.flat):
+        raise ValueError(f"input {name!r} is not an array: its rows differ in shape")
+    return array
+
+
+def _check_depth(name, depth):
+    if depth >= _MAX_DEPTH:
+        raise ValueError(f"input {name!r} is not an array: more than {_MAX_DEPTH} nested lists")
+
+
+def _to_bytes(name, value, depth=0):
+    if isinstance(value, list):
+        _check_depth(name, depth)
+        return [_to_bytes(name, each, depth + 1) for each in value]
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, dict) and isinstance(value.get("b64"), str) and len(value) == 1:
+        try:
+            return base64.b64decode(value["b64"], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise ValueError(f"input {name!r} holds invalid base64: {error}") from error
+    raise ValueError(f'input {name!r} accepts strings, or {{"b64": "…"}} for other bytes')
+
+
+def _to_plain(name, array, spec):
+    if spec.is_text:
+        return _to_text(array.tolist(), name.endswith("_bytes"))
+    if array.dtype.kind not in "biuf":
+        array = array.astype(np.float32)
+    return np.ascontiguousarray(array)
+
+
+def _to_text(value, as_base64):
+    if isinstance(value, list):
+        return [_to_text(each, as_base64) for each in value]
+    if not as_base64:
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            pass  # other bytes are sent as base64, whatever the name
+    return {"b64": base64.b64encode(value).decode()}

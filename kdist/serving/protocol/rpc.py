@@ -1,0 +1,210 @@
+"""TensorFlow Serving's gRPC API: PredictionService and ModelService.
+
+Requests are parsed here because gRPC would report a malformed request as an internal error.
+"""
+
+import asyncio
+import math
+import os
+import time
+
+# The server starts other processes (workers, tuning); gRPC would log a warning for each of them.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+import grpc
+import numpy as np
+import tensorflow as tf
+from google.protobuf.message import DecodeError
+from tensorflow.core.framework import types_pb2
+from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
+
+from kdist.serving.core.errors import RequestError, to_request_error
+from kdist.serving.core.requests import count_rows
+from kdist.serving.core.settings import ServerLimits
+from kdist.serving.core.signature import SERVING_DEFAULT
+from kdist.serving.engine.models import Models
+
+_SIGNATURE_DEF = "signature_def"
+
+
+def create_grpc_server(models: Models) -> grpc.aio.Server:
+    """Returns a server of the models that has no address yet. Call it in a running event loop."""
+    limit = models.limits.body_bytes
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", limit),
+            ("grpc.so_reuseport", 0),  # a port in use is an error instead of being shared
+        ],
+    )
+    calls = _Calls(models)
+    services: dict[str, dict[str, tuple]] = {
+        "PredictionService": {
+            "Predict": (calls.predict, predict_pb2.PredictRequest, True),
+            "GetModelMetadata": (calls.metadata, get_model_metadata_pb2.GetModelMetadataRequest),
+        },
+        "ModelService": {
+            "GetModelStatus": (calls.status, get_model_status_pb2.GetModelStatusRequest)
+        },
+    }
+    for service, methods in services.items():
+        handlers = {name: calls.handler(*method) for name, method in methods.items()}
+        full_name = f"tensorflow.serving.{service}"
+        generic = grpc.method_handlers_generic_handler(full_name, handlers)
+        server.add_generic_rpc_handlers((generic,))
+    return server
+
+
+class _Calls:
+    def __init__(self, models: Models):
+        self._models = models
+
+    def handler(self, answer, request_type, is_counted=False):
+        """Returns a gRPC handler that parses requests and turns exceptions into a status.
+
+        Only predictions are counted, as in the REST API.
+        """
+
+        async def handle(body, context):
+            since, name, status = time.perf_counter(), "", "OK"
+            try:
+                request = _parsed(request_type, body)
+                name = self._models.model(request.model_spec.name).name
+                with self._models.body_memory.request() as reserve:
+                    reserve(len(body))
+                    async with asyncio.timeout(self._models.limits.request_seconds):
+                        return await answer(request, reserve)
+            except asyncio.CancelledError:  # by the client or its deadline
+                status = "CANCELLED"
+                raise
+            except Exception as error:
+                failure = to_request_error(error)
+                status = failure.grpc_status
+                await _abort(context, failure)
+            finally:
+                if is_counted:
+                    self._models.metrics.record_request(name, "grpc", status, since)
+
+        return grpc.unary_unary_rpc_method_handler(
+            handle, response_serializer=lambda message: message.SerializeToString()
+        )
+
+    async def predict(self, request, reserve):
+        version = self._version(request.model_spec)
+        name = request.model_spec.signature_name or SERVING_DEFAULT
+        signature = version.signature(name)  # checked first, as a batcher is created for any name
+        version.batcher(name).check_room()
+        signature.check_names(request.inputs)
+        size, shapes = 0, {}
+        for key, spec in signature.inputs.items():
+            shapes[key] = _shape(key, request.inputs[key], spec, self._models.limits)
+            version.batcher(name).check_room(max([1, *shapes[key][:1]]))
+            size += _byte_size(shapes[key], spec)
+        reserve(max(0, size - request.ByteSize()))
+        arrays = {
+            key: _array(key, request.inputs[key], spec, shapes[key])
+            for key, spec in signature.inputs.items()
+        }
+        count_rows(arrays)  # raises if they differ
+        names = _output_names(request.output_filter, signature)
+        outputs = await version.predict(arrays, name)
+        answer = predict_pb2.PredictResponse()
+        _fill_model_spec(answer.model_spec, version, name)
+        for key in names:
+            answer.outputs[key].CopyFrom(tf.make_tensor_proto(outputs[key]))
+        return answer
+
+    async def metadata(self, request, _):
+        if unknown := sorted(set(request.metadata_field) - {_SIGNATURE_DEF}):
+            raise RequestError("invalid", f"metadata fields {unknown}: valid is {_SIGNATURE_DEF!r}")
+        if not request.metadata_field:
+            raise RequestError("invalid", f"metadata_field is empty: give {_SIGNATURE_DEF!r}")
+        version = self._version(request.model_spec)
+        answer = get_model_metadata_pb2.GetModelMetadataResponse()
+        _fill_model_spec(answer.model_spec, version, "")
+        answer.metadata[_SIGNATURE_DEF].Pack(version.signature_map())
+        return answer
+
+    async def status(self, request, _):
+        model = self._models.model(request.model_spec.name)
+        states = model.states_of(_number(request.model_spec))
+        answer = get_model_status_pb2.GetModelStatusResponse()
+        for each in sorted(states, reverse=True):
+            state, error = states[each]
+            entry = answer.model_version_status.add(version=each)
+            entry.state = get_model_status_pb2.ModelVersionStatus.State.Value(state)
+            entry.status.error_code = 2 if error else 0  # UNKNOWN, OK
+            entry.status.error_message = error
+        return answer
+
+    def _version(self, spec):
+        return self._models.model(spec.name).version(_number(spec))
+
+
+def _parsed(request_type, body):
+    try:
+        return request_type.FromString(body)
+    except DecodeError as error:
+        name = request_type.DESCRIPTOR.name
+        message = f"the message is not a valid {name}; it may be truncated"
+        raise RequestError("invalid", message) from error
+
+
+def _number(spec):
+    if spec.WhichOneof("version_choice") == "version_label":
+        raise RequestError("invalid", "version labels are not supported: give a version number")
+    return spec.version.value if spec.HasField("version") else None
+
+
+def _shape(name, proto, spec, limits: ServerLimits):
+    """Returns the declared shape of a tensor if it is valid. Allocates nothing."""
+    if proto.dtype == 0:
+        raise ValueError(f"input {name!r} has no dtype; the model takes {spec.dtype}")
+    if proto.dtype != tf.as_dtype(spec.dtype).as_datatype_enum:
+        is_known = proto.dtype in types_pb2.DataType.values()
+        dtype = types_pb2.DataType.Name(proto.dtype) if is_known else f"type {proto.dtype}"
+        wanted = "string" if spec.is_text else spec.dtype.name
+        raise ValueError(f"input {name!r} is {dtype}, and the model takes {wanted}")
+    shape = [size.size for size in proto.tensor_shape.dim]
+    if proto.tensor_shape.unknown_rank or min(shape, default=0) < 0:
+        raise ValueError(f"input {name!r} has the shape {shape}: give every size")
+    # A few bytes can represent any number of equal values.
+    if _byte_size(shape, spec) > limits.body_bytes:
+        message = f"input {name!r} of shape {shape} is larger than {limits.body_bytes:,} bytes"
+        raise RequestError("too_large", message)
+    spec.check(name, shape)
+    return shape
+
+
+def _byte_size(shape, spec):
+    return math.prod(shape) * spec.dtype.itemsize
+
+
+def _array(name, proto, spec, shape):
+    try:
+        array = tf.make_ndarray(proto)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"input {name!r} has data that do not match its declared shape {shape}: {error}"
+        ) from error
+    if array.shape != tuple(shape):
+        raise ValueError(f"input {name!r} has data that do not match its declared shape {shape}")
+    return np.asarray(array, spec.dtype)
+
+
+def _output_names(output_filter, signature):
+    if unknown := sorted(set(output_filter) - set(signature.outputs)):
+        raise ValueError(f"unknown outputs {unknown}; the model has {list(signature.outputs)}")
+    return list(output_filter) or list(signature.outputs)
+
+
+def _fill_model_spec(spec, version, signature):
+    spec.name = version.key.model
+    spec.version.value = version.key.version
+    spec.signature_name = signature
+
+
+async def _abort(context, error):
+    if error.retry_after is not None:
+        context.set_trailing_metadata((("retry-after", str(error.retry_after)),))
+    await context.abort(getattr(grpc.StatusCode, error.grpc_status), str(error))

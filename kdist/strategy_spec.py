@@ -1,0 +1,234 @@
+"""Validated description of a strategy, resolved without TensorFlow.
+
+    spec = resolve("mirrored", devices=2, reduction="nccl")
+    spec = resolve(kdist.Layout(data=2, pipeline=2))
+    spec = resolve(kdist.planner.Plan.load("plan.json"))
+    strategy = kdist.strategies.build(spec)
+
+`resolve` finds every error that does not depend on the devices of this machine.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kdist.cluster import Cluster
+from kdist.cluster.remote_access import check_remote_access
+from kdist.layout import Layout
+
+if TYPE_CHECKING:
+    from kdist.planner.plans import Plan
+
+# Strategies of one process, and of the tasks of a job.
+SINGLE_PROCESS = ("auto", "one_device", "mirrored", "central_storage", "tpu")
+MULTI_PROCESS = ("multi_worker", "parameter_server")
+
+# Ways to reduce gradients across devices (`mirrored`) and across tasks (`multi_worker`).
+MIRRORED_REDUCTIONS = ("auto", "nccl", "hierarchical_copy", "reduction_to_one_device")
+MULTI_WORKER_REDUCTIONS = ("auto", "nccl", "ring")
+
+# Training methods that are not strategies, and how to use them.
+_OTHER_METHODS = {
+    "local_sgd": (
+        "it is a training method for 'mirrored' and 'multi_worker': use one of these and "
+        "model.compile(…, local_steps=k) (--strategy=mirrored --local_steps=8)"
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategySpec:
+    """Everything that `kdist.strategies.build` needs to create a strategy.
+
+    Attributes:
+        kind: A name in `SINGLE_PROCESS` or `MULTI_PROCESS`, or `"layout"` for a split model.
+        devices: Number of devices of this task, or their names; None for all.
+        reduction: Algorithm that reduces gradients.
+        num_packs: Number of tensors that gradients are packed into; None for TensorFlow's default.
+        layout: Layout of a split model; None for other kinds.
+        cluster: Tasks of the job; a single process for `SINGLE_PROCESS`.
+        cluster_timeout_seconds: Limit for all tasks to start.
+        step_timeout_seconds: Limit of a `multi_worker` step; 0 for none.
+        partitioner: Partitioner of embedding tables under `parameter_server`.
+    """
+
+    kind: str
+    devices: int | tuple[str, ...] | None = None
+    reduction: str = "auto"
+    num_packs: int | None = None
+    layout: Layout | None = None
+    cluster: Cluster = dataclasses.field(default_factory=Cluster)
+    cluster_timeout_seconds: float = 60.0
+    step_timeout_seconds: float = 600.0
+    partitioner: Callable | None = None
+
+    @property
+    def job_name(self) -> str:
+        """The strategy's name among the tasks of a job."""
+        return "a layout" if self.kind == "layout" else self.kind
+
+
+def resolve(
+    name: "str | Plan | Layout" = "auto",
+    devices: int | Sequence[str] | None = None,
+    *,
+    reduction: str = "auto",
+    num_packs: int | None = None,
+    cluster: Cluster | None = None,
+    cluster_timeout_seconds: float = 60.0,
+    step_timeout_seconds: float = 600.0,
+    allow_remote: bool = False,
+    partitioner: Callable | None = None,
+) -> StrategySpec:
+    """Returns the spec of a strategy, after checking that its options agree.
+
+    It has the arguments of `kdist.create_strategy`. It reads TF_CONFIG and Slurm's variables if
+    `cluster` is not given, and has no side effects.
+
+    Raises:
+        ValueError: If the name or the reduction is unknown, options contradict each other, the
+            cluster lacks tasks, or an address is remote without `allow_remote`.
+    """
+    if isinstance(name, Layout):
+        name.check_only_degrees()
+    elif not isinstance(name, str):
+        name, devices, cluster = _from_plan(name, devices, cluster)
+    layout = name if isinstance(name, Layout) else None
+    if layout is not None:
+        name = "layout"
+        _check_layout_options(reduction, num_packs, partitioner)
+    elif name not in SINGLE_PROCESS + MULTI_PROCESS:
+        raise ValueError(_unknown(name))
+    spec = StrategySpec(
+        name,
+        devices if devices is None or isinstance(devices, int) else tuple(devices),
+        reduction,
+        num_packs,
+        layout,
+        Cluster(),
+        cluster_timeout_seconds,
+        step_timeout_seconds,
+        partitioner,
+    )
+    if name in SINGLE_PROCESS:
+        _check_single_process(spec)
+        return spec
+    return _in_cluster(spec, Cluster.resolve() if cluster is None else cluster, allow_remote)
+
+
+def _in_cluster(spec, cluster, allow_remote):
+    check_remote_access(cluster, allow_remote)
+    if spec.kind == "multi_worker":
+        _check_communication(spec)
+    if spec.kind != "layout" or not cluster.is_alone:
+        cluster.check_roles_for(spec.job_name)
+    spec = dataclasses.replace(spec, cluster=cluster)
+    return spec if spec.layout is None else _with_layout_devices(spec)
+
+
+def _with_layout_devices(spec):
+    """Returns the spec with the devices of this task; checks that they fit the layout."""
+    tasks = max(1, spec.cluster.num_workers)
+    devices = spec.devices
+    if devices is None:
+        devices, rest = divmod(spec.layout.devices, tasks)
+        if rest:
+            raise ValueError(
+                f"{spec.layout} is for {spec.layout.devices} devices, which cannot be divided over "
+                f"{tasks} tasks: use another layout or another number of tasks"
+            )
+    names = [f"device {n}" for n in range(devices)] if isinstance(devices, int) else devices
+    spec.layout.groups([names] * tasks)
+    return dataclasses.replace(spec, devices=devices)
+
+
+def _from_plan(plan, devices, cluster):
+    """Returns (strategy name or layout, devices per machine, cluster) of a plan."""
+    from kdist.planner.plans import Plan
+
+    if not isinstance(plan, Plan):
+        raise ValueError(_unknown(plan))
+    layout = plan.layout
+    if devices is not None:
+        raise ValueError(
+            f"the plan determines the devices, {layout.devices_per_machine}; leave devices= out"
+        )
+    cluster = Cluster.resolve() if cluster is None else cluster
+    _check_machines(layout, cluster)
+    name = layout.degrees if layout.group_size > 1 else layout.strategy
+    return name, layout.devices_per_machine, cluster
+
+
+def _check_machines(layout, cluster):
+    """Checks that the job has as many training tasks as the plan has machines."""
+    served = layout.asynchronous
+    roles = ("worker",) if served else ("chief", "worker")
+    tasks = sum(len(cluster.tasks.get(role, ())) for role in roles) or 1
+    servers = len(cluster.tasks.get("ps", ()))
+    if tasks != layout.machines or (served and servers != layout.machines):
+        flags = f"--workers={layout.machines}" + served * f" --ps={layout.machines}"
+        raise ValueError(
+            f"the plan is for {layout.machines} machines ({layout.strategy}"
+            f"{', a server on each' * served}), and this job has {tasks} task{'s' * (tasks > 1)}"
+            f"{f' and {servers} servers' * served}; start it with scripts/launch.py {flags}, with "
+            "TF_CONFIG on each machine, or create another plan with --max_machines"
+        )
+
+
+def _check_single_process(spec):
+    name, devices = spec.kind, spec.devices
+    if name not in ("auto", "mirrored") and (spec.reduction, spec.num_packs) != ("auto", None):
+        raise ValueError(
+            f"reduction={spec.reduction!r} and num_packs={spec.num_packs} are options of "
+            f"'mirrored'; {name!r} does not support them, leave them out"
+        )
+    if name in ("auto", "mirrored"):
+        _check_reduction(spec.reduction, spec.num_packs)
+    if name == "tpu" and devices is not None:
+        raise ValueError("tpu uses all cores of the TPU; leave devices= (--num_devices) out")
+    if name == "one_device" and devices is not None:
+        count = devices if isinstance(devices, int) else len(devices)
+        if count > 1:
+            raise ValueError(
+                f"one_device uses one device, and devices={devices!r} requests {count}; request "
+                "one, or use --strategy=mirrored"
+            )
+
+
+def _check_reduction(reduction, num_packs):
+    if reduction not in MIRRORED_REDUCTIONS:
+        raise ValueError(
+            f"unknown reduction {reduction!r}; use one of {', '.join(MIRRORED_REDUCTIONS)}"
+        )
+    if num_packs is None:
+        return
+    if reduction not in ("nccl", "hierarchical_copy"):
+        raise ValueError(f"num_packs={num_packs} needs --reduction=nccl or hierarchical_copy")
+    if num_packs < 0:
+        raise ValueError(f"num_packs must be 0 (no packing) or more, got {num_packs}")
+
+
+def _check_communication(spec):
+    if spec.reduction not in MULTI_WORKER_REDUCTIONS or spec.num_packs is not None:
+        raise ValueError(
+            f"reduction={spec.reduction!r}, num_packs={spec.num_packs}: multi_worker supports the "
+            f"reductions {', '.join(MULTI_WORKER_REDUCTIONS)} and no num_packs"
+        )
+
+
+def _check_layout_options(reduction, num_packs, partitioner):
+    if (reduction, num_packs, partitioner) != ("auto", None, None):
+        raise ValueError(
+            f"reduction={reduction!r}, num_packs={num_packs}, partitioner={partitioner}: a layout "
+            "does not support these options, leave them out"
+        )
+
+
+def _unknown(name):
+    if isinstance(name, str) and name in _OTHER_METHODS:
+        return f"{name!r} is not a strategy; {_OTHER_METHODS[name]}"
+    names = SINGLE_PROCESS + MULTI_PROCESS
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ";"
+    return f"unknown strategy {name!r}{hint} Use one of {', '.join(names)}"

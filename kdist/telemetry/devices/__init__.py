@@ -1,0 +1,1 @@
+"""Samplers of the devices of each task of a job."""

@@ -1,0 +1,1 @@
+"""Timing of training steps, and the diagnosis of what slows them down."""

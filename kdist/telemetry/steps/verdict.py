@@ -1,0 +1,170 @@
+"""Diagnosis of what slows a training down, with numbers and what to change.
+
+    verdict({"input_share": 0.86, "examples_per_second": 410.0})
+    # ["input-bound: the pipeline delivers 410 examples/s, the devices could train on 2,929; …"]
+
+An empty list means that nothing but the steps themselves takes a noticeable share of the time.
+"""
+
+import collections
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Smallest shares of a step that are reported: that of waiting for input, and those of other fields
+# of a `timing` record with the text about them.
+_MIN_INPUT_SHARE = 0.1
+_SHARES = {
+    "reduce_share": (
+        0.25,
+        "all-reduce is {:.0%} of a step; raise the local batch (--local_batch_size) or the "
+        "accumulation (--accumulate), or use local SGD (--local_steps)",
+    ),
+    "callback_share": (
+        0.1,
+        "callbacks take {:.0%} of a step; run several steps per call "
+        "(--steps_per_execution=auto), or use callbacks that read logs less often",
+    ),
+    "bubble_share": (
+        0.25,
+        "the devices of the split model wait {:.0%} of the time for each other; use more "
+        "micro-batches in the pipeline (--layout=…,micro_batches=8), or balance the work of the "
+        "devices (scripts/check.py --layout shows the placement of layers)",
+    ),
+}
+# Smallest lag of one device behind the others, and smallest utilization that is not idle.
+_MIN_LAG = 0.1
+_MIN_UTILIZATION = 0.5
+
+
+def verdict(timing: Mapping[str, Any], devices: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """Returns what slows the training down, one finding per string, the costliest first.
+
+    `timing` is a `timing` record of `metrics.jsonl` for the whole training. `devices` are mean
+    measurements of each GPU: `host`, `device`, `utilization`, and `sm_clock_mhz` where measured.
+    """
+    findings = [
+        _input(timing),
+        *_over_share(timing),
+        _slow_replica(timing.get("replica_busy_seconds") or []),
+        *_slow_gpus(devices),
+        _idle(timing, devices),
+    ]
+    return [text for _, text in sorted(filter(None, findings), key=lambda f: f[0], reverse=True)]
+
+
+class DeviceMeans:
+    """Running means of the samples of each device, without the samples themselves."""
+
+    def __init__(self):
+        self._sums = collections.defaultdict(collections.Counter)
+        self._counts = collections.defaultdict(collections.Counter)
+
+    def add(self, record: Mapping[str, Any]):
+        """Adds a record of `devices.jsonl`."""
+        key = record["host"], record["device"]
+        for name, value in record.items():
+            if isinstance(value, int | float) and name not in ("time", "seconds"):
+                self._sums[key][name] += value
+                self._counts[key][name] += 1
+
+    def gpus(self) -> list[dict[str, Any]]:
+        """Returns one record per GPU with the means of its measurements."""
+        return [
+            {
+                "host": host,
+                "device": device,
+                **{name: total / self._counts[host, device][name] for name, total in sums.items()},
+            }
+            for (host, device), sums in sorted(self._sums.items())
+            if device.startswith("gpu/")
+        ]
+
+
+def _input(timing):
+    share, rate = timing.get("input_share"), timing.get("examples_per_second")
+    if share is None or share < _MIN_INPUT_SHARE or not rate:
+        return None
+    return share, (
+        f"input-bound: the pipeline delivers {rate:,.0f} examples/s, the devices could train on "
+        f"{rate / max(1 - share, 0.001):,.0f} ({share:.0%} of a step is waiting for input); keep "
+        "decoded examples in memory (cache=True), make the operations cheaper, or use more cores; "
+        "scripts/check.py --input measures the pipeline alone"
+    )
+
+
+def _over_share(timing):
+    """Yields the shares in `_SHARES` that exceed their minimum, with their texts."""
+    for name, (minimum, text) in _SHARES.items():
+        share = timing.get(name)
+        if share is not None and share >= minimum:
+            yield share, text.format(share)
+
+
+def _slow_replica(busy):
+    """Compares replicas, which all process equal shares of a batch."""
+    if len(busy) < 2:
+        return None
+    slowest = max(range(len(busy)), key=busy.__getitem__)
+    others = statistics.median(b for n, b in enumerate(busy) if n != slowest)
+    lag = 1 - others / busy[slowest] if busy[slowest] else 0.0
+    if lag < _MIN_LAG:
+        return None
+    return lag, (
+        f"replica {slowest} runs {lag:.0%} behind the others, which wait for it (busy "
+        f"{busy[slowest] * 1000:,.1f} ms per step, the others {others * 1000:,.1f} ms); check "
+        "whether other programs use its device"
+    )
+
+
+def _slow_gpus(devices):
+    """Yields the GPUs that are slower than the others: throttled, or used by other programs."""
+    for gpu, others in _each_and_median(devices, "sm_clock_mhz"):
+        lag = 1 - gpu["sm_clock_mhz"] / others
+        if lag >= _MIN_LAG:
+            celsius = gpu.get("temperature_celsius")
+            heat = "" if celsius is None else f", at {celsius:.0f} °C"
+            text = (
+                f"{_name(gpu, devices)} runs {lag:.0%} behind the others: its clock is "
+                f"{gpu['sm_clock_mhz']:,.0f} MHz, theirs {others:,.0f}{heat}; check its cooling "
+                "and its power limit"
+            )
+            yield lag, text
+    for gpu, others in _each_and_median(devices, "utilization"):
+        lag = others - gpu["utilization"]
+        if lag >= _MIN_LAG:
+            text = (
+                f"{_name(gpu, devices)} is busy {gpu['utilization']:.0%} of the time, the others "
+                f"{others:.0%}; check that all GPUs get equal shares of a batch"
+            )
+            yield lag, text
+
+
+def _each_and_median(devices, key):
+    """Yields each device that has `key`, with the median of the others."""
+    known = [device for device in devices if device.get(key) is not None]
+    for number, device in enumerate(known):
+        others = [other[key] for n, other in enumerate(known) if n != number]
+        if others and (median := statistics.median(others)):
+            yield device, median
+
+
+def _name(gpu, devices):
+    index = gpu["device"].split("/")[-1]
+    several_hosts = len({device.get("host") for device in devices}) > 1
+    return f"GPU {index}" + (f" of {gpu['host']}" if several_hosts else "")
+
+
+def _idle(timing, devices):
+    """Reports GPUs that are idle although input is fast: the host launches work too slowly."""
+    known = [d["utilization"] for d in devices if d.get("utilization") is not None]
+    if not known or (timing.get("input_share") or 0) >= _MIN_INPUT_SHARE:
+        return None
+    busy = statistics.mean(known)
+    if busy >= _MIN_UTILIZATION:
+        return None
+    return 1 - busy, (
+        f"the GPUs are busy {busy:.0%} of the time, although they do not wait for input; raise the "
+        "local batch (--local_batch_size), or run several steps per call "
+        "(--steps_per_execution=auto)"
+    )

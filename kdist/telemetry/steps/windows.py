@@ -1,0 +1,222 @@
+"""Measurements of training in windows of some seconds.
+
+windows = TimingWindows(model, seconds=10)
+windows.before_call()                     # before each call of the step function
+metrics = windows.after_call(steps=4)     # metrics of a window that has just ended, or None
+"""
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from kdist.telemetry.steps.step_times import StepTimes
+from kdist.telemetry.steps.trace import SampledProfiles
+from kdist.training.state import training_state_of
+
+if TYPE_CHECKING:
+    from kdist.parallel.inspect.traffic import WatchedGraphs
+
+# FLOPs of a training step per FLOP of the forward pass: the backward pass computes the gradients of
+# the input and of the weights (Kaplan et al. 2020, section 2.1).
+_TRAINING_FLOPS_PER_FORWARD_FLOP = 3
+
+
+class TimingWindows:
+    """Reads the clock of a model in training; a model without a clock has no measurements.
+
+    The model is compiled, and its training data is known by its first call. A window ends after
+    `seconds`, unless `metrics` ends it earlier. With `profiles`, some steps are profiled from time
+    to time.
+    """
+
+    def __init__(self, model: keras.Model, seconds: float, profiles: bool = True):
+        self._model, self._seconds = model, seconds
+        state = training_state_of(model)
+        self._clock = state.clock if state else None
+        strategy = model.distribute_strategy
+        flops, peak = _flops(model)
+        self._times = StepTimes(
+            state.global_batch_size if state else None,
+            strategy.num_replicas_in_sync,
+            flops,
+            peak,
+            split_devices(strategy),
+        )
+        # A profile contains the steps only if this process runs them.
+        elsewhere = tf.distribute.experimental.ParameterServerStrategy | tf.distribute.TPUStrategy
+        can_profile = self._clock is not None and not isinstance(strategy, elsewhere)
+        self._profiles = SampledProfiles() if profiles and can_profile else None
+        self._split = SplitSteps(model) if is_split(strategy) else None
+        self._since = time.perf_counter()
+
+    def before_call(self):
+        """Prepares for a call of the step function; call it before each one."""
+        if self._split:
+            self._split.before_call()
+        if self._profiles:
+            self._profiles.begin()
+
+    def after_call(self, steps: int) -> dict[str, Any] | None:
+        """Returns the metrics of the window if it ends with this call, which ran `steps` steps."""
+        self._read_graphs()
+        profile = self._profiles.end(steps) if self._profiles else None
+        if profile is None and time.perf_counter() - self._since < self._seconds:
+            return None
+        return self.metrics(profile)
+
+    def metrics(self, profile=None) -> dict[str, Any]:
+        """Ends the window and returns its metrics; empty if no step ran in it."""
+        self._since = time.perf_counter()
+        return self._times.window(self._clock.take(), profile) if self._clock else {}
+
+    def after_first_call(self):
+        """Replaces `after_call` for a call that traced and compiled, which is not measured."""
+        self._read_graphs()
+        self._since = time.perf_counter()
+        if self._clock:
+            self._clock.take()
+
+    def total(self) -> dict[str, Any]:
+        """Returns the metrics of all windows combined; empty without any."""
+        return self._times.total()
+
+    def _read_graphs(self):
+        if self._split:
+            self._split.after_call()
+            if self._profiles:
+                self._profiles.operation_devices = self._split.operation_devices
+
+    def crossing_bytes(self) -> dict[str, int] | None:
+        """Returns the bytes sent between devices in one step; None unless the model is split."""
+        return self._split.crossing_bytes if self._split else None
+
+    def end(self):
+        """Stops profiles and graph watching."""
+        if self._split:
+            self._split.end()
+        if self._profiles:
+            self._profiles.stop()
+
+
+def _flops(model):
+    """Returns (FLOPs per example, peak FLOP/s of all GPUs); None where unknown."""
+    from kdist.parallel.device_groups import GroupStrategy
+    from kdist.planner.tables.gpus import find_gpu
+
+    names = []
+    with contextlib.suppress(RuntimeError, ValueError):
+        names = [
+            tf.config.experimental.get_device_details(gpu).get("device_name", "")
+            for gpu in tf.config.list_physical_devices("GPU")
+        ]
+    gpu = find_gpu(names[0]) if names else None
+    peak = gpu.peak_flops(model.dtype_policy.name) if gpu else None
+    if peak is None:
+        return None, None
+    strategy = model.distribute_strategy
+    devices = len(strategy.groups[0]) if isinstance(strategy, GroupStrategy) else 1
+    return training_flops(model), peak * strategy.num_replicas_in_sync * devices
+
+
+def training_flops(model: keras.Model) -> float | None:
+    """Returns the FLOPs of the forward and backward pass for one example; None where unknown.
+
+    A multiplication and an addition count as two. Operations count if TensorFlow has statistics for
+    them, such as matrix products and convolutions. The model is built, with known input shapes
+    except for the batch.
+    """
+    try:
+        inputs = keras.tree.map_structure(
+            lambda x: tf.TensorSpec([1, *x.shape[1:]], x.dtype), model.inputs
+        )
+        call = tf.function(lambda *x: model(list(x) if len(x) > 1 else x[0], training=False))
+        graph = call.get_concrete_function(*inputs).graph
+        options = tf.compat.v1.profiler.ProfileOptionBuilder
+        counted = tf.compat.v1.profiler.profile(
+            graph, options=options(options.float_operation()).with_empty_output().build()
+        )
+    except (AttributeError, TypeError, ValueError):  # a subclassed model with unknown inputs
+        return None
+    return float(counted.total_float_ops) * _TRAINING_FLOPS_PER_FORWARD_FLOP or None
+
+
+def split_devices(strategy: tf.distribute.Strategy) -> list[str]:
+    """Returns the local devices that a strategy splits models over; empty if it splits none."""
+    from kdist.parallel.device_groups import device_names
+
+    if not is_split(strategy):
+        return []
+    names = device_names(strategy)
+    host = names[0].rpartition("/")[0]
+    return [name for name in names if name.rpartition("/")[0] == host]
+
+
+def is_split(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether the replicas of a strategy have several devices each."""
+    from kdist.parallel.device_groups import GroupStrategy
+
+    return isinstance(strategy, GroupStrategy) and strategy.layout.group_size != 1
+
+
+# The graphs of each train function, while it exists.
+_graphs_of: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+class SplitSteps:
+    """Watches the first call of a split model's step, when TensorFlow exposes its graphs.
+
+    TensorFlow does not expose them again for a step that has run before. Then the graphs of an
+    earlier `fit` are used, if there are any.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        self._watch = contextlib.ExitStack()
+        self._watched: WatchedGraphs | None = None
+        self._graphs: WatchedGraphs | None = None
+
+    def before_call(self):
+        """Starts watching before the first call; call it before each one."""
+        if self._watched is None:
+            from kdist.parallel.inspect.traffic import watched_graphs
+
+            self._watched = self._watch.enter_context(watched_graphs())
+
+    def after_call(self):
+        """Stops watching after the first call; call it after each one."""
+        if self._graphs is not None or self._watched is None:
+            return
+        self._watch.close()
+        function = self._model.train_function
+        if self._watched.hold_a_step:
+            _graphs_of[function] = self._watched
+        self._graphs = _graphs_of.get(function, self._watched)
+
+    @property
+    def operation_devices(self) -> Mapping[str, str] | None:
+        """Name of each operation of a step -> its device; None where unknown."""
+        if self._graphs is None or not self._graphs.hold_a_step:
+            return None
+        return self._graphs.devices
+
+    @functools.cached_property
+    def crossing_bytes(self) -> dict[str, int] | None:
+        """Bytes per step, such as `{"CPU:0 to CPU:1": 1228800}`; None where unknown."""
+        batch = self._model.training_state.global_batch_size
+        if self._graphs is None or not (self._graphs.hold_a_step and batch):
+            return None
+        layout = self._model.distribute_strategy.layout
+        crossing = self._graphs.crossing_bytes(batch // (layout.data * layout.micro_batches))
+        if crossing is None:
+            return None
+        return {f"{here} to {there}": size for (here, there), size in sorted(crossing.items())}
+
+    def end(self):
+        """Stops watching if training ended within the first call."""
+        self._watch.close()

@@ -1,0 +1,1 @@
+"""Destinations of measurements: the run directory, W&B, and TensorBoard."""

@@ -1,0 +1,116 @@
+"""Writers of the run directory: JSON lines, and the files of a run."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from kdist.run_directory import RunDirectory, finite
+from kdist.telemetry.writers.base import Writer
+
+_logger = logging.getLogger(__name__)
+
+
+class JsonlWriter(Writer):
+    """Appends one JSON object per line to a file; NaN and infinities become null.
+
+    Each line can be read as soon as it is written. When the file cannot be written, for example
+    because the disk is full, the writer logs this once and discards later records; training
+    continues, and the file consists of complete lines.
+
+    Args:
+        path: the file, created with the first line; its directory must exist.
+
+    Example:
+
+        writer = JsonlWriter("runs/first/metrics.jsonl")
+        writer.write({"kind": "epoch", "epoch": 1, "loss": 0.4})
+        writer.close()
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self._path = path
+        self._file: int | None = None
+        self._closed = False
+
+    def write(self, record: Mapping[str, Any]):
+        """Appends one object; values are numbers, strings, lists, or None."""
+        if self._closed:
+            return
+        line = json.dumps(finite(record)).encode() + b"\n"
+        try:
+            self._append(line)
+        except OSError as error:
+            _logger.warning("cannot write metrics to %s: %s", self._path, error.strerror)
+            self.close()
+
+    def close(self):
+        """Closes the file; later records are discarded."""
+        self._closed = True
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                os.close(file)
+            except OSError as error:
+                _logger.warning("%s is incomplete: %s", self._path, error.strerror)
+
+    def _append(self, line):
+        """Writes unbuffered, so that a killed run or a full disk leaves complete lines."""
+        if self._file is None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+            self._file = os.open(self._path, flags, 0o666)
+        written = 0
+        try:
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError:
+            if written:
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+            raise
+
+
+class RunWriter(Writer):
+    """Writes `metrics.jsonl`, `devices.jsonl`, and `summary.json` of a run directory.
+
+    A file that cannot be written is logged once, and training continues without it.
+
+    Args:
+        run: the run directory; created if it does not exist.
+
+    Example:
+
+        writer = RunWriter(RunDirectory("runs/first"))
+        writer.write({"kind": "epoch", "epoch": 1, "loss": 0.4})  # metrics.jsonl
+        writer.write_summary({"test_accuracy": 0.9})              # summary.json
+        writer.close()
+    """
+
+    def __init__(self, run: RunDirectory):
+        self._run = run
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _logger.warning("cannot create the run directory: %s", error)
+        self._metrics = JsonlWriter(run.metrics)
+        self._devices = JsonlWriter(run.devices)
+
+    def write(self, record: Mapping[str, Any]):
+        """Appends a line to `metrics.jsonl`."""
+        self._metrics.write(record)
+
+    def write_device(self, record: Mapping[str, Any]):
+        """Appends a line to `devices.jsonl`."""
+        self._devices.write(record)
+
+    def write_summary(self, summary: Mapping[str, Any]):
+        """Writes `summary.json` atomically."""
+        try:
+            self._run.write_summary(summary)
+        except OSError as error:
+            _logger.warning("cannot write the summary %s: %s", self._run.summary, error.strerror)
+
+    def close(self):
+        """Closes the files; later records are discarded."""
+        self._metrics.close()
+        self._devices.close()

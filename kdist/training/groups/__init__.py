@@ -1,0 +1,1 @@
+"""Groups of training steps that one call of a TensorFlow function runs."""

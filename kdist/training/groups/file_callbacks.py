@@ -1,0 +1,115 @@
+"""Keras callbacks that write files, on several workers: one worker writes, and all restore."""
+
+import functools
+
+import keras
+import tensorflow as tf
+
+from kdist.cluster import heartbeat
+from kdist.compat.keras import recompute_constants
+from kdist.training.broadcast import read_on_chief
+from kdist.training.replica.accumulation import optimizers_of
+from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
+
+# Callbacks that only write.
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+# The same of packages that kdist does not import.
+_WRITERS_BY_NAME = {"WandbMetricsLogger"}
+
+
+def without_writers(callbacks):
+    """Returns the callbacks for a task that is not the chief: only one task writes files.
+
+    Callbacks with an attribute `only_writes` are left out, as are the writers of Keras and W&B. A
+    `WandbEvalCallback` predicts on all workers, and uploads no tables here.
+    """
+    others = []
+    for callback in keras.tree.flatten(callbacks):
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if "WandbEvalCallback" in names:
+            _keep_tables(callback)
+        is_writer = isinstance(callback, _WRITERS) or not names.isdisjoint(_WRITERS_BY_NAME)
+        if not (callback is None or is_writer or getattr(callback, "only_writes", False)):
+            others.append(callback)
+    return others
+
+
+def _keep_tables(callback):
+    """Replaces uploads of a `WandbEvalCallback`; its predictions refer to the local table."""
+
+    def keep_data(*_, **__):
+        callback.data_table_ref = callback.data_table
+
+    callback.log_data_table, callback.log_pred_table = keep_data, lambda *_, **__: None
+
+
+@functools.cache
+def share_backups():
+    """Makes `keras.callbacks.BackupAndRestore` restore all workers from the files of the chief.
+
+    With one worker, and for models that kdist does not train, it stays Keras's own.
+    """
+    hooks = {"on_train_begin": _restore, "on_epoch_end": _on_chief}
+    for name, hook in {**hooks, "on_train_batch_end": _on_chief, "on_train_end": _on_chief}.items():
+        _hook(keras.callbacks.BackupAndRestore, name, hook)
+
+
+def _hook(cls, name, hook):
+    keras_function = getattr(cls, name)
+
+    @functools.wraps(keras_function)
+    def hooked(callback, *args, **kwargs):
+        call = functools.partial(keras_function, callback, *args, **kwargs)
+        model = callback.model
+        if hasattr(model, "training_state") and is_multi_worker(model.distribute_strategy):
+            return hook(callback, call)
+        return call()
+
+    setattr(cls, name, hooked)
+
+
+def _on_chief(callback, call):
+    if callback.model.distribute_strategy.extended.should_checkpoint:
+        call()
+
+
+def _restore(callback, call):
+    """Restores the chief's model from its files, and all others from the chief's model."""
+    model = callback.model
+    strategy = model.distribute_strategy
+    metrics = {id(variable) for variable in model.metrics_variables}
+    copies = {}
+
+    def read():
+        if not tf.io.gfile.exists(callback.backup_dir):
+            return {"arrays": None}
+        try:
+            outside_multi_worker_scope(call)
+        except Exception as error:  # whatever it is, the other workers must not wait for the model
+            raise RuntimeError(
+                f"BackupAndRestore cannot restore {callback.backup_dir}: {error}; remove the "
+                "directory to start from the beginning"
+            ) from error
+        arrays = {name: copy[0].numpy() for name, copy in copies.items()}
+        return {"arrays": arrays, "epoch": model._initial_epoch}
+
+    if model.optimizer is not None and not model.optimizer.built:
+        with strategy.scope():  # all workers create its variables together
+            model.optimizer.build(model.trainable_variables)
+    slots = (slot for optimizer in optimizers_of(model) for slot in optimizer.variables)
+    for number, variable in enumerate((*model.variables, *slots)):
+        if id(variable) not in metrics:
+            copies[str(number)] = strategy.experimental_local_results(variable.value)
+    with heartbeat.collective("restoring a backup"):
+        found = read_on_chief(strategy, read, RuntimeError)
+    for name, array in (found["arrays"] or {}).items():
+        for copy in copies[name]:
+            copy.assign(array)
+    if found["arrays"]:
+        model._initial_epoch = found["epoch"]
+        recompute_constants(model)

@@ -1,0 +1,342 @@
+"""Train and test functions of synchronous strategies: one call runs a step group on all replicas.
+
+Several steps in one TensorFlow function cost one call from Python. Keras builds such a loop with
+optionals and conditionals, which fail under MirroredStrategy. A plain loop over a known number of
+steps does not.
+"""
+
+import contextlib
+import functools
+import time
+
+import tensorflow as tf
+
+from kdist.compat.keras import reduce_per_replica
+from kdist.compat.tensorflow import function_of_its_own
+from kdist.training.groups import clock as clocks
+from kdist.training.groups.inputs import open_rows, with_open_rows, without_slice
+from kdist.training.groups.logs import LazyLogs
+from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
+from kdist.training.groups.totals import MetricTotals
+from kdist.training.parameter_server.central_step import CentralStep
+from kdist.training.replica.local_sgd import LocalStep
+from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
+from kdist.training.replica.row_shares import BatchDivision
+from kdist.training.replica.step import ReplicaStep, this_replica
+from kdist.training.scopes import is_multi_worker, num_local_replicas, shares_storage
+from kdist.training.step_timeout import step_timeout_of
+
+_ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
+
+
+class StepFunction:
+    """Runs step groups on every replica of the model's strategy. A `GroupRunner`.
+
+    Args:
+        trainer: the model.
+        step: function of one replica's batch that returns logs, such as `model.train_step`.
+        logs_are_metrics: True if the logs are the results of the model's metrics. The function
+            then returns nothing, and metrics are read when the logs are.
+        accumulators: gradient sums of micro-steps, an `Accumulators`, or a list with one for each
+            replica; None for a single micro-step.
+        micro_steps: number of parts into which each replica's rows are divided. Defaults to 1.
+        monitor: the `LossMonitor` that `step` updates; None in evaluation.
+        rounds: the `Rounds` of local SGD; None if gradients are reduced in every step.
+        clock: `StepClock` that receives the time that steps wait for input; optional.
+    """
+
+    is_idle = True
+
+    def __init__(
+        self,
+        trainer,
+        step,
+        logs_are_metrics,
+        accumulators=None,
+        micro_steps=1,
+        monitor=None,
+        rounds=None,
+        clock=None,
+    ):
+        self._trainer = trainer
+        self._clock = clock or clocks.StepClock()
+        self._rounds = rounds
+        self._logs_are_metrics = logs_are_metrics
+        self._monitor = monitor
+        self._totals = None
+        if is_multi_worker(trainer.distribute_strategy):
+            votes = trainer.training_state.votes if monitor else None
+            self._totals = MetricTotals(trainer, monitor, votes)
+        replicated_step = ReplicatedStep(trainer, step, accumulators, micro_steps, rounds)
+        self._results = replicated_step.results
+        self._replicated_step = self._compiled(replicated_step)
+        compiled = (lambda f: f) if trainer.run_eagerly else _function
+        self._run_one = compiled(self._fetch_and_step)
+        self._run_loop = self._run_each if trainer.run_eagerly else _function(self._loop)
+        self._run_batch = compiled(self._only_step)
+        self._read_metrics = compiled(trainer.get_metrics_result)
+
+    def __call__(self, iterator):
+        """Runs one step group of an iterator and returns its logs, as Keras's functions do."""
+        group = StepGroup(0, self._trainer.steps_per_execution, iterator)
+        return self.run(group).logs
+
+    def in_flight(self, groups):
+        """Returns a context manager that yields `groups`: one runs at a time."""
+        return contextlib.nullcontext(groups)
+
+    def run(self, group: StepGroup) -> GroupResult:
+        """Runs the steps of `group` and returns the logs of the last one.
+
+        Raises:
+            StopIteration: there is no batch for the first step.
+        """
+        length = group.length
+        iterator, worker_slice = without_slice(group.iterator)
+        with step_timeout_of(self._trainer.distribute_strategy):
+            if group.may_run_out or not isinstance(iterator, _ITERATORS):
+                outputs, waited = self._until_exhausted(iterator, length, worker_slice)
+            elif length == 1:
+                outputs, waited = self._run_one(iterator, self._count(1), worker_slice)
+            else:
+                outputs, waited = self._run_loop(
+                    iterator, tf.constant(length), self._count(length), worker_slice
+                )
+        self._clock.note_input(waited)
+        return GroupResult(group, self._logs(outputs))
+
+    def _count(self, steps):
+        """Returns the local steps of the round before the next `steps`; None without rounds."""
+        return self._rounds.count(steps) if self._rounds else None
+
+    def _logs(self, outputs):
+        """Returns the logs of a group, given the outputs of its function."""
+        if self._totals:
+            logs, first_bad_steps, votes = outputs
+            if self._monitor:
+                self._monitor.note(first_bad_steps)
+                self._trainer.training_state.votes.note(votes)
+            return LazyLogs(lambda: logs)
+        return LazyLogs(self._read_metrics) if self._logs_are_metrics else outputs
+
+    def _end_of_group(self, outputs):
+        """Returns the outputs of a group's function, given those of its last step."""
+        if not self._totals:
+            has_results = self._results and isinstance(outputs, dict)
+            return {**outputs, **self._read_results()} if has_results else outputs
+        if self._logs_are_metrics:
+            return self._totals.results(self._trainer.get_metrics_result)
+        results, first_bad_steps, votes = self._totals.results(self._read_results)
+        logs = self._totals.mean(outputs)
+        return ({**logs, **results} if results else logs), first_bad_steps, votes
+
+    def _read_results(self):
+        """Returns those logs of a custom step that are results of metrics."""
+        return {name: read() for name, read in self._results.items()}
+
+    def _compiled(self, replicated_step):
+        """Returns the step, compiled with XLA as a whole if there is one replica."""
+        trainer = self._trainer
+        if trainer.jit_compile and not trainer.run_eagerly and replicated_step.is_undivided:
+            return _function(replicated_step, jit_compile=True)
+        return replicated_step
+
+    def _only_step(self, batch, done, worker_slice, has_open_rows=()):
+        if not tf.executing_eagerly():
+            batch = with_open_rows(batch, has_open_rows)
+        return self._end_of_group(self._step_on(batch, done, worker_slice))
+
+    def _step_on(self, batch, done, worker_slice):
+        """Runs a step and returns its outputs.
+
+        Args:
+            batch: a global batch, or this worker's slice of one.
+            done: number of local steps of the round before this one; None without rounds.
+            worker_slice: the `WorkerSlice` that `batch` is, or None.
+        """
+        outputs = run_converted(self._trainer, self._replicated_step, batch, worker_slice)
+        if self._rounds:
+            self._rounds.end_of_step(done)
+        if self._logs_are_metrics:
+            return ()
+        if self._totals:
+            return outputs
+        return reduce_per_replica(outputs, self._trainer.distribute_strategy, reduction="auto")
+
+    # Each of the following returns (outputs of `_end_of_group`, seconds waited for input).
+
+    def _fetch_and_step(self, iterator, done, worker_slice):
+        batch, waited = clocks.fetch_now(iterator)
+        return self._only_step(batch, done, worker_slice), waited
+
+    def _loop(self, iterator, length, done, worker_slice):
+        def step(number, waited, since, _=None):
+            batch, wait = clocks.fetch(iterator, since)
+            outputs = self._step_on(batch, None if done is None else done + number, worker_slice)
+            with tf.device("CPU:0"):
+                waited, arrived = waited + wait, since + wait
+            ended = clocks.step_end_time(self._trainer.trainable_variables, arrived)
+            return number + 1, waited, ended, outputs
+
+        start = tf.constant(0), tf.constant(0.0, tf.float64), tf.timestamp()
+        # Metrics stay in variables. Other logs are loop variables, from the first step on.
+        _, waited, _, outputs = tf.while_loop(
+            lambda number, *_: number < length,
+            step,
+            (*start, ()) if self._logs_are_metrics else step(*start),
+        )
+        return self._end_of_group(outputs), waited
+
+    def _run_each(self, iterator, length, done, worker_slice):
+        waited = 0.0
+        for number in range(int(length)):
+            outputs, wait = self._run_one(
+                iterator, None if done is None else done + number, worker_slice
+            )
+            waited += wait
+        return outputs, waited
+
+    def _until_exhausted(self, iterator, length, worker_slice):
+        # The batch is fetched before the step begins: inside one function, operations that need
+        # no data (the step counter, weight decay) would still run after the last batch.
+        outputs, waited, since = None, 0.0, time.perf_counter()
+        has_open_rows = open_rows(getattr(iterator, "element_spec", ()))
+        for batch in take_up_to(length, iterator):
+            waited += time.perf_counter() - since
+            outputs = self._run_batch(batch, self._count(1), worker_slice, has_open_rows)
+            since = time.perf_counter()
+        if outputs is None:
+            raise StopIteration
+        return outputs, waited
+
+
+class ReplicatedStep:
+    """Runs a step on each replica's rows of a batch, in one or several micro-steps.
+
+    The arguments are those of `StepFunction`.
+
+    Attributes:
+        results: {name of a log: function that reads it}, for logs that are results of metrics.
+    """
+
+    def __init__(self, trainer, step, accumulators=None, micro_steps=1, rounds=None):
+        self._trainer = trainer
+        self._rounds = rounds
+        self._step = step
+        self._accumulators = accumulators
+        self._micro_steps = micro_steps
+        self.results: dict = {}
+        self._strategy = trainer.distribute_strategy
+        self._replicas = self._strategy.num_replicas_in_sync
+        self._has_copies = isinstance(
+            self._strategy,
+            tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy,
+        )
+        # Replicas of several devices each, as in `kdist.parallel`.
+        self._has_groups = hasattr(self._strategy, "groups")
+        self._shares_storage = shares_storage(self._strategy)
+        if self._replicas * self._micro_steps > 1:
+            _check_keeps_no_rows(trainer)
+
+    @property
+    def is_undivided(self):
+        """True if batches are not divided: one replica on one device, and one micro-step."""
+        return self._replicas * self._micro_steps == 1 and not self._has_groups
+
+    def __call__(self, data, worker_slice=None):
+        """Returns the step's outputs in the last micro-step, on each replica.
+
+        Args:
+            data: a batch.
+            worker_slice: the `WorkerSlice` that `data` is; None if the batch is whole.
+        """
+        if self.is_undivided:
+            return self._strategy.run(self._step, args=(data,))
+        division = BatchDivision.of(data, self._strategy, self._micro_steps, worker_slice)
+        last = self._micro_steps - 1
+        run = functools.partial(self._micro_step, data, division)
+        if self._trainer.run_eagerly:
+            for number in range(last):
+                run(number)
+        elif last:
+            # One after the other, so that only one micro-step's activations are in memory.
+            (done,) = tf.while_loop(
+                lambda number: number < last,
+                lambda number: (number + 1, run(number))[:1],
+                [tf.constant(0)],
+                parallel_iterations=1,
+            )
+            with tf.control_dependencies([done]):
+                data = tf.nest.map_structure(clocks.identity, data, expand_composites=True)
+        return self._micro_step(data, division, last, is_last=True)
+
+    def _micro_step(self, data, division, number, is_last=False):
+        def on_replica(data):
+            replica = this_replica()
+            rows, share = division.take(data, replica, number)
+            accumulators = self._accumulators
+            step = self._step_class(division.sizes[replica])(
+                share,
+                replica,
+                replica % num_local_replicas(self._strategy),
+                self._replicas,
+                self._has_copies,
+                accumulators[replica] if isinstance(accumulators, list) else accumulators,
+                is_last,
+                self._has_groups,
+            )
+            step.loss_reduction = self._trainer.training_state.loss_reduction
+            step.reduces_early = self._trainer.training_state.reduces_early
+            step.own_metrics = own_metric_variables(self._trainer.metrics)
+            with step.running():
+                with step.undoing_if_empty(self._trainer.metrics_variables):
+                    outputs = self._step(rows)
+                step.average_state(except_for=self._synchronized_statistics())
+            if isinstance(outputs, dict):
+                read = {name: results.get(id(value)) for name, value in outputs.items()}
+                self.results.update({name: found[1] for name, found in read.items() if found})
+            return step.as_logs(outputs)
+
+        on_replica = tf.autograph.experimental.do_not_convert(on_replica)
+        with recorded_results([*self._trainer.metrics, *self._trainer._metrics]) as results:
+            return self._strategy.run(on_replica, args=(data,))
+
+    def _step_class(self, rows):
+        """Returns the constructor of a replica's step, given its rows of the batch."""
+        if self._shares_storage:
+            return functools.partial(CentralStep, self._trainer)
+        if self._rounds is None:
+            return ReplicaStep
+        return functools.partial(LocalStep, rows, self._rounds)
+
+    def _synchronized_statistics(self):
+        """Returns the statistics of synchronized BatchNorm, which are equal on all replicas."""
+        return [
+            statistic
+            for layer in self._trainer._flatten_layers()
+            if getattr(layer, "synchronized", False)
+            for statistic in layer.non_trainable_variables
+        ]
+
+
+def run_converted(trainer, replicated_step, data, worker_slice):
+    """Returns the step's outputs on `data`, whose optionals become None, as in Keras."""
+    run = replicated_step
+    if worker_slice:
+        run = functools.partial(replicated_step, worker_slice=worker_slice)
+    return trainer._autoconvert_optionals(run)(data)
+
+
+def _function(python_function, **options):
+    return function_of_its_own(python_function, reduce_retracing=True, **options)
+
+
+def _check_keeps_no_rows(trainer):
+    """Raises an error if a layer keeps a state for each row of the whole batch."""
+    for layer in trainer._flatten_layers():
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                f"layer {layer.name!r} is stateful: it keeps a state for each row of a batch, and "
+                "the batch is divided among replicas or micro-steps. Use stateful=False, or one "
+                "device without accumulate"
+            )

@@ -1,0 +1,129 @@
+"""Loop over step groups, shared by `fit`, `evaluate`, and `predict`, and the epochs of `fit`."""
+
+import logging
+import time
+
+import tensorflow as tf
+
+from kdist.cluster import heartbeat
+from kdist.training.groups.clock import StepClock
+from kdist.training.scopes import is_multi_worker
+
+_logger = logging.getLogger(__name__)
+
+
+def run_groups(groups, runner, begin, end, should_stop, clock=None, note=None):
+    """Yields the `GroupResult` of each step group of an epoch, and calls the callbacks.
+
+    Args:
+        groups: the `StepGroups`.
+        runner: the `GroupRunner` that runs them.
+        begin: the callbacks' function before a group, called with the index of its first step.
+        end: the callbacks' function after a group, called with the index of its last step and its
+            logs.
+        should_stop: function that returns True if the epoch ends early.
+        clock: `StepClock` to update; optional.
+        note: function that receives each `GroupResult`, before `end` is called, and the time of
+            the call; optional.
+    """
+    clock = clock or StepClock()
+    is_first = True
+    now = time.perf_counter
+    heartbeat.start()
+    with clock.running(), groups.catch_stop_iteration(), runner.in_flight(groups) as due:
+        for group in due:
+            began = now()
+            begin(group.first)
+            called = now()
+            # Keras counts a group as a full one, even if the epoch's end cuts it short.
+            last = group.first + groups.steps_per_execution - 1
+            with heartbeat.step(runner, group.first, group.length, is_first):
+                result = runner.run(group)
+                if note:
+                    note(result, called)
+            is_first = False
+            returned = now()
+            clock.note_call(group.length, returned - called)
+            end(last, result.logs)
+            clock.note_callbacks(called - began + now() - returned)
+            yield result
+            if should_stop():
+                break
+
+
+class EpochLoop:
+    """The epochs of `fit`.
+
+    Args:
+        model: the compiled model.
+        groups: the `StepGroups` of an epoch.
+        callbacks: a Keras `CallbackList`.
+        validate: function that returns validation results; None without validation data.
+        validation_freq: as in `fit`.
+    """
+
+    def __init__(self, model, groups, callbacks, validate, validation_freq):
+        self._model, self._state = model, model.training_state
+        self._groups, self._callbacks = groups, callbacks
+        self._validate, self._validation_freq = validate, validation_freq
+
+    def run(self, epochs):
+        """Runs the epochs of a range, and returns the logs of the last one."""
+        logs = {}
+        for epoch in epochs:
+            logs = self._epoch(epoch)
+            if self._model.stop_training:
+                break
+        return logs
+
+    def _epoch(self, epoch):
+        state = self._state
+        state.epoch, state.steps_in_epoch = epoch, self._groups.first_step
+        self._callbacks.on_epoch_begin(epoch)
+        logs = self._train()
+        if self._validate and self._model._should_eval(epoch, self._validation_freq):
+            logs.update({f"val_{name}": value for name, value in self._validate().items()})
+        self._callbacks.on_epoch_end(epoch, logs)
+        state.batches_before_epoch += state.steps_in_epoch
+        return logs
+
+    def _train(self):
+        """Runs the epoch's steps and returns its logs."""
+        model, state, callbacks = self._model, self._state, self._callbacks
+        is_resumed = bool(self._groups.first_step)
+        if not is_resumed:  # else the metrics hold the first part of the epoch
+            model.reset_metrics()
+        logs = {}
+        for result in run_groups(
+            self._groups,
+            model.train_function,
+            callbacks.on_train_batch_begin,
+            callbacks.on_train_batch_end,
+            lambda: model.stop_training,
+            state.clock,
+            self._note,
+        ):
+            logs = result.logs
+        state.average_replicas()
+        if logs or not is_resumed:
+            state.epoch_logs = state.epoch_results(logs)
+        # Else another process has run all steps, and these are its logs.
+        return dict(state.epoch_logs)
+
+    def _note(self, result, called):
+        """Counts the steps of a group and, while the tuner is active, measures them."""
+        length, tuner = result.group.length, self._state.tuner
+        if tuner is not None and not tuner.is_done:
+            self._model.optimizer.iterations.numpy()  # waits for the device
+            tuner.note(length, self._mean_over_workers(time.perf_counter() - called))
+            self._groups.steps_per_execution = self._model.steps_per_execution = tuner.length
+            if tuner.is_done:
+                _logger.info("%s", tuner)
+        self._state.steps_in_epoch += length
+
+    def _mean_over_workers(self, number):
+        """Returns the mean over workers, so that all of them make the same decisions."""
+        strategy = self._model.distribute_strategy
+        if not is_multi_worker(strategy):
+            return number
+        return float(strategy.reduce(tf.distribute.ReduceOp.MEAN, tf.constant(number), None))

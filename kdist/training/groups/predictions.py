@@ -1,0 +1,111 @@
+"""Predict function of synchronous strategies: outputs of all replicas, in the order of the rows."""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from kdist.compat.keras import (
+    convert_to_np_if_not_ragged,
+    potentially_ragged_concat,
+    reduce_per_replica,
+)
+from kdist.compat.tensorflow import function_of_its_own
+from kdist.training.groups.functions import ReplicatedStep, run_converted
+from kdist.training.groups.inputs import without_slice
+from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
+from kdist.training.replica import step as steps
+from kdist.training.scopes import is_multi_worker
+from kdist.training.step_timeout import step_timeout_of
+
+
+class PredictFunction:
+    """Computes the outputs for step groups, on every replica. A `GroupRunner`.
+
+    Args:
+        trainer: the model.
+        step: function that returns the outputs for one replica's rows.
+    """
+
+    is_idle = True
+
+    def __init__(self, trainer, step):
+        self._strategy = trainer.distribute_strategy
+        replicated_step = ReplicatedStep(trainer, _without_foreign_rows(step))
+
+        def on_batch(batch, worker_slice):
+            outputs = run_converted(trainer, replicated_step, batch, worker_slice)
+            if is_multi_worker(self._strategy):
+                return keras.tree.map_structure(self._of_all_workers, outputs)
+            return reduce_per_replica(outputs, self._strategy, reduction="concat")
+
+        if not trainer.run_eagerly:
+            is_one = self._strategy.num_replicas_in_sync == 1
+            on_batch = function_of_its_own(
+                on_batch,
+                reduce_retracing=True,
+                jit_compile=bool(trainer.jit_compile) and is_one,
+            )
+        self._on_batch = on_batch
+
+    def _of_all_workers(self, output):
+        """Returns the rows of all replicas of all workers, in order."""
+        return self._strategy.gather(output, axis=0)
+
+    def __call__(self, batches):
+        """Returns the concatenated outputs for all batches of an iterable.
+
+        Raises:
+            StopIteration: there is no batch.
+        """
+        batches, worker_slice = without_slice(batches)
+        return self._outputs(batches, worker_slice)
+
+    def in_flight(self, groups):
+        """Returns a context manager that yields `groups`: one runs at a time."""
+        return contextlib.nullcontext(groups)
+
+    def run(self, group: StepGroup) -> GroupResult:
+        """Returns the outputs of a group's steps, fewer if the data ends."""
+        iterator, worker_slice = without_slice(group.iterator)
+        outputs = self._outputs(take_up_to(group.length, iterator), worker_slice)
+        return GroupResult(group, {"outputs": outputs})
+
+    def _outputs(self, batches, worker_slice):
+        with step_timeout_of(self._strategy):
+            outputs = [self._on_batch(batch, worker_slice) for batch in batches]
+        if not outputs:
+            raise StopIteration
+        return concatenate(outputs)
+
+
+def to_numpy(outputs):
+    """Returns the concatenated outputs as NumPy arrays; ragged and sparse tensors stay tensors."""
+    return keras.tree.map_structure(convert_to_np_if_not_ragged, concatenate(outputs))
+
+
+def concatenate(outputs):
+    """Returns several outputs of the same structure, concatenated along the rows."""
+
+    def join(*parts):
+        return potentially_ragged_concat(list(parts))
+
+    return outputs[0] if len(outputs) == 1 else keras.tree.map_structure(join, *outputs)
+
+
+def _without_foreign_rows(step):
+    """Returns `step` without outputs for the row that an empty replica borrows from another."""
+
+    def on_rows(rows):
+        outputs = step(rows)
+        running = steps.current()
+        if running is None or not running.share.may_be_empty:
+            return outputs
+        return keras.tree.map_structure(lambda output: _own_rows(output, running), outputs)
+
+    return on_rows
+
+
+def _own_rows(output, running):
+    has_rows = tf.cast(running.share.rows > 0, tf.int32)
+    return output[: tf.shape(output)[0] * has_rows]

@@ -1,0 +1,177 @@
+"""Step groups: the steps that one call of the train function runs.
+
+    groups = StepGroups(strategy, x=dataset, steps_per_execution=4)
+    for group in groups:                  # 10 batches: groups of 4, 4, and 2 steps
+        result = train_function.run(group)
+
+`GroupRunner` is the protocol of the functions that run them.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import tensorflow as tf
+
+from kdist.compat.keras import EpochIterator, TFEpochIterator
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGroup:
+    """Steps that run together.
+
+    Attributes:
+        first: index of the first step within the epoch, from 0.
+        length: number of steps. The last group of an epoch may be shorter than the others.
+        iterator: iterator over the batches.
+        may_run_out: the length of the data is unknown, so fewer than `length` batches may follow.
+    """
+
+    first: int
+    length: int
+    iterator: Any
+    may_run_out: bool = False
+
+
+class GroupResult(NamedTuple):
+    """Result of one step group.
+
+    Attributes:
+        group: the `StepGroup` that has ended.
+        logs: logs of its last step. For predictions, `{"outputs": outputs of all its steps}`.
+    """
+
+    group: StepGroup
+    logs: Any
+
+
+@runtime_checkable
+class GroupRunner(Protocol):
+    """Protocol of train, test, and predict functions, synchronous or with parameter servers.
+
+        with runner.in_flight(groups) as due:
+            for group in due:
+                result = runner.run(group)
+
+    Attributes:
+        is_idle: no step is running between two calls. Always True for synchronous strategies.
+    """
+
+    is_idle: bool
+
+    def in_flight(self, groups):
+        """Returns a context manager that yields the groups of an epoch, in order.
+
+        With parameter servers, several groups run at the same time, and a group is yielded when
+        no further group may start before a result has been received.
+        """
+
+    def run(self, group: StepGroup) -> GroupResult:
+        """Runs `group` and returns its result.
+
+        With parameter servers, a group that started later may end first. Its result is returned
+        instead, and `GroupResult.group` names it.
+
+        Raises:
+            StopIteration: the data ended before the group's first step.
+        """
+
+
+class StepGroups(TFEpochIterator):
+    """Keras's epoch iterator, limited to the steps that the epoch has.
+
+    Keras always runs `steps_per_execution` steps, even if fewer are left. An endless dataset with
+    25 steps per epoch would run 52 steps in two epochs with groups of four.
+
+    Batches come from a plain iterator and are whole; the step divides them among the replicas
+    (`kdist.training.replica.row_shares`). Therefore any data that one device can read is valid,
+    such as ragged or sparse tensors, data of unknown length, or generators.
+
+    Args:
+        distribute_strategy: the model's strategy.
+        feed: function that returns a group's `iterator` for a dataset. Defaults to `iter`.
+        data: arguments of Keras's `EpochIterator`.
+
+    Attributes:
+        first_step: index of the next epoch's first step. It is not 0 if an earlier process has
+            already run the beginning of that epoch.
+    """
+
+    def __init__(self, distribute_strategy, feed=iter, **data):
+        EpochIterator.__init__(self, **data)
+        dataset = self.data_adapter.get_tf_dataset()
+        # Each host feeds its own TPU cores, which need data that is divided in advance.
+        if isinstance(distribute_strategy, tf.distribute.TPUStrategy):
+            dataset = distribute_strategy.experimental_distribute_dataset(dataset)
+        self._distributed_dataset = dataset
+        self._feed = feed
+        self._batches_to_skip = 0
+        self.first_step = 0
+
+    def skip_to(self, position):
+        """Starts the first epoch's data at a `Position`.
+
+        The batches before it are read and dropped. If an epoch is a part of the data, these are
+        all batches since the data began; else those of the current epoch.
+        """
+        skipped = position.batch if self.steps_per_epoch else position.step
+        self._batches_to_skip = skipped % self._num_batches if self._num_batches else skipped
+
+    @functools.cached_property
+    def _length_is_certain(self):
+        cardinality = self.data_adapter.get_tf_dataset().cardinality
+        number = int(cardinality() if callable(cardinality) else cardinality)
+        return number != tf.data.UNKNOWN_CARDINALITY
+
+    def _enumerate_iterator(self):
+        self.data_adapter.on_epoch_begin()
+        steps_per_epoch = self.steps_per_epoch or self._num_batches
+        yield from self._known(steps_per_epoch) if steps_per_epoch else self._unknown()
+        self.data_adapter.on_epoch_end()
+
+    def _known(self, steps_per_epoch):
+        if self._current_iterator is None or self.steps_per_epoch is None:
+            self._start_over()
+        step, self.first_step = self.first_step, 0
+        while step < steps_per_epoch:
+            length = min(self.steps_per_execution, steps_per_epoch - step, self._batches_left())
+            if length == 0:
+                self._interrupted_warning()
+                break
+            self._steps_seen += length
+            yield StepGroup(step, length, self._current_iterator, not self._length_is_certain)
+            step += length
+        if not self._batches_left():
+            self._start_over()
+
+    def _unknown(self):
+        self._start_over()
+        iterator, step = self._current_iterator, self.first_step
+        self.first_step = 0
+        while True:
+            group = StepGroup(step, self.steps_per_execution, iterator, True)
+            self._steps_seen += group.length
+            step += group.length
+            yield group
+
+    def _start_over(self):
+        data = self._get_iterator()
+        self._steps_seen, self._batches_to_skip = self._batches_to_skip, 0
+        if self._steps_seen:
+            data = data.skip(self._steps_seen)
+        self._current_iterator = self._feed(data)
+
+    def _batches_left(self):
+        """Returns the number of remaining batches, or the longest group if it is unknown."""
+        if not self._num_batches:
+            return self.steps_per_execution
+        return self._num_batches - self._steps_seen
+
+
+def take_up_to(length, iterator):
+    """Yields the next `length` batches of an iterator, or fewer if it ends."""
+    for _ in range(length):
+        try:
+            yield next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            return

@@ -1,0 +1,140 @@
+"""Embedding tables on parameter servers, in parts: a step moves only the rows that it needs.
+
+Keras requires a single variable per weight, and reads a whole table to look up some rows. With
+parameter servers an `Embedding` has one variable per part, and looks rows up on the servers. Files
+hold a plain `Embedding`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.compat.keras import save_as
+from kdist.compat.tensorflow import partitioner_of
+from kdist.training.scopes import has_parameter_servers
+
+# Function from a variable's shape and dtype to the number of parts per axis, as in TensorFlow.
+Partitioner = Callable[..., Sequence[int]]
+
+
+def partition_embeddings(strategy: tf.distribute.Strategy, partitioner: Partitioner | None = None):
+    """Partitions the tables of embeddings that are built in the scope of `strategy`.
+
+    Args:
+        strategy: a `ParameterServerStrategy`.
+        partitioner: such as `tf.distribute.experimental.partitioners.MinSizePartitioner()`. If it
+            is None and the strategy has no `variable_partitioner`, each table has one part.
+    """
+    install()
+    strategy.extended._kdist_partitioner = partitioner or partitioner_of(strategy)
+
+
+@functools.cache
+def install():
+    """Installs the layer in Keras, once per process. It acts in scopes with parameter servers."""
+    keras_function = keras.layers.Embedding.build
+
+    @functools.wraps(keras_function)
+    def build(layer, input_shape=None):
+        strategy = tf.distribute.get_strategy()
+        if type(layer) is keras.layers.Embedding and has_parameter_servers(strategy):
+            if not hasattr(strategy.extended, "_kdist_partitioner"):
+                partition_embeddings(strategy)
+            layer.__class__ = PartitionedEmbedding
+            return PartitionedEmbedding.build(layer, input_shape)
+        return keras_function(layer, input_shape)
+
+    keras.layers.Embedding.build = build
+
+
+@save_as(keras.layers.Embedding, "keras.layers.Embedding")
+class PartitionedEmbedding(keras.layers.Embedding):
+    """Embedding whose table is on parameter servers, in one or several parts."""
+
+    def build(self, input_shape=None):
+        if self.built:
+            return
+        sizes = self._sizes()
+        self._check_can_be_partitioned(len(sizes))
+        ends = np.cumsum(sizes)
+        whole = None
+        if len(sizes) > 1:
+            # The same initial values as on one device: parts would draw different ones.
+            with tf.init_scope():  # Keras builds models in a temporary graph
+                whole = self.embeddings_initializer(
+                    (self.input_dim, self.output_dim), dtype=self.variable_dtype
+                ).numpy()
+        self._parts = [
+            self.add_weight(
+                shape=(size, self.output_dim),
+                initializer=self.embeddings_initializer
+                if whole is None
+                else _given(whole[end - size : end]),
+                name="embeddings" if len(sizes) == 1 else f"embeddings_{number}",
+                regularizer=self.embeddings_regularizer,
+                constraint=self.embeddings_constraint,
+            )
+            for number, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        ]
+        self._embeddings = self._parts[0]
+        self.built = True
+
+    @property
+    def embeddings(self):
+        """The whole table, (input_dim, output_dim)."""
+        return tf.concat([tf.convert_to_tensor(part) for part in self._parts], 0)
+
+    def call(self, inputs):
+        """Returns the embeddings (…, output_dim) of integers (…)."""
+        if inputs.dtype not in ("int32", "int64"):
+            inputs = keras.ops.cast(inputs, "int32")
+        parts = [part.value for part in self._parts]
+        return keras.ops.cast(tf.nn.embedding_lookup(parts, inputs), self.compute_dtype)
+
+    def save_own_variables(self, store):
+        """Saves one table, as Keras's layer does."""
+        store["0"] = np.concatenate([part.numpy() for part in self._parts])
+
+    def load_own_variables(self, store):
+        """Loads a file with one table."""
+        ends = np.cumsum([part.shape[0] for part in self._parts])
+        for part, table in zip(self._parts, np.split(store["0"], ends[:-1]), strict=True):
+            part.assign(table)
+
+    def _sizes(self):
+        """Returns the rows of each part: nearly equal, the larger parts first."""
+        partitioner = tf.distribute.get_strategy().extended._kdist_partitioner
+        if partitioner is None:
+            return [self.input_dim]
+        dtype = tf.as_dtype(self.variable_dtype)
+        shape = tf.TensorShape([self.input_dim, self.output_dim])
+        number = min(int(partitioner(shape=shape, dtype=dtype)[0]), self.input_dim)
+        return [len(rows) for rows in np.array_split(np.empty(self.input_dim), number)]
+
+    def _check_can_be_partitioned(self, number):
+        if self.quantization_mode or self.lora_rank:
+            raise ValueError(
+                f"{self.name!r}: a quantized embedding, or one with LoRA, is not supported on "
+                "parameter servers; use --strategy=mirrored or multi_worker"
+            )
+        separable = keras.regularizers.L1 | keras.regularizers.L2 | keras.regularizers.L1L2
+        regularizer = self.embeddings_regularizer
+        if number > 1 and (
+            self.embeddings_constraint is not None
+            or not (regularizer is None or isinstance(regularizer, separable))
+        ):
+            raise ValueError(
+                f"{self.name!r} is partitioned into {number} parts, and its constraint or "
+                "regularizer depends on the whole table; remove it, use L1 or L2, or no partitioner"
+            )
+
+
+def _given(values):
+    return lambda shape, dtype=None: tf.constant(values, dtype)
+
+
+# Keras's files name a layer's variables after its class.
+PartitionedEmbedding.__name__ = keras.layers.Embedding.__name__

@@ -1,0 +1,727 @@
+"""Dependence of a step's tensors on the rows of the batch, read from the step's graph.
+
+A loss that is a sum over rows grows with their number, and a mean does not. A table that is looked
+up at positions receives one gradient per position, and a table that is looked up at words receives
+one per word of each row. Replicas must combine these in different ways, and only the graph tells
+which is which. `BatchDependence` walks from a tensor back to the step's rows.
+
+The degree of a tensor is the power by which it grows if every row of the batch is repeated: 0 for
+means, weights, and the values of single rows, 1 for sums and for the number of rows, None if the
+graph does not tell.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from kdist.training.replica.colocation import outer_tensor
+
+# The axis of rows exists, but its position is unknown.
+_SOME_AXIS = -1
+# A constant divides by a number that is not known before the step runs.
+_SOME_NUMBER = -1
+# Constants up to this size only keep a number of rows from being zero.
+_LARGEST_EPSILON = 1e-5
+
+_LINEAR = {"Abs", "Cast", "CheckNumerics", "EnsureShape", "Identity", "IdentityN", "Neg", "Relu"}
+_LINEAR |= {"PreventGradient", "Snapshot", "Squeeze", "StopGradient"}
+_SUMS = {"Add", "AddN", "AddV2", "Maximum", "Minimum", "Sub"}
+_QUOTIENTS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
+_POWERS = {"Square": 2.0, "Sqrt": 0.5, "Rsqrt": -0.5, "Reciprocal": -1.0, "Inv": -1.0}
+_POWERS |= {"Sign": 0.0}
+_REDUCTIONS = {"All", "Any", "EuclideanNorm", "L2Loss", "Max", "Mean", "Min", "Prod", "Sum"}
+_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+# Operations whose result has a shape that depends on values.
+_SIZED_BY_VALUES = {"RaggedTensorToTensor", "Unique", "UniqueV2", "UniqueWithCounts", "Where"}
+# Operations that commute with a sum over replicas, if their other inputs are not gradients.
+_LINEAR_IN_GRADIENTS = {"BroadcastTo", "ConcatV2", "ExpandDims", "GatherV2", "Mean", "Pack"}
+_LINEAR_IN_GRADIENTS |= {"Reshape", "Split", "SplitV", "StridedSlice", "Sum", "Tile", "Transpose"}
+_LINEAR_IN_GRADIENTS |= {"Add", "AddN", "AddV2", "Sub", "Unpack", *_LINEAR} - {"Abs", "Relu"}
+_BILINEAR = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
+_STATEFUL_AND_FIXED = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Dependence:
+    """Dependence of one tensor on the rows of the batch.
+
+    Attributes:
+        degree: the power by which it grows with repeated rows; None if that is unknown.
+        axis: position of the axis of rows; None without one, -1 if its position is unknown.
+        is_fixed: it does not depend on the batch, and is equal on all replicas.
+        may_be_divided: a constant factor may have been computed from the number of rows.
+        is_sized_by_values: its shape may depend on values of the batch.
+        is_of_gradient: it was computed from the gradient of a tape.
+        is_of_weights: it was computed from the gradient with respect to variables.
+        is_nonlinear: it is not a linear function of gradients with respect to variables.
+        is_reduced: it was computed from gradients of the whole batch.
+        elements: the dependence of each element, if it is a vector such as a shape.
+    """
+
+    degree: float | None = 0.0
+    axis: int | None = None
+    is_fixed: bool = False
+    may_be_divided: bool = False
+    is_sized_by_values: bool = False
+    is_of_gradient: bool = False
+    is_of_weights: bool = False
+    is_nonlinear: bool = False
+    is_reduced: bool = False
+    elements: tuple["Dependence", ...] | None = None
+
+    @property
+    def summed_degree(self) -> float | None:
+        """Degree of the sum over all elements, which is what a gradient differentiates."""
+        if self.degree is None or self.axis is None:
+            return self.degree
+        return self.degree + 1
+
+
+FIXED = Dependence(is_fixed=True)
+MEAN = Dependence()
+SUM = Dependence(degree=1.0)
+ROWS = Dependence(axis=0)
+UNKNOWN = Dependence(degree=None)
+_ROWS_OF_UNKNOWN_DEGREE = Dependence(degree=None, axis=0)
+
+
+class BatchDependence:
+    """Finds how tensors depend on the rows of the batch.
+
+    Args:
+        data: tensors of shape (rows, …), the replica's part of the batch.
+        rows: the number of rows, if it is known before the step runs, else None.
+        batch_rows: the number of rows of all replicas, if it is known, else None.
+        rows_are_known: False gives everything computed from values of the rows an unknown degree.
+            Defaults to True.
+    """
+
+    def __init__(self, data, rows: int | None, batch_rows: int | None, rows_are_known: bool = True):
+        self._rows, self._batch_rows = rows, batch_rows
+        self._leaf = ROWS if rows_are_known else _ROWS_OF_UNKNOWN_DEGREE
+        self._known: dict[tuple, Dependence] = {}
+        self._noted: dict[tuple, Dependence] = {}
+        self._kept: list = []  # ids of eager tensors are unique as long as these exist
+        self._frames: dict[tuple, _Frame] = {}
+        for tensor in data:
+            self.note(tensor, self._leaf if tensor.shape.rank else FIXED)
+
+    def note(self, tensor, dependence: Dependence):
+        """Records the dependence of a tensor, at which walks end."""
+        self._kept.append(tensor)
+        self._noted[_key(tensor, None)] = dependence
+
+    def noted(self, tensor) -> Dependence | None:
+        """Returns the dependence of a tensor that has been recorded, or None."""
+        return self._noted.get(_key(tensor, None))
+
+    def of(self, tensor) -> Dependence:
+        """Returns the dependence of a tensor."""
+        waiting, begun = [(tensor, None)], set()
+        while waiting:
+            here = waiting[-1]
+            if self._look_up(*here) is not None:
+                waiting.pop()
+                continue
+            key, sources = _key(*here), self._sources(*here)
+            missing = [s for s in sources if self._look_up(*s) is None]
+            if missing and key not in begun:
+                begun.add(key)
+                waiting.extend(missing)
+                continue
+            inputs = [self._look_up(*source) or UNKNOWN for source in sources]
+            self._kept.append(here[0])
+            try:
+                self._known[key] = self._rule(here[0], inputs)
+            except (AttributeError, IndexError, TypeError, ValueError):  # an unusual operation
+                self._known[key] = self._leaf if here[0].shape.rank != 0 else UNKNOWN
+            waiting.pop()
+        return self._look_up(tensor, None)
+
+    def _look_up(self, tensor, frame):
+        key = _key(tensor, frame)
+        return self._noted.get((id(None), *key[1:])) or self._known.get(key)
+
+    def terms(self, tensor):
+        """Returns [(factor, term, dependence)], whose sum is a scalar or a gradient.
+
+        Sums of terms that depend on the batch in different ways are divided into them. A factor is
+        a number or a fixed tensor.
+        """
+        found, waiting = [], [(1.0, tensor)]
+        while waiting:
+            factor, term = waiting.pop()
+            dependence = self.of(term)
+            parts = None if dependence.summed_degree is not None else self._parts(term)
+            if parts is None:
+                found.append((factor, term, dependence))
+            else:
+                waiting.extend((factor * f, part) for f, part in parts)
+        return found
+
+    def _parts(self, tensor):
+        """Returns [(factor, part)] of a linear operation on tensors of one shape, or None."""
+        if not hasattr(tensor, "graph"):
+            return None
+        operation = tensor.op
+        kind, inputs = operation.type, list(operation.inputs)
+        if any(part.shape.rank is None for part in [tensor, *inputs]):
+            return None
+        if kind in ("Identity", "PreventGradient", "Reshape") and inputs[0].shape == tensor.shape:
+            return [(1.0, inputs[0])]
+        if kind == "Sum" and inputs[0].op.type == "Pack" and tensor.shape.rank == 0:
+            packed = list(inputs[0].op.inputs)
+            return [(1.0, part) for part in packed] if not packed[0].shape.rank else None
+        if kind in ("Add", "AddN", "AddV2", "Sub"):
+            if any(part.shape != tensor.shape for part in inputs):
+                return None
+            signs = [1.0, -1.0] if kind == "Sub" else [1.0] * len(inputs)
+            return list(zip(signs, inputs, strict=True))
+        if kind == "Neg":
+            return [(-1.0, inputs[0])]
+        if kind == "Mul":
+            for factor, part in (inputs, inputs[::-1]):
+                is_scalar = factor.shape.rank == 0 and part.shape == tensor.shape
+                if is_scalar and self.of(factor).is_fixed:
+                    return [(factor, part)]
+        if kind in _QUOTIENTS and inputs[1].shape.rank == 0 and self.of(inputs[1]).is_fixed:
+            return [(1.0 / inputs[1], inputs[0])]
+        return None
+
+    # Graph.
+
+    def _sources(self, tensor, frame):
+        """Returns (tensor, frame) pairs from which a tensor is computed."""
+        if not hasattr(tensor, "graph"):
+            return []
+        operation = tensor.op
+        if operation.type == "Placeholder":
+            source = frame.argument(tensor) if frame else None
+            if source is None and (outer := outer_tensor(tensor)) is not None:
+                source = outer, None
+            return [source] if source else []
+        if operation.type in _CALLS:
+            inner = self._frame(operation, frame)
+            if inner:
+                return [(inner.outputs[tensor.value_index], inner)]
+        return [(source, frame) for source in operation.inputs]
+
+    def _frame(self, operation, frame):
+        key = (id(operation.graph), operation.name, id(frame))
+        if key not in self._frames:
+            self._frames[key] = _Frame.of(operation, frame)
+            self._kept.append(frame)
+        return self._frames[key]
+
+    # Rules.
+
+    def _rule(self, tensor, inputs):
+        if not hasattr(tensor, "graph"):  # a constant or a handle from outside of the function
+            return FIXED if tf.executing_eagerly() is False else UNKNOWN
+        kind = tensor.op.type
+        if kind == "Placeholder" or kind in _CALLS:
+            if inputs and (kind == "Placeholder" or len(inputs) == 1):
+                return inputs[0]
+            return self._leaf if tensor.shape.rank != 0 else UNKNOWN
+        if "Random" in kind or kind in ("Fill", "BroadcastTo"):
+            return self._filled(tensor, kind, inputs)
+        if kind == "ConcatV2" and tensor.shape.rank == 1 and all(i.elements for i in inputs[:-1]):
+            return _vector([e for i in inputs[:-1] for e in i.elements])
+        if kind == "Shape":
+            return self._shape(tensor.op.inputs[0], inputs[0])
+        if kind == "Size" and not inputs[0].is_fixed:
+            return MEAN if inputs[0].axis is None else SUM
+        if all(i.is_fixed for i in inputs):
+            stateful = tensor.op.op_def is not None and tensor.op.op_def.is_stateful
+            if stateful and inputs and kind not in _STATEFUL_AND_FIXED:
+                return self._leaf if tensor.shape.rank != 0 else UNKNOWN
+            return FIXED
+        result = self._varying(tensor, kind, inputs)
+        sized = kind in _SIZED_BY_VALUES or any(i.is_sized_by_values for i in inputs)
+        divided = result.may_be_divided or any(i.may_be_divided for i in inputs)
+        return dataclasses.replace(
+            result,
+            is_sized_by_values=sized,
+            may_be_divided=divided,
+            is_of_gradient=any(i.is_of_gradient for i in inputs),
+            is_of_weights=any(i.is_of_weights for i in inputs),
+            is_nonlinear=any(i.is_nonlinear for i in inputs) or _changes_gradients(kind, inputs),
+            is_reduced=any(i.is_reduced for i in inputs),
+        )
+
+    def _varying(self, tensor, kind, inputs):
+        """Returns the dependence of a result of which at least one input depends on the batch."""
+        if kind in _REDUCTIONS:
+            return _reduced(tensor, kind, inputs[0])
+        if kind in ("Mul", *_QUOTIENTS) and len(inputs) == 2:
+            return self._product(tensor, kind, inputs)
+        if kind in _RULES:
+            return _RULES[kind](tensor, inputs)
+        if kind in _SUMS:
+            return Dependence(_sum_degree(tensor, inputs), _broadcast_axis(tensor, inputs))
+        if kind in ("SelectV2", "Select"):
+            return Dependence(_sum_degree(tensor, inputs, 1), _broadcast_axis(tensor, inputs))
+        if kind in _LINEAR or kind in _POWERS:
+            degree = inputs[0].degree
+            power = _POWERS.get(kind, 1.0)
+            degree = None if degree is None else degree * power
+            axis = self._kept_axis(tensor, inputs)
+            elements = inputs[0].elements if kind in ("Cast", "Identity") else None
+            return Dependence(degree, axis, elements=elements)
+        degree = 0.0 if all(i.degree == 0 for i in inputs) else None
+        return Dependence(degree, self._kept_axis(tensor, inputs))
+
+    def _product(self, tensor, kind, inputs):
+        a, b = inputs
+        axis = _broadcast_axis(tensor, inputs)
+        if a.degree is None or b.degree is None:
+            return Dependence(None, axis)
+        degree = a.degree + b.degree if kind == "Mul" else a.degree - b.degree
+        divided = False
+        for place in (1,) if kind != "Mul" else (1, 0):
+            if not inputs[place].is_fixed:
+                continue
+            other, whose = tensor.op.inputs[1 - place], inputs[1 - place]
+            divisor = self._divisor(tensor.op.inputs[place], kind)
+            if divisor is None or (
+                whose.degree == 1 and divisor == self._batch_rows != _size(other)
+            ):
+                continue  # also a sum, divided by the size of the whole batch
+            if divisor != _SOME_NUMBER and divisor not in self._sizes(other):
+                continue  # another constant
+            counts = (*self._numbers_of_rows(other), _size(other))
+            if kind != "Mul" and whose.degree == 1 and divisor in counts:
+                return Dependence(0.0, axis)  # a sum, divided by the number of this replica's rows
+            divided = True
+        return Dependence(degree, axis, may_be_divided=divided)
+
+    def _sizes(self, tensor):
+        """Returns the number of rows, and its products with sizes of what is summed."""
+        tensor = _summed(tensor)
+        found = {*self._numbers_of_rows(tensor)}
+        for size in tensor.shape.as_list()[1:] if tensor.shape.rank else ():
+            found |= {number * size for number in found if size}
+        return found
+
+    def _numbers_of_rows(self, tensor):
+        """Returns the number of rows, and that of a tensor that may have several for each."""
+        summed = _summed(tensor)
+        leading = summed.shape[0] if summed.shape.rank else None
+        return self._rows, leading or self._rows
+
+    def _divisor(self, factor, kind):
+        """Returns the number by which a constant divides, if it may come from that of the rows."""
+        if not self._rows or factor.shape.rank != 0:
+            return None
+        value = _static_value(factor)
+        if value is None:
+            return None if factor.op.type == "ReadVariableOp" else _SOME_NUMBER
+        if not value or (kind == "Mul" and value == 1):
+            return None
+        divisor = abs(float(1 / value if kind == "Mul" else value))
+        times = divisor / self._rows
+        is_multiple = times > 0.5 and abs(times - round(times)) < 1e-5 * times
+        return round(divisor) if is_multiple else None
+
+    def _filled(self, tensor, kind, inputs):
+        """Returns the dependence of a tensor whose shape is an argument: numbers, or one value."""
+        values = inputs[1] if kind == "Fill" else inputs[0] if kind == "BroadcastTo" else MEAN
+        shape = inputs[1] if kind == "BroadcastTo" else inputs[0] if inputs else UNKNOWN
+        elements = shape.elements or ()
+        axes = [number for number, e in enumerate(elements) if not e.is_fixed]
+        if axes:
+            return Dependence(values.degree, axes[0])
+        if shape.is_fixed:
+            dims = tensor.shape.as_list() if tensor.shape.rank else []
+            if kind != "BroadcastTo" and self._rows is not None and self._rows in dims[:1]:
+                return Dependence(values.degree, 0)
+            return FIXED if values.is_fixed and "Random" not in kind else values
+        return Dependence(values.degree, _SOME_AXIS if tensor.shape.rank != 0 else None)
+
+    def _shape(self, tensor, dependence):
+        rank = tensor.shape.rank
+        if dependence.is_fixed:
+            return FIXED
+        if rank is None or dependence.axis == _SOME_AXIS:
+            return UNKNOWN
+        other = UNKNOWN if dependence.is_sized_by_values else FIXED
+        return _vector([SUM if axis == dependence.axis else other for axis in range(rank)])
+
+    def _kept_axis(self, tensor, inputs):
+        """Returns the axis of rows after an operation that is not known in detail."""
+        first = next((i for i in inputs if i.axis is not None), None)
+        if first is None or tensor.shape.rank == 0:
+            return None
+        operands = tensor.op.inputs
+        place = next(n for n, i in enumerate(inputs) if i is first)
+        rank = tensor.shape.rank
+        same_rank = rank is not None and rank == operands[place].shape.rank
+        if tensor.op.type == "Squeeze":
+            removed = tensor.op.get_attr("squeeze_dims")
+            rank = operands[0].shape.rank
+            if removed and rank is not None and first.axis >= 0:
+                return first.axis - sum(axis % rank < first.axis for axis in removed)
+        elif same_rank and "List" not in tensor.op.type and "While" not in tensor.op.type:
+            return first.axis
+        return self._axis_by_size(tensor)
+
+    def _axis_by_size(self, tensor):
+        """Returns the only axis of a size that is unknown, or that of the rows."""
+        if tensor.shape.rank is None:
+            return _SOME_AXIS
+        if tensor.shape.rank == 1:
+            return 0
+        sizes = tensor.shape.as_list()
+        fits = [axis for axis, size in enumerate(sizes) if size is None or size == self._rows]
+        return fits[0] if len(fits) == 1 else _SOME_AXIS
+
+
+class _Frame:
+    """One call of a function: its outputs, and what its arguments are."""
+
+    def __init__(self, graph, operation, frame):
+        self.outputs = graph.outputs
+        self._arguments = {
+            id(inner.op): (outer, frame)
+            for inner, outer in zip(graph.inputs, operation.inputs, strict=True)
+        }
+        self._graph = graph
+
+    @classmethod
+    def of(cls, operation, frame) -> "_Frame | None":
+        """Returns the frame of a call, or None if its function is not known here."""
+        try:
+            function = operation.graph._get_function(operation.get_attr("f").name)
+            return cls(function.graph, operation, frame)
+        except (AttributeError, KeyError, ValueError):
+            return None
+
+    def argument(self, placeholder):
+        """Returns (tensor, frame) that the call passes for a placeholder, or None."""
+        return self._arguments.get(id(placeholder.op))
+
+
+def _changes_gradients(kind, inputs):
+    """Returns True if an operation is not linear in gradients with respect to variables."""
+    places = [place for place, i in enumerate(inputs) if i.is_of_weights]
+    if not places or kind in _LINEAR_IN_GRADIENTS:
+        return False
+    if kind in ("Select", "SelectV2"):
+        return 0 in places
+    return places != [0] if kind in _QUOTIENTS else kind not in _BILINEAR or len(places) > 1
+
+
+def _key(tensor, frame):
+    if hasattr(tensor, "graph"):
+        return id(frame), id(tensor.graph), tensor.name
+    return id(None), None, id(tensor)
+
+
+def _static_value(tensor):
+    """Returns the value of a scalar that is computed from constants, or None."""
+    value = tf.get_static_value(tensor)
+    kind, operands = tensor.op.type, tensor.op.inputs
+    if value is not None or kind not in ("Cast", "Identity", "Prod", "StridedSlice"):
+        return value
+    if kind in ("Cast", "Identity"):
+        return _static_value(operands[0])
+    whole, place = tf.get_static_value(operands[0]), tf.get_static_value(operands[1])
+    if whole is None or place is None or whole.ndim != 1:
+        return None
+    return whole.prod() if kind == "Prod" else whole[int(place.reshape(-1)[0])]
+
+
+def _summed(tensor):
+    """Returns the tensor whose elements a sum adds up."""
+    while tensor.op.inputs and (not tensor.shape.rank or tensor.op.type == "Sum"):
+        tensor = tensor.op.inputs[0]
+    return tensor
+
+
+def _size(tensor):
+    """Returns the number of terms of a sum over all axes, if it is known before the step runs."""
+    is_sum = tensor.op.type == "Sum" and tensor.shape.rank == 0
+    return tensor.op.inputs[0].shape.num_elements() if is_sum else None
+
+
+def _vector(elements):
+    is_fixed = all(e.is_fixed for e in elements)
+    return FIXED if is_fixed else Dependence(degree=None, elements=tuple(elements))
+
+
+def _sum_degree(tensor, inputs, first=0):
+    """Returns the degree that all terms have; negligible terms have any.
+
+    Zero is negligible, and so is a small constant that is added to a number of rows. Added to a sum
+    of weights it is not: a sum divided by that is no mean over rows, which has to be reported.
+    """
+    operands = list(tensor.op.inputs)[first:]
+    limit = _LARGEST_EPSILON if any(map(_is_count, operands)) else 0
+    degrees = {
+        i.degree
+        for i, operand in zip(inputs[first:], operands, strict=True)
+        if not (i.is_fixed and _is_at_most(operand, limit))
+    }
+    return degrees.pop() if len(degrees) == 1 else None
+
+
+def _is_count(tensor):
+    """Returns True if a tensor is read from a shape, such as a number of rows."""
+    operation = tensor.op if hasattr(tensor, "graph") else None
+    while operation is not None and operation.type in ("Cast", "Identity", "StridedSlice"):
+        operation = operation.inputs[0].op
+    return operation is not None and operation.type in ("Shape", "Size")
+
+
+def _is_at_most(tensor, limit):
+    value = tf.get_static_value(tensor) if tensor.shape.rank == 0 else None
+    return value is not None and abs(value) <= limit
+
+
+def _broadcast_axis(tensor, inputs):
+    """Returns the axis of rows of an elementwise operation, which broadcasts its inputs."""
+    rank, axes = tensor.shape.rank, set()
+    for i, operand in zip(inputs, tensor.op.inputs, strict=True):
+        if i.axis is None:
+            continue
+        if rank is None or operand.shape.rank is None or i.axis == _SOME_AXIS:
+            axes.add(_SOME_AXIS)
+        else:
+            axes.add(i.axis + rank - operand.shape.rank)
+    if len(axes) > 1:
+        return _SOME_AXIS
+    return axes.pop() if axes else None
+
+
+def _reduced(tensor, kind, dependence):
+    degree, axis = dependence.degree, dependence.axis
+    if dependence.elements and kind == "Prod":
+        degrees = [e.degree for e in dependence.elements]
+        return Dependence(None if None in degrees else sum(degrees))
+    operand = tensor.op.inputs[0]
+    rank = operand.shape.rank
+    axes = None if kind == "L2Loss" else tf.get_static_value(tensor.op.inputs[1])
+    if kind == "L2Loss" and degree is not None:
+        degree *= 2
+    if axis is None:
+        is_simple = kind not in ("EuclideanNorm", "Prod") or degree == 0
+        return Dependence(degree if is_simple else None)
+    is_whole = tensor.shape.rank == 0 or kind == "L2Loss"
+    if axes is not None and rank is not None:
+        axes = {int(a) % rank for a in axes.reshape(-1)} if rank else set()
+        is_whole = is_whole or len(axes) == rank
+    elif not is_whole:
+        return Dependence(degree if kind == "Mean" else None, _SOME_AXIS)
+    grows = {"Sum": 1.0, "L2Loss": 1.0, "Mean": 0.0, "Max": 0.0, "Min": 0.0}.get(kind)
+    if is_whole or axis in axes:
+        known = degree is not None and grows is not None
+        return Dependence(degree + grows if known else None)
+    if axis == _SOME_AXIS:
+        return Dependence(degree if kind == "Mean" else None, _SOME_AXIS)
+    is_kept = tensor.shape.rank == rank
+    return Dependence(degree, axis if is_kept else axis - sum(a < axis for a in axes))
+
+
+def _power(tensor, inputs):
+    exponent = tf.get_static_value(tensor.op.inputs[1])
+    axis, degree = _broadcast_axis(tensor, inputs), inputs[0].degree
+    if degree is None or (degree and (exponent is None or exponent.size != 1)):
+        return Dependence(None, axis)
+    return Dependence(degree * float(exponent.reshape(-1)[0]) if degree else 0.0, axis)
+
+
+def _squared_difference(tensor, inputs):
+    degree = _sum_degree(tensor, inputs)
+    return Dependence(None if degree is None else 2 * degree, _broadcast_axis(tensor, inputs))
+
+
+def _reshaped(tensor, inputs):
+    i, rank = inputs[0], tensor.shape.rank
+    if i.elements:
+        return i if rank == 1 else UNKNOWN
+    if i.axis is None:
+        return Dependence(i.degree)
+    if i.axis != 0 or not rank:
+        return Dependence(i.degree if rank else None, _SOME_AXIS if rank else None)
+    ones = 0
+    for size in tensor.shape.as_list():
+        if size != 1:
+            break
+        ones += 1
+    return Dependence(i.degree, ones if ones < rank else 0)
+
+
+def _transposed(tensor, inputs):
+    i, order = inputs[0], tf.get_static_value(tensor.op.inputs[1])
+    if i.axis is None or i.axis == _SOME_AXIS:
+        return Dependence(i.degree, i.axis)
+    return Dependence(i.degree, _SOME_AXIS if order is None else order.tolist().index(i.axis))
+
+
+def _expanded(tensor, inputs):
+    i, place = inputs[0], tf.get_static_value(tensor.op.inputs[1])
+    if i.axis is None or i.axis == _SOME_AXIS or place is None or tensor.shape.rank is None:
+        return Dependence(i.degree, None if i.axis is None else _SOME_AXIS)
+    place = int(place.reshape(-1)[0]) % tensor.shape.rank
+    return Dependence(i.degree, i.axis + (place <= i.axis))
+
+
+def _packed(tensor, inputs):
+    if tensor.shape.rank == 1:
+        if len({i.degree for i in inputs}) == 1:
+            return Dependence(inputs[0].degree, elements=tuple(inputs))
+        return _vector(inputs)
+    axes = {i.axis for i in inputs if i.axis is not None}
+    axis = axes.pop() if len(axes) == 1 else (_SOME_AXIS if axes else None)
+    place = tensor.op.get_attr("axis") % (tensor.shape.rank or 1)
+    if axis is not None and axis >= 0:
+        axis += place <= axis
+    return Dependence(_sum_degree(tensor, inputs), axis)
+
+
+def _concatenated(tensor, inputs):
+    axes = {i.axis for i in inputs if i.axis is not None}
+    axis = axes.pop() if len(axes) == 1 else (_SOME_AXIS if axes else None)
+    degrees = {i.degree for i in inputs[:-1]}
+    return Dependence(degrees.pop() if len(degrees) == 1 else None, axis)
+
+
+def _sliced(tensor, inputs):
+    i, operation = inputs[0], tensor.op
+    begin = tf.get_static_value(operation.inputs[1])
+    shrunk = operation.get_attr("shrink_axis_mask")
+    if i.elements is not None:
+        ends, strides = (tf.get_static_value(operation.inputs[n]) for n in (2, 3))
+        if any(x is None or len(x) != 1 for x in (begin, ends, strides)):
+            return UNKNOWN
+        if shrunk:
+            return i.elements[int(begin[0])]
+        first = None if operation.get_attr("begin_mask") else int(begin[0])
+        last = None if operation.get_attr("end_mask") else int(ends[0])
+        return _vector(i.elements[first : last : int(strides[0])])
+    if i.axis is None or i.axis == _SOME_AXIS:
+        return Dependence(i.degree, i.axis if tensor.shape.rank != 0 else None)
+    if operation.get_attr("ellipsis_mask") or operation.get_attr("new_axis_mask"):
+        same = tensor.shape.rank == operation.inputs[0].shape.rank or i.axis == 0
+        starts_new = operation.get_attr("new_axis_mask") & 1
+        return Dependence(i.degree, i.axis if same and not starts_new else _SOME_AXIS)
+    if shrunk >> i.axis & 1:
+        return Dependence(i.degree)  # one row
+    return Dependence(i.degree, i.axis - bin(shrunk & ((1 << i.axis) - 1)).count("1"))
+
+
+def _gathered(tensor, inputs):
+    """Returns the dependence of rows of a table."""
+    table, indices = inputs[:2]
+    if table.elements is not None:
+        number = tf.get_static_value(tensor.op.inputs[1])
+        is_one = number is not None and number.size == 1
+        return table.elements[int(number.reshape(-1)[0])] if is_one else UNKNOWN
+    if table.axis is None and table.degree == 0 and (len(inputs) == 2 or inputs[2].is_fixed):
+        place = 0 if len(inputs) == 2 else tf.get_static_value(tensor.op.inputs[2])
+        if indices.axis is None or indices.axis == _SOME_AXIS or place is None:
+            return Dependence(0.0, indices.axis)
+        return Dependence(0.0, indices.axis + int(place))
+    same = table.axis is not None and indices.is_fixed and len(inputs) == 3
+    place = tf.get_static_value(tensor.op.inputs[2]) if same else None
+    if place is not None and int(place) > (table.axis or 0) >= 0:
+        return Dependence(table.degree, table.axis)
+    return Dependence(None if table.degree != 0 else 0.0, _SOME_AXIS if tensor.shape.rank else None)
+
+
+def _cumulated(tensor, inputs):
+    """Returns the dependence of running sums, which grow along the rows."""
+    i, place = inputs[0], tf.get_static_value(tensor.op.inputs[1])
+    if i.axis is None:
+        return Dependence(i.degree)
+    is_along_others = place is not None and i.axis >= 0 and place % tensor.shape.rank != i.axis
+    return Dependence(i.degree if is_along_others else None, i.axis)
+
+
+def _segmented(tensor, inputs):
+    """Returns the dependence of rows that are added up in a fixed number of segments."""
+    data, _, number = inputs
+    operand, segments = tensor.op.inputs[0], tensor.shape[0] if tensor.shape.rank else None
+    is_per_row = not number.is_fixed or segments in (None, operand.shape[0])
+    if data.axis != 0 or is_per_row or tensor.op.inputs[1].shape.rank != 1:
+        return Dependence(None, data.axis)
+    is_sum = tensor.op.type == "UnsortedSegmentSum"
+    return Dependence(None if data.degree is None else data.degree + is_sum)
+
+
+def _ranged(tensor, inputs):
+    return Dependence(0.0, 0)
+
+
+def _tiled(tensor, inputs):
+    i, multiples = inputs[0], inputs[1]
+    if i.axis is not None:
+        return Dependence(i.degree, i.axis)
+    axes = [number for number, e in enumerate(multiples.elements or ()) if not e.is_fixed]
+    if not axes:
+        return Dependence(i.degree, None if multiples.is_fixed else _SOME_AXIS)
+    return Dependence(i.degree, axes[0])
+
+
+def _product_of_matrices(tensor, inputs):
+    """Returns the dependence of a product, which may be a sum over rows."""
+    degrees = [i.degree for i in inputs[:2]]
+    degree = None if None in degrees else sum(degrees)
+    attributes = {"MatMul": ("transpose_a", "transpose_b")}.get(tensor.op.type, ("adj_x", "adj_y"))
+    axes = []
+    for place, (i, operand) in enumerate(zip(inputs, tensor.op.inputs, strict=True)):
+        rank = operand.shape.rank
+        if i.axis is None:
+            continue
+        if i.axis == _SOME_AXIS or rank is None:
+            return Dependence(degree, _SOME_AXIS)
+        is_transposed = tensor.op.get_attr(attributes[place])
+        contracted = rank - 1 if bool(is_transposed) == bool(place) else rank - 2
+        if i.axis == contracted:
+            return Dependence(None if degree is None else degree + 1)
+        offset = (tensor.shape.rank or rank) - rank
+        last_two = i.axis >= rank - 2
+        axes.append(rank - 2 + place + offset if last_two else i.axis + offset)
+    return Dependence(degree, axes[0] if axes else None)
+
+
+def _contracted(tensor, inputs):
+    """Returns the dependence of an Einstein sum."""
+    degrees = [i.degree for i in inputs]
+    degree = None if None in degrees else sum(degrees)
+    terms, _, result = tensor.op.get_attr("equation").decode().partition("->")
+    for i, term in zip(inputs, terms.split(","), strict=True):
+        if i.axis is None:
+            continue
+        if i.axis == _SOME_AXIS or "." in term[: i.axis + 1]:
+            return Dependence(degree, _SOME_AXIS if i.axis else 0)
+        label = term[i.axis]
+        if label not in result:
+            return Dependence(None if degree is None else degree + 1)
+        place = result.index(label)
+        return Dependence(degree, _SOME_AXIS if "." in result[:place] else place)
+    return Dependence(degree)
+
+
+_RULES: dict[str, Callable] = {
+    "BatchMatMulV2": _product_of_matrices,
+    "ConcatV2": _concatenated,
+    "Cumsum": _cumulated,
+    "Einsum": _contracted,
+    "ExpandDims": _expanded,
+    "GatherV2": _gathered,
+    "MatMul": _product_of_matrices,
+    "Pack": _packed,
+    "Pow": _power,
+    "Range": _ranged,
+    "Reshape": _reshaped,
+    "ResourceGather": _gathered,
+    "SquaredDifference": _squared_difference,
+    "StridedSlice": _sliced,
+    "Tile": _tiled,
+    "Transpose": _transposed,
+    "UnsortedSegmentMax": _segmented,
+    "UnsortedSegmentMin": _segmented,
+    "UnsortedSegmentSum": _segmented,
+}

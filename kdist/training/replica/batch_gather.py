@@ -1,0 +1,169 @@
+"""`kdist.gather_batch`: the rows of all replicas, for losses and layers that compute across rows.
+
+Each replica holds its own rows of a batch. The gathered tensor is the sum over replicas of each
+one's rows, padded with zeros to the size of the batch. The gradient of a sum over replicas is the
+sum of the gradients, and the gradient of padding is a slice. A replica's rows therefore receive
+the gradients of the losses of all replicas, so that the total gradient is that of one device, also
+if replicas have different numbers of rows.
+"""
+
+import keras
+import tensorflow as tf
+
+from kdist.compat.keras import get_keras_mask, set_keras_mask
+from kdist.training.replica import step as steps
+from kdist.training.replica.reduction import all_reduce_sum
+
+
+def gather_batch(tensors):
+    """Returns the rows that all replicas hold of each tensor, in the order of the batch.
+
+    For computations that mix the rows of a batch: contrastive losses, negatives within the batch,
+    statistics of a layer of your own. Under several replicas they see one replica's rows only, and
+    train to other numbers than on one device. Call this in a loss, in a layer's `call`, or in a
+    `train_step`. Values and gradients are then those of one device. On one device, and outside of
+    replicas, the result is `tensors`.
+
+    If a compiled loss mixes rows, `compile(..., gather_batch=True)` needs no other change.
+
+    In each step, the gathered tensors are added up over replicas, and their gradients as well: two
+    reductions of (B, …) values, for B rows of the global batch. Each replica holds them in memory,
+    and computes on them what follows. Gather embeddings rather than images.
+
+    A loss over gathered rows must be a mean, as in most losses, or a scalar. A sum that Keras
+    reduces, or a vector that is differentiated, is refused.
+
+    Args:
+        tensors: a dense tensor of shape (b, …), for b rows on this replica, or a structure of such.
+            Numbers or booleans. b may be a multiple of the replica's rows, for several views of
+            each. One call with all tensors is cheaper than one call for each.
+
+    Returns:
+        The same structure of tensors of shape (B, …). Keras masks are gathered likewise.
+
+    Raises:
+        TypeError: a tensor is sparse or ragged, has another type, or is symbolic.
+        ValueError: a tensor is a scalar; or the model trains with `accumulate` or `local_steps`,
+            which do not have the whole batch at once.
+
+    Example:
+
+        class InBatchSoftmax(keras.losses.Loss):
+            # y_pred: embeddings of queries and of their candidates, side by side.
+            def call(self, y_true, y_pred):
+                queries, candidates = keras.ops.split(kdist.gather_batch(y_pred), 2, axis=-1)
+                scores = keras.ops.matmul(queries, keras.ops.transpose(candidates))
+                labels = keras.ops.arange(keras.ops.shape(scores)[0])
+                return keras.losses.sparse_categorical_crossentropy(
+                    labels, scores, from_logits=True
+                )
+    """
+    return _gathered(tensors, is_whole_loss=False)
+
+
+def over_whole_batch(loss):
+    """Returns a loss function that computes on the rows of all replicas, as on one device.
+
+    Args:
+        loss: function of targets, predictions, and sample weights (or None).
+    """
+
+    def whole_loss(y_true, y_pred, sample_weight=None):
+        step = steps.current()
+        gathered = _gathered((y_true, y_pred, sample_weight), is_whole_loss=True)
+        if step is None:
+            return loss(*gathered)
+        with step.whole_loss():
+            value = loss(*gathered)
+        if value is not None and value.shape.rank:
+            raise ValueError(
+                'gather_batch=True needs losses that are reduced, not reduction="none"'
+            )
+        return value
+
+    return whole_loss
+
+
+def _gathered(tensors, is_whole_loss):
+    leaves = tf.nest.flatten(tensors)
+    for leaf in leaves:
+        _check(leaf)
+    step = steps.current()
+    if step is not None:
+        step.note_gather(is_whole_loss)
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return tensors
+    masks = [None if leaf is None else get_keras_mask(leaf) for leaf in leaves]
+    present = [tf.convert_to_tensor(x) for x in (*leaves, *masks) if x is not None]
+    rows = iter(_rows_of_all_replicas(present, step))
+    leaves, masks = ([None if x is None else next(rows) for x in part] for part in (leaves, masks))
+    for leaf, mask in zip(leaves, masks, strict=True):
+        if mask is not None:
+            set_keras_mask(leaf, mask)
+    return tf.nest.pack_sequence_as(tensors, leaves)
+
+
+def _check(leaf):
+    if leaf is None:
+        return
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor) or not hasattr(leaf, "shape"):
+        raise TypeError(f"gather_batch expects dense tensors, got {type(leaf).__name__}")
+    if isinstance(leaf, keras.KerasTensor):
+        raise TypeError(
+            f"gather_batch cannot gather the symbolic tensor {leaf.name!r}. Call it in a layer's "
+            "`call`, in a loss, or in `train_step`, where rows exist"
+        )
+    dtype = tf.as_dtype(leaf.dtype)
+    if not (dtype.is_floating or dtype.is_integer or dtype.is_bool):
+        raise TypeError(f"gather_batch: replicas cannot exchange values of type {dtype.name}")
+    if len(leaf.shape) == 0:
+        raise ValueError(
+            f"gather_batch expects a tensor with rows, of shape (b, …), got a scalar ({leaf!r})"
+        )
+
+
+def _rows_of_all_replicas(tensors, step):
+    if step is not None and step.share.may_be_empty:  # it holds a row of another replica
+        tensors = [x[: step.zero_if_empty(tf.shape(x)[0])] for x in tensors]
+    parts = []
+    for tensor, (before, after) in zip(tensors, _rows_around(tensors, step), strict=True):
+        if step is not None:
+            tensor = _scaling_gradient(tensor, lambda g: step.unscaled_gradient(g, undo=True))
+        # Collectives on GPUs support few integer types.
+        sent = tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.int64)
+        parts.append(tf.pad(sent, [[before, after], *[[0, 0]] * (tensor.shape.rank - 1)]))
+    gathered = []
+    for tensor, whole in zip(tensors, all_reduce_sum(parts), strict=True):
+        whole = tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
+        if step is not None:
+            whole = step.note_gathered(_scaling_gradient(whole, step.unscaled_gradient))
+        gathered.append(whole)
+    return gathered
+
+
+def _rows_around(tensors, step):
+    """Returns (rows of replicas before this one, rows of those after it) for each tensor."""
+    replica = steps.this_replica()
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    if step is not None and step.share.is_same_on_all(replicas):
+        sizes = [tensor.shape[0] for tensor in tensors]
+        if None not in sizes:
+            return [(replica * size, (replicas - 1 - replica) * size) for size in sizes]
+    own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
+    rows = tf.pad(own[None], [[replica, replicas - 1 - replica], [0, 0]])
+    (rows,) = all_reduce_sum([rows])
+    before, after = (
+        tf.unstack(tf.reduce_sum(part, 0)) for part in (rows[:replica], rows[replica + 1 :])
+    )
+    return list(zip(before, after, strict=True))
+
+
+def _scaling_gradient(tensor, scale):
+    """Returns `tensor`; its gradient is passed through `scale`."""
+
+    @tf.custom_gradient
+    def identity(x):
+        return tf.identity(x), scale
+
+    return identity(tensor) if tensor.dtype.is_floating else tensor

@@ -1,0 +1,211 @@
+"""Division of a batch's rows among replicas, and of each replica's rows among micro-steps.
+
+Part *p* of *P* parts of *n* rows holds rows n·p // P up to n·(p + 1) // P. Every row is in exactly
+one part, and sizes differ by at most one row. With fewer rows than parts, some parts are empty.
+Many layers cannot compute on an empty batch: a convolution fails, and a BatchNorm returns NaN. An
+empty part therefore receives one row that belongs to another part. Its `rows` is still 0, and its
+results count nowhere (`kdist.training.replica.step`).
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+Number = Any  # an int where the batch's size is known before the step runs, else an int32 scalar
+
+
+class WorkerSlice(NamedTuple):
+    """Slice of a global batch that one worker reads: the rows of its own replicas.
+
+    Attributes:
+        worker: index of the worker, from 0.
+        workers: number of workers.
+        batch_rows: number of rows of the global batch.
+    """
+
+    worker: int
+    workers: int
+    batch_rows: int
+
+    @property
+    def first_row(self):
+        """Index of the slice's first row in the global batch."""
+        return self.batch_rows * self.worker // self.workers
+
+
+@dataclasses.dataclass(frozen=True)
+class RowShare:
+    """One replica's share of a batch in one micro-step.
+
+    Attributes:
+        rows: number of rows that count; 0 if the row it holds belongs to another replica.
+        micro_rows: number of rows of all replicas in this micro-step.
+        batch_rows: number of rows of all replicas in all micro-steps of the step.
+        may_be_empty: `rows` may be 0.
+        tensors: the tensors that hold the rows.
+    """
+
+    rows: Number
+    micro_rows: Number
+    batch_rows: Number
+    may_be_empty: bool
+    tensors: tuple = dataclasses.field(default=(), compare=False)
+
+    @property
+    def batch_fraction(self):
+        """Fraction of the step's rows, a float or a float64 scalar."""
+        return fraction(self.rows, self.batch_rows)
+
+    @property
+    def micro_step_fraction(self):
+        """Fraction of the micro-step's rows, a float or a float64 scalar."""
+        return fraction(self.rows, self.micro_rows)
+
+    def is_same_on_all(self, replicas: int) -> bool:
+        """Returns True if all replicas are known to have the same number of rows."""
+        return isinstance(self.micro_rows, int) and self.micro_rows == self.rows * replicas
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchDivision:
+    """Division of a batch among replicas and micro-steps.
+
+    Attributes:
+        sizes: number of rows of each replica.
+        starts: index of each replica's first row in the tensors that it receives.
+        micro_steps: number of parts into which each replica's rows are divided.
+        is_fixed: the tensors have no rows; every replica receives all of them.
+    """
+
+    sizes: tuple[Number, ...]
+    starts: tuple[Number, ...]
+    micro_steps: int
+    is_fixed: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        data,
+        strategy: tf.distribute.Strategy,
+        micro_steps: int = 1,
+        worker_slice: WorkerSlice | None = None,
+    ) -> "BatchDivision":
+        """Returns the division of a batch, which may already be divided among replicas.
+
+        Args:
+            data: tensors of shape (B, …), dense, ragged, or sparse, in any structure, or
+                `tf.distribute.DistributedValues` of such. Every replica receives all scalars.
+            strategy: the strategy.
+            micro_steps: number of parts into which each replica's rows are divided. Defaults to 1.
+            worker_slice: the slice of a batch that `data` is; None if it is whole. The starts of
+                other workers' replicas are then meaningless.
+        """
+        replicas = strategy.num_replicas_in_sync
+        if any(isinstance(x, tf.distribute.DistributedValues) for x in keras.tree.flatten(data)):
+            sizes = [number_of_rows(part) for part in strategy.experimental_local_results(data)]
+            return cls(tuple(sizes), (0,) * replicas, micro_steps)
+        rows = number_of_rows(data)
+        if rows is None:
+            return cls((micro_steps,) * replicas, (0,) * replicas, micro_steps, is_fixed=True)
+        rows, first = (rows, 0)
+        if worker_slice:
+            rows, first = worker_slice.batch_rows, worker_slice.first_row
+        sizes = [_size(rows, replica, replicas) for replica in range(replicas)]
+        starts = [rows * replica // replicas - first for replica in range(replicas)]
+        return cls(tuple(sizes), tuple(starts), micro_steps)
+
+    def take(self, data, replica: int, micro_step: Number):
+        """Returns (rows of `data`, their `RowShare`) of a replica in a micro-step."""
+        mine = self.sizes[replica]
+        size = _size(mine, micro_step, self.micro_steps)
+        micro_rows = sum(_size(rows, micro_step, self.micro_steps) for rows in self.sizes)
+        smallest = min(self.sizes) if _all_known(self.sizes) else 0
+        share = RowShare(size, micro_rows, sum(self.sizes), smallest < self.micro_steps)
+        if self.is_fixed:
+            return data, share
+        first, shown = self.starts[replica] + mine * micro_step // self.micro_steps, size
+        if share.may_be_empty:
+            rows = number_of_rows(data)
+            first, shown = (
+                tf.maximum(tf.minimum(first, tf.subtract(rows, 1)), 0),
+                tf.maximum(size, 1),
+            )
+        with tf.device("CPU:0"):  # where the batch is; only a share is copied
+            taken = keras.tree.map_structure(lambda leaf: _rows_of(leaf, first, shown), data)
+        if isinstance(size, int) and size == 1:
+            taken = with_unknown_rows(taken)  # else a constant per row and one for all look alike
+        tensors = tf.nest.flatten(taken, expand_composites=True)
+        return taken, dataclasses.replace(share, tensors=tuple(filter(tf.is_tensor, tensors)))
+
+
+def number_of_rows(data) -> Number | None:
+    """Returns the rows of a batch's first tensor: an int if known; None without rows."""
+    leaf = next(filter(_has_rows, keras.tree.flatten(data)), None)
+    if leaf is None:
+        return None
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int32)
+    if leaf.shape[0] is not None:
+        return int(leaf.shape[0])
+    return tf.shape(leaf, out_type=tf.int32)[0]
+
+
+def with_unknown_rows(data):
+    """Returns the same tensors, of which it is unknown until the step runs how many rows they have.
+
+    TensorFlow computes what follows from a known number of rows while it traces. Positions of words
+    of each row then look like a constant, which `kdist.training.replica.batch_dependence` cannot
+    tell from positions that do not depend on the batch.
+    """
+
+    def unknown(leaf):
+        is_dense = isinstance(leaf, tf.Tensor) and leaf.shape.rank
+        if not is_dense or leaf.shape[0] is None:
+            return leaf
+        return tf.compat.v1.placeholder_with_default(leaf, [None, *leaf.shape[1:]])
+
+    return keras.tree.map_structure(unknown, data)
+
+
+def _has_rows(leaf):
+    if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+        return True
+    return hasattr(leaf, "shape") and len(leaf.shape) > 0
+
+
+def _all_known(numbers):
+    return all(isinstance(number, int) for number in numbers)
+
+
+def _size(rows, part, parts):
+    if isinstance(rows, int) and rows % parts == 0:
+        return rows // parts  # also if `part` is a tensor
+    return rows * (part + 1) // parts - rows * part // parts
+
+
+def _rows_of(leaf, first, number):
+    """Returns `leaf[first:first + number]`; the number of rows stays static if `first` is not."""
+    if not _has_rows(leaf):
+        return leaf
+    if isinstance(leaf, tf.SparseTensor):
+        rows = _sparse_rows(leaf, tf.cast(first, tf.int64), tf.cast(number, tf.int64))
+    else:
+        rows = leaf[first : first + number]
+    if not isinstance(leaf, tf.RaggedTensor) and hasattr(rows, "set_shape"):
+        rows.set_shape([number if isinstance(number, int) else None, *leaf.shape[1:]])
+    return rows
+
+
+def _sparse_rows(leaf, first, number):
+    rest = leaf.dense_shape[1:]
+    start = tf.concat([[first], tf.zeros_like(rest)], 0)
+    return tf.sparse.slice(leaf, start, tf.concat([[number], rest], 0))
+
+
+def fraction(part: Number, whole: Number):
+    """Returns part / whole, a float or a float64 scalar; 0 if `whole` is 0."""
+    if isinstance(part, int) and isinstance(whole, int):
+        return part / whole if whole else 0.0
+    return tf.math.divide_no_nan(tf.cast(part, tf.float64), tf.cast(whole, tf.float64))

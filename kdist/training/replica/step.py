@@ -1,0 +1,766 @@
+"""One replica's part of a step, and the points at which replicas interact.
+
+kdist runs the model's `train_step` on each replica as though that replica were alone. Its losses
+are means over its own rows, and no user code depends on the number of replicas. A `ReplicaStep`
+makes the result that of the whole batch. The hooks in `kdist.training.replica.hooks` call it at the
+few points where replicas interact:
+
+- Each replica's loss is scaled by its fraction of the global batch before it is differentiated, so
+  that gradients are simply added up:
+  sum over replicas of (rows of r / rows) · mean over rows of r = mean over rows.
+  Sums over rows are added up as they are. The step's graph tells which of both a loss is
+  (`kdist.training.replica.batch_dependence`).
+- The optimizer receives the gradient of the global batch. It is reduced first, and then clipped,
+  checked for infinity, averaged, and applied by Keras's own code, on each replica's own copy of the
+  variables.
+- State that layers write, such as the moving statistics of a BatchNorm, is averaged at the end of
+  the step.
+- Random numbers are drawn from seeds that depend on the replica.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import types
+import warnings
+from collections.abc import Collection, Mapping
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdist.compat.tensorflow import is_recorded
+from kdist.training.replica.batch_dependence import (
+    FIXED,
+    MEAN,
+    ROWS,
+    SUM,
+    BatchDependence,
+    Dependence,
+)
+from kdist.training.replica.colocation import colocate_with_inputs, outer_tensor
+from kdist.training.replica.reduction import all_reduce_sum
+from kdist.training.replica.row_shares import RowShare
+from kdist.training.replica.slices import SplitSlices
+
+_this_thread = threading.local()
+
+# Large odd stride, so that per-replica seeds never collide.
+_SEED_STRIDE = 0x9E3779B1
+
+
+def current() -> "ReplicaStep | None":
+    """Returns the step that runs in this thread, or None."""
+    return getattr(_this_thread, "step", None)
+
+
+@contextlib.contextmanager
+def activate(step):
+    """Returns a context manager in which hooks of this thread call `step`."""
+    before, _this_thread.step = current(), step
+    try:
+        yield step
+    finally:
+        _this_thread.step = before
+
+
+def this_replica() -> int:
+    """Returns the index of this replica in the job, from 0, in replica context."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
+class ReplicaStep:
+    """One replica's part of one micro-step.
+
+    Args:
+        share: its `RowShare`.
+        replica: its index in the job, from 0.
+        local_replica: its index on this worker, from 0.
+        replicas: number of replicas in the job.
+        has_copies: whether each replica has its own copy of every variable and updates it.
+        accumulators: gradient sums of micro-steps, an `Accumulators`; None for a single one.
+        is_last: whether this is the last micro-step, which applies the gradients.
+        has_group: whether the replica has several devices. Operations on a gradient or a variable
+            then run on its device. Defaults to False.
+
+    Attributes:
+        is_dry_run: nothing of this step is kept, not even in metrics.
+        is_whole_loss: the loss that is computed is that of the whole batch, on each replica.
+        loss_reduction: "mean" or "sum", if the program declares what the scalar losses of its own
+            `train_step` are over the rows; "auto" reads it from the graph.
+        own_metrics: {id of a variable: metric} of metrics that are not Keras's own.
+        micro_batch_rows: the numbers of rows of a pipeline's micro-batches.
+        reduces_early: the gradients of tapes are those of the global batch. Otherwise gradients are
+            reduced when an optimizer applies them, which is the same if a program does not change
+            them before, or only linearly.
+        needs_whole_gradients: the program changes gradients in another way, such as clipping.
+    """
+
+    is_dry_run = False
+    is_whole_loss = False
+    loss_reduction = "auto"
+    own_metrics: Mapping[int, keras.metrics.Metric] = types.MappingProxyType({})
+    micro_batch_rows: Collection[int] = ()
+    reduces_early = False
+    needs_whole_gradients = False
+
+    def __init__(
+        self,
+        share: RowShare,
+        replica: int,
+        local_replica: int,
+        replicas: int,
+        has_copies: bool,
+        accumulators,
+        is_last: bool,
+        has_group: bool = False,
+    ):
+        self.share = share
+        self.replica = replica
+        self.local_replica = local_replica
+        self.replicas = replicas
+        self.has_copies = has_copies
+        self.applying = False
+        self._accumulators = accumulators
+        self.is_last = is_last
+        self.added: dict[int, list] = {}  # losses by the id of the layer that added them
+        self._colocation = colocate_with_inputs if has_group else contextlib.nullcontext
+        self._scaled_by: set[int] = set()
+        self._gathers = False
+        self._graph = tf.compat.v1.get_default_graph()
+        self._written: dict[int, keras.Variable] = {}
+
+    def running(self):
+        """Makes this step the one that hooks call."""
+        return activate(self)
+
+    # Losses.
+
+    def scale_loss(self, loss, optimizer):
+        """Returns the loss to differentiate; the gradients of `optimizer` need no further scaling.
+
+        A loss with one value per row (reduction "none") is not scaled: its gradient is that of the
+        sum, which does not depend on the division of rows.
+        """
+        self._scaled_by.add(id(optimizer))
+        loss = tf.convert_to_tensor(loss)
+        if not loss.shape.rank:
+            scaled = self.as_mean(loss) * tf.cast(self.weight, loss.dtype)
+            return self._noted(scaled, SUM)
+        self._check_not_gathered("a loss with one value per row")
+        is_mean = {degree for *_, degree in self._terms(loss)} == {0}
+        weight = self.weight if is_mean else self.sum_weight
+        return self._noted(loss if weight is None else _scaled(loss, weight), ROWS)
+
+    def as_mean(self, value, is_loss=True):
+        """Returns a scalar whose mean over replicas, weighted by their rows, is the global value.
+
+        Means and constants are returned as they are, and sums over rows are corrected.
+
+        Args:
+            value: a scalar, or a tensor that represents the sum of its elements.
+            is_loss: whether to warn if the graph does not tell what `value` is. Defaults to True.
+        """
+        value = tf.convert_to_tensor(value)
+        if value.shape.rank:
+            (*_, degree) = self._terms(value)[0]
+            total = tf.reduce_sum(value)
+            if _is_eager(value):
+                return self._noted(self.correct_sum(total) if degree == 1 else total, MEAN)
+            value = total
+        terms = [t for t in self._terms(value, is_loss) if t[-1] == 1]
+        if not terms:
+            return value
+        if terms[0][1] is value:
+            return self._noted(self.correct_sum(value), MEAN)
+        sums = tf.add_n([tf.cast(f, t.dtype) * tf.reduce_sum(t) for f, t, _ in terms])
+        return self._noted(value + self.correct_sum(sums) - sums, MEAN)
+
+    def as_logs(self, outputs):
+        """Returns outputs of a step whose means over replicas are the logs of the batch."""
+        if not isinstance(outputs, dict):
+            return outputs
+        return {name: self._as_log(value) for name, value in outputs.items()}
+
+    def _as_log(self, value):
+        is_scalar = (
+            isinstance(value, tf.Tensor) and value.shape.rank == 0 and value.dtype.is_floating
+        )
+        if not is_scalar or _is_eager(value) or self._dependence.of(value).is_fixed:
+            return value
+        weight = tf.cast(self.share.micro_step_fraction, value.dtype) * self.replicas
+        return tf.math.multiply_no_nan(self.as_mean(value, is_loss=False), weight)
+
+    def tape_gradient(self, gradient, target, sources):
+        """Returns `gradient(target, sources)` and records whether it is that of a mean or a sum.
+
+        Only the gradient of a sum of both is another: that of the loss of the global batch, as if
+        it consisted of repetitions of this replica's rows.
+
+        Args:
+            gradient: the method of a tape: a function of the target, sources, and gradients of
+                the target or None.
+            target: the tensors to differentiate.
+            sources: variables or tensors.
+        """
+        targets, flat = keras.tree.flatten(target), keras.tree.flatten(sources)
+        if not all(isinstance(t, tf.Tensor) for t in targets):
+            return gradient(target, sources, None)
+        to_variables = any(map(_is_variable, flat))
+        terms = [
+            term for t in targets for term in self._terms(t, to_variables, is_declared=to_variables)
+        ]
+        degrees = {degree for *_, degree in terms}
+        if to_variables and 1 in degrees and not self._scaled_by:
+            self._check_not_gathered("a loss that is a sum")
+        if to_variables and degrees == {0, 1}:
+            corrections = [
+                tf.cast(f, t.dtype) * (self.correct_sum(tf.ones_like(t)) if d else tf.ones_like(t))
+                for f, t, d in terms
+            ]
+            found = gradient([t for _, t, _ in terms], sources, corrections)
+            degrees = {0}
+        else:
+            found = gradient(target, sources, None)
+        degree = degrees.pop() if len(degrees) == 1 else None
+        self._note_gradients(flat, found, degree)
+        if self._can_reduce_early():
+            return self._reduced_early(found, flat)
+        return found
+
+    def product_gradient(self, found, target, sources, output_gradients):
+        """Returns the gradients of a tape, given those of the targets, and records their degree."""
+        degrees = set()
+        pairs = zip(*map(keras.tree.flatten, (target, output_gradients)), strict=True)
+        for one, factor in pairs:
+            if factor is None or _is_eager(one) or _is_eager(factor):
+                return found
+            a, b = self._dependence.of(one), self._dependence.of(factor)
+            is_per_row = a.axis is not None or b.axis is not None
+            is_known = a.degree is not None and b.degree is not None
+            degrees.add(a.degree + b.degree + is_per_row if is_known else None)
+        degree = degrees.pop() if len(degrees) == 1 else None
+        self._note_gradients(keras.tree.flatten(sources), found, degree)
+        return found
+
+    def _can_reduce_early(self):
+        is_here = tf.compat.v1.get_default_graph() is self._graph and not is_recorded()
+        is_whole = self.replicas > 1 and self._accumulators is None
+        return self.reduces_early and is_here and is_whole
+
+    def _reduced_early(self, found, sources):
+        """Returns gradients of a tape; those with respect to variables are of the global batch."""
+        flat = keras.tree.flatten(found)
+        own = [g if _is_variable(s) else None for g, s in zip(flat, sources, strict=True)]
+        with self._colocation():
+            own = self.reduced(self._scaled_by_rows(own, bool(self._scaled_by)))
+        of_batch = Dependence(is_of_gradient=True, is_of_weights=True, is_reduced=True)
+        for gradient in own:
+            if gradient is not None:
+                self._gradient_dependence.note(_values(gradient), of_batch)
+        both = [g if o is None else o for g, o in zip(flat, own, strict=True)]
+        return keras.tree.pack_sequence_as(found, both)
+
+    def note_use(self, tensors):
+        """Records whether a program changes gradients of tapes, given what it computes of them."""
+        for tensor in tensors:
+            if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
+                found = self._gradient_dependence.of(tensor)
+                is_changed = found.is_nonlinear or found.degree not in (0, 1)
+                self.needs_whole_gradients |= found.is_of_weights and is_changed
+
+    def _note_gradients(self, sources, gradients, degree):
+        for source, one in zip(sources, keras.tree.flatten(_values(gradients)), strict=True):
+            if one is not None:
+                self._note_gradient(source, one, degree)
+
+    def _note_gradient(self, source, gradient, degree):
+        axis = None
+        if isinstance(source, tf.Tensor) and not _is_eager(source):
+            axis = self._dependence.of(source).axis
+        if degree is not None and axis is not None:
+            degree -= 1
+        dependence = Dependence(None if degree is None else float(degree), axis)
+        self._noted(gradient, dependence)
+        of_gradient = dataclasses.replace(
+            dependence, is_of_gradient=True, is_of_weights=_is_variable(source)
+        )
+        self._gradient_dependence.note(gradient, of_gradient)
+
+    def note_gathered(self, tensor):
+        """Records that a tensor holds the rows of all replicas, and returns it."""
+        return self._noted(tensor, FIXED)
+
+    def note_mean(self, loss):
+        """Records that a loss is a mean over rows, or has been corrected like one; returns it."""
+        return self._noted(loss, MEAN)
+
+    def _noted(self, tensor, dependence):
+        """Records how a tensor depends on the batch, and returns it."""
+        self._dependence.note(tensor, dependence)
+        return tensor
+
+    @functools.cached_property
+    def _dependence(self):
+        return BatchDependence(self.share.tensors, self._static_rows, self._static_batch_rows)
+
+    @functools.cached_property
+    def _gradient_dependence(self):
+        """Follows what a program does to the gradients of its tapes, and no other values."""
+        known = self._static_rows, self._static_batch_rows
+        return BatchDependence(self.share.tensors, *known, rows_are_known=False)
+
+    @property
+    def _static_rows(self):
+        return self.share.rows if isinstance(self.share.rows, int) else None
+
+    @property
+    def _static_batch_rows(self):
+        return self.share.batch_rows if isinstance(self.share.batch_rows, int) else None
+
+    def _terms(self, value, warns=False, is_declared=False):
+        """Returns [(factor, term, degree)] whose sum is `value`.
+
+        The degree is 0 for what is averaged over replicas, 1 for what is added up.
+
+        Args:
+            value: a tensor.
+            warns: whether to warn if the graph does not tell. Defaults to False.
+            is_declared: whether `loss_reduction` takes precedence. Defaults to False.
+        """
+        noted = self._dependence.noted(value)
+        default = {"auto": None, "mean": 0, "sum": 1}[self.loss_reduction]
+        if noted is None and not value.shape.rank and is_declared and default is not None:
+            return [(1.0, value, default)]
+        if noted is not None:
+            terms = [(1.0, value, noted)]
+        elif _is_eager(value):
+            terms = [(1.0, value, Dependence(degree=None))]
+        else:
+            terms = self._dependence.terms(value)
+        degrees = [self._degree(term, dependence) for _, term, dependence in terms]
+        if warns and None in degrees and default is None:
+            _warn_unknown(value)
+        known = [(default if warns else 0) or 0 if d is None else d for d in degrees]
+        return [(f, t, d) for (f, t, _), d in zip(terms, known, strict=True)]
+
+    def _degree(self, value, dependence):
+        """Returns 0 for a mean over rows, 1 for a sum over rows, and None for what is unknown."""
+        degree = dependence.summed_degree
+        if degree == 0 or (degree == 1 and not dependence.may_be_divided):
+            return int(degree)
+        rows = value.shape[0] if value.shape.rank else 0
+        is_per_row = rows is None or (rows == self._static_rows and bool(rows))
+        return 1 if degree is None and is_per_row else None
+
+    @property
+    def weight(self):
+        """Weight of this replica's loss in the global gradient."""
+        return self.share.batch_fraction
+
+    @property
+    def sum_weight(self):
+        """Weight of a sum over this replica's rows in the global sum; None for 1."""
+        return None
+
+    def batch_fraction(self, dtype):
+        """Returns the replica's fraction of the batch's rows."""
+        return tf.cast(self.share.batch_fraction, dtype)
+
+    def correct_sum(self, loss):
+        """Returns a sum over rows, scaled so that its weighted mean is the global sum."""
+        self._check_not_gathered("a loss that is a sum")
+        return tf.math.divide_no_nan(loss, tf.cast(self.share.batch_fraction, loss.dtype))
+
+    def correct_mean(self, loss, divisor, rows):
+        """Returns a mean by another divisor, scaled so that its weighted mean is the global one.
+
+        The result is loss_r · (divisor_r / divisor) / (rows_r / rows). Masks and sums of sample
+        weights differ between replicas even if the rows do not.
+
+        Args:
+            loss: scalar, a sum divided by `divisor`.
+            divisor: scalar, this replica's divisor.
+            rows: number of rows of the loss, on this replica.
+        """
+        counted = tf.cast(self.zero_if_empty(rows), loss.dtype)
+        divisor = self.zero_if_empty(tf.cast(divisor, loss.dtype))
+        all_divisors, all_rows = tf.unstack(all_reduce_sum([tf.stack([divisor, counted])])[0])
+        return tf.math.divide_no_nan(loss * divisor * all_rows, all_divisors * counted)
+
+    def note_gather(self, is_whole_loss):
+        """Records that the step gathers the rows of all replicas (`kdist.gather_batch`).
+
+        Args:
+            is_whole_loss: whether a compiled loss gathers them, which Keras reduces in
+                `whole_loss`.
+
+        Raises:
+            ValueError: this step has only some rows of the batch.
+        """
+        if self._accumulators is not None:
+            raise ValueError(
+                "gather_batch: with accumulate, a micro-step has only some rows of the batch. "
+                "Compile with accumulate=1"
+            )
+        self._gathers |= not is_whole_loss
+
+    @contextlib.contextmanager
+    def whole_loss(self):
+        """Marks that the loss of the whole batch is computed, on each replica."""
+        self.is_whole_loss = True
+        try:
+            yield
+        finally:
+            self.is_whole_loss = False
+
+    def unscaled_gradient(self, gradient, undo=False):
+        """Returns the gradient of a gathered tensor, scaled by this replica's weight.
+
+        It is returned as it is if the loss was scaled before it was differentiated. A custom
+        `train_step` may not do that: its gradients are scaled later, each by the weight of the
+        replica that holds the rows, instead of that of the replica that computed the loss.
+
+        Args:
+            gradient: the gradient of this replica's loss.
+            undo: whether to divide by the weight. Defaults to False.
+        """
+        if self._scaled_by or self.share.is_same_on_all(self.replicas):
+            return gradient
+        weight = tf.cast(self.weight, gradient.dtype)
+        return tf.math.divide_no_nan(gradient, weight) if undo else gradient * weight
+
+    def _check_not_gathered(self, what):
+        if self._gathers:
+            raise ValueError(
+                f"gather_batch: {what} cannot be told from one over the rows of this replica. "
+                "Reduce it to a mean, or call gather_batch in no loss and compile with "
+                "gather_batch=True"
+            )
+
+    def zero_if_empty(self, value):
+        """Returns `value`, or zero if this replica has no rows (see `row_shares`)."""
+        if not self.share.may_be_empty:
+            return value
+        return tf.where(self.share.rows > 0, value, tf.zeros_like(value))
+
+    # Gradients.
+
+    def gradients(self, optimizer, gradients, variables):
+        """Returns the gradients of the global batch; None before the last micro-step."""
+        with self._colocation():
+            return self._gradients(optimizer, gradients, variables)
+
+    def _gradients(self, optimizer, gradients, variables):
+        is_scaled = id(optimizer) in self._scaled_by
+        whole = [g if self._are_whole_slices(g) else None for g in gradients]
+        gradients = [g if w is None else None for g, w in zip(gradients, whole, strict=True)]
+        gradients = [
+            g if g is None else _with_shape_of(variable, g)
+            for g, variable in zip(
+                self._scaled_by_rows(gradients, is_scaled), variables, strict=True
+            )
+        ]
+        if self._accumulators is not None:
+            gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)
+            if not self.is_last:
+                return None
+        reduced = self.reduced(gradients)
+        return [g if w is None else w for g, w in zip(reduced, whole, strict=True)]
+
+    def _scaled_by_rows(self, gradients, is_scaled):
+        """Returns gradients whose sum over replicas is that of the global batch.
+
+        Args:
+            gradients: gradients of this replica's rows, or None.
+            is_scaled: whether the loss was scaled before it was differentiated.
+        """
+        weights = [None if g is None else self._weight_of(g, is_scaled) for g in gradients]
+        scaled = [
+            g if g is None else _scaled(self.zero_gradient_if_empty(g), weight)
+            for g, weight in zip(gradients, weights, strict=True)
+        ]
+        return [self.split_slices(g) if _is_sparse(g) else g for g in scaled]
+
+    def _are_whole_slices(self, gradient):
+        """Returns True for `tf.IndexedSlices` that have been reduced: replicas' are equal."""
+        return _is_sparse(gradient) and self._dependence_of_gradient(gradient).is_reduced
+
+    def _weight_of(self, gradient, is_scaled):
+        """Returns the weight of a gradient of this replica's rows in the global one; None for 1."""
+        dependence = self._dependence_of_gradient(gradient)
+        if dependence.is_reduced:
+            return self.weight  # equal on all replicas
+        is_known = dependence.is_of_gradient and not dependence.may_be_divided
+        degree = {0.0: 0, 1.0: 1}.get(dependence.degree) if is_known else None
+        if degree is None and not is_scaled:
+            degree = 1 if self.loss_reduction == "sum" else None
+            is_told = dependence.is_of_gradient or dependence.is_fixed or _is_eager(gradient)
+            if self.loss_reduction == "auto" and not is_told:
+                _warn_unknown(_values(gradient), "gradient")
+        if degree == 1 or (degree is None and is_scaled):
+            return None if is_scaled else self.sum_weight
+        return self.weight
+
+    def _dependence_of_gradient(self, gradient):
+        values = _values(gradient)
+        known = self._gradient_dependence.noted(values)
+        if known is None:
+            # A program that runs eagerly leaves no graph. All its gradients have been reduced.
+            is_reduced = self._can_reduce_early()
+            unknown = Dependence(degree=None, is_reduced=is_reduced)
+            known = unknown if _is_eager(values) else self._gradient_dependence.of(values)
+        return known
+
+    def split_slices(self, gradient):
+        """Returns the `SplitSlices` of a gradient of looked-up rows."""
+        return SplitSlices.of(gradient, self._are_fixed)
+
+    def _are_fixed(self, indices):
+        """Returns True if the indices of a lookup do not depend on the batch."""
+        if _is_eager(indices) or not self._dependence.of(indices).is_fixed:
+            return False
+        # Indices that repeat for each row are constants, too, if the number of rows is.
+        looked_up = indices.op.inputs[0] if indices.op.type == "Reshape" else indices
+        rows = (looked_up.shape[0] or 0) if looked_up.shape.rank else 0
+        if rows < 2 or rows not in {self._static_rows, *self.micro_batch_rows}:
+            return True
+        values = tf.get_static_value(looked_up) if looked_up.shape.rank == 1 else None
+        return values is not None and len(set(values.tolist())) == rows
+
+    def reduced(self, gradients):
+        """Returns the sums of gradients over all replicas.
+
+        Args:
+            gradients: tensors, `SplitSlices`, or None.
+        """
+        if self.replicas > 1:
+            sent = [_tensors(g) for g in gradients]
+            present = [tensor for tensors in sent for tensor in tensors]
+            sums = iter(all_reduce_sum(present) if present else [])
+            received = [[next(sums) for _ in tensors] for tensors in sent]
+            gradients = [_with_tensors(g, r) for g, r in zip(gradients, received, strict=True)]
+        return [g.joined() if isinstance(g, SplitSlices) else g for g in gradients]
+
+    def zero_gradient_if_empty(self, gradient):
+        """Returns the gradient, or zero (not infinity × 0) if this replica has no rows."""
+        if not self.share.may_be_empty:
+            return gradient
+        counts = tf.cast(self.share.rows > 0, gradient.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            values = tf.math.multiply_no_nan(gradient.values, counts)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return tf.math.multiply_no_nan(gradient, counts)
+
+    def build(self, optimizer, variables):
+        """Builds an optimizer that has no variables yet."""
+        optimizer.build(variables)
+
+    def apply(self, update, optimizer, gradients, variables):
+        """Calls `update` on gradients that have been reduced.
+
+        Args:
+            update: function of the gradients.
+            optimizer: the optimizer that it belongs to.
+            gradients: one gradient per variable.
+            variables: Keras variables.
+        """
+        with self.update():
+            update(gradients)
+
+    def optimizer_method(self, name, for_one_device, keras_function):
+        """Returns the function for a part of an update: for one replica, or Keras's own."""
+        return for_one_device if self.has_copies else keras_function
+
+    @contextlib.contextmanager
+    def update(self):
+        """Marks that the optimizer is updating with gradients that have been reduced."""
+        self.applying = True
+        try:
+            with self._colocation():
+                yield
+        finally:
+            self.applying = False
+
+    # State.
+
+    def note_written(self, variable):
+        """Records a variable that a layer wrote, for `average_state`."""
+        if not self.applying:
+            self._written.setdefault(id(variable), variable)
+
+    def local(self, variable):
+        """Returns this replica's copy of a TensorFlow variable."""
+        if isinstance(variable, tf.distribute.DistributedValues):
+            return tf.distribute.get_strategy().experimental_local_results(variable)[
+                self.local_replica
+            ]
+        return variable
+
+    def average_state(self, except_for):
+        """Averages variables that layers wrote, weighted by the replicas' rows of this micro-step.
+
+        Args:
+            except_for: variables that are already equal on all replicas.
+        """
+        if self.replicas == 1 or not self.has_copies:
+            return
+        equal = {id(variable) for variable in except_for}
+        copies = [
+            self.local(variable.value)
+            for key, variable in self._written.items()
+            if key not in equal and can_be_averaged(variable)
+        ]
+        with self._colocation():
+            parts = [
+                _scaled(self.zero_if_empty(tf.identity(c)), self.share.micro_step_fraction)
+                for c in copies
+            ]
+            for copy, mean in zip(copies, all_reduce_sum(parts) if parts else [], strict=True):
+                copy.assign(mean)
+
+    @contextlib.contextmanager
+    def undoing_if_empty(self, variables):
+        """Restores `variables` at the end if this replica has no rows."""
+        if not self.share.may_be_empty:
+            yield
+            return
+        natives = [variable.value for variable in variables]
+        before = [tf.identity(native) for native in natives]
+        yield
+        for native, value in zip(natives, before, strict=True):
+            native.assign(tf.where(self.share.rows > 0, native, value))
+
+    @contextlib.contextmanager
+    def with_keras_metrics(self):
+        """Returns a context manager in which metrics count rows, as Keras's own do."""
+        before, self.own_metrics = self.own_metrics, {}
+        try:
+            yield
+        finally:
+            self.own_metrics = before
+
+    def is_read_of(self, variable, tensor):
+        """Returns True if `tensor` is the value of this replica's copy of a variable."""
+        if tensor.op.type != "ReadVariableOp":
+            return False
+        handle = tensor.op.inputs[0]
+        outside = outer_tensor(handle)
+        return (handle if outside is None else outside) is self.local(variable.value).handle
+
+    def as_increment(self, value, term):
+        """Returns what this replica adds to the state of a metric.
+
+        Args:
+            value: what the metric adds.
+            term: the same, before casts.
+        """
+        dependence = self._dependence.of(term)
+        if dependence.is_fixed:
+            number, rows = tf.get_static_value(term), self._static_rows
+            if rows == 1 or (rows and number is not None and _are_multiples(number, rows)):
+                return value  # the number of rows is a constant, too
+            counts = self.replica == self.replicas - 1 and self.is_last  # it is never empty
+            return value if counts else tf.zeros_like(value)
+        if dependence.degree == 0 and dependence.axis is None and value.dtype.is_floating:
+            return value * self.batch_fraction(value.dtype)
+        return value
+
+    def handle(self, variable):
+        """Returns the handle by which a gradient tape identifies a Keras variable."""
+        return variable.value.handle
+
+    def assign_add(self, variable, value, keras_function):
+        """Adds `value` to a variable; Keras's own function reads and then assigns."""
+        return keras_function(variable, value)
+
+    # Random numbers.
+
+    @property
+    def seeds_differ(self):
+        """True if other replicas draw from the same seed and must get other numbers."""
+        return self.replicas > 1
+
+    def seed(self, seed):
+        """Returns the seed of this replica; that of the first one is Keras's own."""
+        stride = tf.cast(tf.constant([_SEED_STRIDE, 0], tf.int64), seed.dtype)
+        return seed + stride * tf.cast(self.replica, seed.dtype)
+
+
+def can_be_averaged(variable):
+    """Returns True for float state with a copy per replica, unlike counters and seeds."""
+    value = variable.value
+    return (
+        isinstance(value, tf.distribute.DistributedValues)
+        and value.dtype.is_floating
+        and value.aggregation in (tf.VariableAggregation.NONE, tf.VariableAggregation.MEAN)
+        and variable.synchronization != "on_read"
+    )
+
+
+def _with_shape_of(variable, gradient):
+    """Returns a gradient with the static shape of its variable, which may have been lost."""
+    if not isinstance(gradient, tf.IndexedSlices | SplitSlices):
+        gradient = tf.ensure_shape(gradient, variable.shape)
+    return gradient
+
+
+def _is_sparse(gradient):
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def _tensors(gradient):
+    """Returns the tensors of a gradient that are summed over replicas."""
+    if isinstance(gradient, SplitSlices):
+        return gradient.tensors()
+    return [] if gradient is None else [gradient]
+
+
+def _with_tensors(gradient, tensors):
+    if isinstance(gradient, SplitSlices):
+        return gradient.with_tensors(tensors)
+    return tensors[0] if tensors else None
+
+
+def _are_multiples(numbers, rows):
+    return bool(np.all(np.asarray(numbers) % rows == 0) and np.any(numbers))
+
+
+def _is_variable(source):
+    return isinstance(source, tf.Variable | keras.Variable)
+
+
+def _is_eager(tensor):
+    return not hasattr(tensor, "graph")
+
+
+def _values(gradient):
+    """Returns gradients with the values of `tf.IndexedSlices` instead of these."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient.values
+    if isinstance(gradient, list | tuple):
+        return [_values(one) for one in gradient]
+    if isinstance(gradient, dict):
+        return {key: _values(one) for key, one in gradient.items()}
+    return gradient
+
+
+def _warn_unknown(loss, noun="loss"):
+    name = "" if _is_eager(loss) else f" {loss.name!r}"
+    where = "run_eagerly=True leaves no graph" if _is_eager(loss) else "its graph does not tell"
+    warnings.warn(
+        f"the {noun}{name} may be a mean or a sum over the rows of a batch; {where}. It counts as "
+        'a mean, whose gradients are averaged over replicas. Use compile(loss_reduction="mean") to '
+        'confirm this, or loss_reduction="sum" for a sum',
+        stacklevel=2,
+    )
+
+
+def _scaled(gradient, factor):
+    if factor is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)

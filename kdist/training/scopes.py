@@ -1,0 +1,65 @@
+"""Facts about a strategy, and calls outside its scope."""
+
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def is_multi_worker(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if the replicas run in several processes."""
+    return num_local_replicas(strategy) < strategy.num_replicas_in_sync
+
+
+def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
+    """Returns the number of replicas that this process runs."""
+    # TensorFlow's default strategy does not report its devices.
+    several = strategy.num_replicas_in_sync > 1
+    return len(strategy.extended.worker_devices) if several else 1
+
+
+def has_parameter_servers(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if variables are on parameter servers and steps are dispatched to workers."""
+    return isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
+
+
+def shares_storage(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if several replicas of this process share one copy of each variable."""
+    central = tf.distribute.experimental.CentralStorageStrategy
+    return isinstance(strategy, central) and strategy.num_replicas_in_sync > 1
+
+
+def outside_multi_worker_scope(function: Callable[[], Any]):
+    """Returns the result of `function`, called outside the scope of a multi-worker strategy.
+
+    A variable created inside such a scope is broadcast by a collective. Keras creates temporary
+    variables while it saves a model. Only one worker saves, so it would wait for the others.
+    In the scope of any other strategy, `function` is called directly.
+    """
+    if not (tf.distribute.has_strategy() and is_multi_worker(tf.distribute.get_strategy())):
+        return function()
+    return in_new_thread(function)
+
+
+def outside_any_scope(function: Callable[[], Any]):
+    """Returns the result of `function`, called outside every strategy's scope.
+
+    The dtype policy stays the same.
+    """
+    if not tf.distribute.has_strategy():
+        return function()
+    policy = keras.config.dtype_policy()
+
+    def with_policy():
+        keras.config.set_dtype_policy(policy)  # it belongs to the thread
+        return function()
+
+    return in_new_thread(with_policy)
+
+
+def in_new_thread(function: Callable[[], Any]):
+    """Returns the result of `function`, called in a thread without scope, graph, or replica."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()

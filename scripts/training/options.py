@@ -1,0 +1,95 @@
+"""Flags that choose the backend, and flags that are set by a plan."""
+
+import importlib.util
+import os
+import sys
+
+from absl import flags
+
+import kdist
+
+FLAGS = flags.FLAGS
+
+# Flags that --backend=jax supports. All others are rejected, with a remedy.
+SUPPORTED_ON_JAX = (
+    *("backend", "model", "dataset", "fallback_dataset", "data_dir", "download", "examples"),
+    *("operations", "num_devices", "layout", "split", "local_batch_size", "epochs", "optimizer"),
+    *("learning_rate", "schedule", "ramp_epochs", "decay", "scale_learning_rate"),
+    *("base_batch_size", "precision", "steps_per_execution", "sync_batch_norm", "seed", "run_dir"),
+    *("price_usd_per_hour", "verbose"),
+)
+REMEDIES_ON_JAX = {
+    "strategy": "use --layout=data=N or --num_devices=N",
+    "accumulate": "JAX runs no micro-steps here; use a smaller --local_batch_size",
+    "jit_compile": "JAX compiles every step; leave it out",
+}
+
+
+def choose_backend():
+    """Sets the Keras backend of --backend, before Keras is imported.
+
+    Raises:
+        ImportError: JAX is not installed.
+        ValueError: KERAS_BACKEND differs from the default of --backend, or a flag is not supported
+            by --backend=jax.
+    """
+    chosen = os.environ.get("KERAS_BACKEND", FLAGS.backend)
+    if chosen != FLAGS.backend and not FLAGS["backend"].present:
+        raise ValueError(f"KERAS_BACKEND is {chosen}, but --backend is {FLAGS.backend}; pass it")
+    os.environ["KERAS_BACKEND"] = FLAGS.backend
+    if FLAGS.backend == "tensorflow":
+        return
+    for flag in FLAGS.flags_by_module_dict()[sys.argv[0]]:
+        if flag.present and flag.name not in SUPPORTED_ON_JAX:
+            remedy = REMEDIES_ON_JAX.get(flag.name, "leave it out, or use --backend=tensorflow")
+            raise ValueError(f"--{flag.name} is not supported by --backend=jax: {remedy}")
+    if FLAGS.steps_per_execution == "auto":
+        raise ValueError("--steps_per_execution=auto is not supported by --backend=jax; use 1")
+    if importlib.util.find_spec("jax") is None:
+        raise ImportError("JAX is not installed: pip install 'kdist[jax]'")
+
+
+def apply_plan():
+    """Loads the plan of --plan and sets its flags; returns None without --plan.
+
+    Raises:
+        ValueError: a flag on the command line contradicts the plan.
+    """
+    if FLAGS.plan is None:
+        return None
+    plan = kdist.planner.Plan.load(FLAGS.plan)
+    layout = plan.layout
+    where = {"strategy": layout.strategy, "num_devices": layout.devices_per_machine}
+    planned = {
+        "model": plan.model,
+        **({"layout": str(layout.degrees)} if layout.group_size > 1 else where),
+        "local_batch_size": plan.local_batch,
+        "accumulate": layout.accumulate,
+        "local_steps": layout.local_steps,
+        "epochs": int(plan.epochs),
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "jit_compile": plan.jit_compile,
+    }
+    for name, value in planned.items():
+        if FLAGS[name].present and FLAGS[name].value != value:
+            raise ValueError(
+                f"--{name}={FLAGS[name].value} contradicts {FLAGS.plan}, which has {value}; leave "
+                "the flag out, or create a new plan with scripts/plan.py"
+            )
+        FLAGS[name].value = value
+    if plan.epochs != int(plan.epochs):
+        raise ValueError(f"{FLAGS.plan} is for {plan.epochs} epochs; plan a whole number")
+    if FLAGS.devices:
+        raise ValueError(f"{FLAGS.plan} sets the devices; leave --devices out")
+    return plan
+
+
+def report_data_differences(plan, train):
+    """Prints how the data differ from those of the plan."""
+    for what, planned, actual in (
+        ("examples per epoch", plan.examples, train.num_examples),
+        ("input shape", plan.input_shape, tuple(train.image_shape)),
+    ):
+        if planned != actual:
+            print(f"{what}: {planned} planned, {actual} in the data; times will differ")

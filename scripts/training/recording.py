@@ -1,0 +1,111 @@
+"""Run directory, and the callbacks and writers that fill it."""
+
+import dataclasses
+import os
+import pathlib
+
+from absl import flags
+
+import kdist
+from kdist.run_directory import RUN_DIR, RunDirectory, new_run_path
+from kdist.telemetry import create_writer
+from training.summary import run_config
+
+FLAGS = flags.FLAGS
+
+# Flags that a resumed run must not change. Devices may differ if the global batch is the same.
+FIXED_FLAGS = (
+    *("model", "examples", "minutes", "operations", "epochs", "optimizer", "learning_rate"),
+    *("schedule", "ramp_epochs", "decay", "scale_learning_rate", "base_batch_size", "precision"),
+    *("sync_batch_norm", "seed", "local_steps", "local_slots", "backend"),
+)
+
+
+@dataclasses.dataclass
+class Recording:
+    """Everything that records a run.
+
+    Attributes:
+        run: the run directory.
+        writer: writer of metrics, which discards everything in tasks that are not the chief.
+        telemetry: the telemetry callback.
+        profile: list with the callback of --profile, or empty.
+        callbacks: list of all callbacks.
+    """
+
+    run: RunDirectory
+    writer: "kdist.telemetry.Writer"  # quoted, so that --help does not import TensorFlow
+    telemetry: "kdist.callbacks.Telemetry"
+    profile: list
+    callbacks: list
+
+
+def run_directory():
+    """Returns the path of --run_dir, that of the launcher, or a new one below runs/."""
+    if FLAGS.run_dir:
+        return FLAGS.run_dir
+    if RUN_DIR in os.environ:
+        return pathlib.Path(os.environ[RUN_DIR])
+    return new_run_path(FLAGS.model)
+
+
+def check_directory(path):
+    """Returns whether to resume the interrupted run of a directory.
+
+    Raises:
+        FileExistsError: the directory holds a finished run, or one that may not be resumed.
+        ValueError: the interrupted run has other flags.
+    """
+    run = RunDirectory(path)
+    resumes = FLAGS.resume != "never" and run.is_interrupted()
+    if resumes:
+        run.check_same_config(run_config(FLAGS.dataset), FIXED_FLAGS)
+    else:
+        run.check_available()
+    return resumes
+
+
+def start_recording(path, config, is_chief, resumes):
+    """Returns the `Recording` of a new or resumed run.
+
+    Args:
+        path: the run directory.
+        config: configuration of the run.
+        is_chief: whether this task writes.
+        resumes: whether the directory already holds the run.
+    """
+    run = RunDirectory.create(path, config, resumes) if is_chief else RunDirectory(path)
+    writer = create_writer(
+        run,
+        is_chief=is_chief,
+        wandb_mode=FLAGS.wandb_mode,
+        tensorboard=FLAGS.tensorboard,
+        config=config,
+        project=FLAGS.wandb_project,
+        group=FLAGS.wandb_group,
+        job_type=FLAGS.wandb_job_type,
+        name=run.path.name,
+    )
+    profile = profile_callbacks(run)
+    telemetry = kdist.callbacks.Telemetry(
+        run, device_seconds=FLAGS.device_seconds or None, profiles=not profile, writer=writer
+    )
+    checkpoint = kdist.callbacks.EpochCheckpoint(run.checkpoints)
+    stop = kdist.callbacks.StopOnNonFiniteLoss(checkpoint)
+    resumption = kdist.callbacks.Checkpoint(
+        run.checkpoints,
+        FLAGS.checkpoint_steps,
+        FLAGS.checkpoint_minutes or None,
+        resume=FLAGS.resume,
+        at_resume=run.discard_after,
+    )
+    callbacks = [*profile, telemetry, stop, checkpoint, resumption]
+    return Recording(run, writer, telemetry, profile, callbacks)
+
+
+def profile_callbacks(run):
+    """Returns a list with the callback of --profile, or an empty list."""
+    if FLAGS.profile is None:
+        return []
+    first, last = map(int, FLAGS.profile.split(":"))
+    return [kdist.callbacks.Profile(run.path / "profile", first, last)]

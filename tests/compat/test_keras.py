@@ -1,0 +1,144 @@
+"""Fails if Keras changes a private interface that kdist/compat/keras.py lists."""
+
+import inspect
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src import api_export
+
+import kdist
+from kdist.compat import keras as keras_internals
+from kdist.training.replica import hooks
+from kdist.training.trainer import Trainer
+
+
+@pytest.mark.parametrize("name", keras_internals.TRAINER_MEMBERS)
+def test_trainer_members(name):
+    assert hasattr(keras_internals.TensorFlowTrainer(), name)
+
+
+@pytest.mark.parametrize("name", keras_internals.LAYER_MEMBERS)
+def test_layer_members(name):
+    assert hasattr(keras.layers.Layer(), name)
+
+
+@pytest.mark.parametrize("name", keras_internals.FUNCTIONAL_MEMBERS)
+def test_functional_members(name):
+    inputs = keras.Input((1,))
+    assert hasattr(keras.Model(inputs, keras.layers.Dense(1)(inputs)), name)
+
+
+@pytest.mark.parametrize("name", keras_internals.OPTIMIZER_MEMBERS)
+def test_optimizer_members(name):
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build([keras.Variable(np.ones(1))])
+    assert hasattr(optimizer, name)
+
+
+@pytest.mark.parametrize("name", keras_internals.OPTIMIZER_STATE)
+def test_optimizer_state(name):
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, gradient_accumulation_steps=2)
+    optimizer.build([keras.Variable(np.ones(1))])
+    state = getattr(optimizer, name)
+    known = {id(variable) for variable in optimizer.variables}
+    assert all(id(variable) in known for variable in keras.tree.flatten(state))
+
+
+PARAMETERS_OF_HOOKED = {
+    "gradient": ["self", "target", "sources", "output_gradients", "unconnected_gradients"],
+    "compute_average_loss": ["per_example_loss", "sample_weight", "global_batch_size"],
+    "scale_regularization_loss": ["regularization_loss"],
+    "scale_loss_for_distribution": ["value"],
+    "unscale_loss_for_distribution": ["value"],
+    "reduce_weighted_values": ["values", "sample_weight", "mask", "reduction", "dtype"],
+    "update_state": ["self", "values", "sample_weight"],
+    "call": ["self", "inputs", "training", "mask"],
+    "add_loss": ["self", "loss"],
+    "_get_own_losses": ["self"],
+    "_clear_losses": ["self"],
+    "_moments": ["self", "inputs", "mask"],
+    "_compute_moments_sync": ["x", "axes", "keepdims"],
+    "draw_seed": ["seed"],
+    "assign_add": ["self", "value"],
+    "assign_sub": ["self", "value"],
+    "_direct_assign": ["self", "value"],
+    "scale_loss": ["self", "loss"],
+    "apply": ["self", "grads", "trainable_variables"],
+    "_tf_apply": ["self", "grads", "trainable_variables"],
+    "_all_reduce_sum_gradients": ["self", "grads_and_vars"],
+    "_apply_weight_decay": ["self", "variables"],
+    "_backend_increment_gradient_accumulators": ["self", "grads", "acc_grads"],
+    "_backend_update_step": ["self", "grads", "trainable_variables", "learning_rate"],
+    "_overwrite_model_variables_with_average_value": ["self", "trainable_variables"],
+}
+HOOKED = [(owner, name) for owner, name, _ in hooks.hooks()]
+
+
+@pytest.mark.parametrize(("owner", "name"), HOOKED)
+def test_signatures_of_hooked_functions(owner, name):
+    keras_function = inspect.unwrap(getattr(owner, name))
+    assert keras_function.__module__.startswith(("keras.", "tensorflow."))
+    assert list(inspect.signature(keras_function).parameters) == PARAMETERS_OF_HOOKED[name]
+
+
+def test_every_hook_is_installed_once():
+    hooks.install()
+    for owner, name in HOOKED:
+        hooked = getattr(owner, name)
+        assert hooked.__code__.co_name == "hooked"
+        assert hooked.__wrapped__.__code__ is not hooked.__code__
+
+
+def test_keras_outside_kdist_is_unchanged():
+    """Outside kdist, Keras still clips gradients before it adds them up."""
+    strategy = kdist.create_strategy("mirrored", 2)
+    with strategy.scope():
+        variable = keras.Variable(np.zeros(2, "float32"))
+        optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1.0)
+        optimizer.build([variable])
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([tf.constant([3.0, 0.0])], [variable]))
+
+    step()
+    np.testing.assert_allclose(variable.numpy(), [-2.0, 0.0])
+
+
+@pytest.mark.parametrize("name", keras_internals.EPOCH_ITERATOR_MEMBERS)
+def test_epoch_iterator_members(name):
+    assert hasattr(keras_internals.TFEpochIterator, name)
+
+
+def test_epoch_iterator_state():
+    iterator = keras_internals.TFEpochIterator(
+        distribute_strategy=Trainer().distribute_strategy,
+        x=np.ones((1, 1)),
+        steps_per_execution=2,
+    )
+    assert {
+        "steps_per_epoch",
+        "steps_per_execution",
+        "_current_iterator",
+        "_steps_seen",
+        "_num_batches",
+        "data_adapter",
+    } <= set(vars(iterator))
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
+def test_signatures_are_those_of_keras(name):
+    ours = inspect.signature(getattr(Trainer, name))
+    assert ours == inspect.signature(getattr(keras_internals.TensorFlowTrainer, name))
+
+
+def test_files_name_a_class_by_the_export_table():
+    assert api_export.REGISTERED_OBJS_TO_NAMES[keras.Sequential] == "keras.Sequential"
+    assert type(keras.Model(x := keras.Input((1,)), x)) is keras_internals.Functional
+
+
+def test_reduce_per_replica_takes_a_strategy_and_a_reduction():
+    parameters = inspect.signature(keras_internals.reduce_per_replica).parameters
+    assert list(parameters) == ["values", "strategy", "reduction"]

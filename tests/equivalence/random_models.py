@@ -1,0 +1,261 @@
+"""Random small models, data, and options of `compile`, for `test_random_models.py`.
+
+A case is a dictionary of plain values, so that a failure can be copied into a list of fixed cases.
+"""
+
+import contextlib
+import dataclasses
+
+import keras
+import numpy as np
+import tensorflow as tf
+from hypothesis import strategies as st
+
+import kdist
+
+UNITS, CLASSES, WORDS = 3, 3, 6
+INPUT_SHAPES = {"vector": (4,), "image": (5, 5, 2), "tokens": (4,), "sequence": (4, 3)}
+
+# {name: layer}, by the kind of tensor that it receives and returns.
+VECTOR_LAYERS = {
+    "dense": lambda: keras.layers.Dense(UNITS, activation="tanh"),
+    "l2": lambda: keras.layers.Dense(UNITS, kernel_regularizer=keras.regularizers.L2(0.1)),
+    "activity": lambda: keras.layers.Dense(UNITS, activity_regularizer=keras.regularizers.L2(0.1)),
+    "batch_norm": lambda: keras.layers.BatchNormalization(
+        synchronized=tf.distribute.has_strategy(), momentum=0.8
+    ),
+    "layer_norm": keras.layers.LayerNormalization,
+    "dropout": lambda: keras.layers.Dropout(0.0),
+    "add": lambda: Merged(keras.layers.Add),
+    "multiply": lambda: Merged(keras.layers.Multiply),
+    "concatenate": lambda: Merged(keras.layers.Concatenate),
+    "maximum": lambda: Merged(keras.layers.Maximum),
+}
+IMAGE_LAYERS = {
+    "conv": lambda: keras.layers.Conv2D(2, 3, padding="same", activation="tanh"),
+    "depthwise": lambda: keras.layers.DepthwiseConv2D(3, padding="same"),
+    "batch_norm": VECTOR_LAYERS["batch_norm"],
+    "dropout": VECTOR_LAYERS["dropout"],
+}
+SEQUENCE_LAYERS = {
+    "gru": lambda: keras.layers.GRU(UNITS, return_sequences=True),
+    "lstm": lambda: keras.layers.LSTM(UNITS, return_sequences=True),
+    "dense": VECTOR_LAYERS["dense"],
+    "layer_norm": VECTOR_LAYERS["layer_norm"],
+    "batch_norm": VECTOR_LAYERS["batch_norm"],
+    "positions": lambda: Positions(),
+    "add": VECTOR_LAYERS["add"],
+}
+LAYERS = {
+    "vector": VECTOR_LAYERS,
+    "image": IMAGE_LAYERS,
+    "tokens": SEQUENCE_LAYERS,
+    "sequence": SEQUENCE_LAYERS,
+}
+REDUCERS = {
+    "image": [keras.layers.GlobalAveragePooling2D, keras.layers.Flatten],
+    "sequence": [
+        keras.layers.GlobalAveragePooling1D,
+        lambda: keras.layers.GRU(UNITS),
+        keras.layers.GlobalMaxPooling1D,
+    ],
+}
+LOSSES = {
+    "mse": keras.losses.MeanSquaredError,
+    "mae": keras.losses.MeanAbsoluteError,
+    "huber": keras.losses.Huber,
+    "log_cosh": keras.losses.LogCosh,
+    "crossentropy": keras.losses.SparseCategoricalCrossentropy,
+}
+OPTIMIZERS = {
+    "sgd": lambda **o: keras.optimizers.SGD(0.1, **o),
+    "momentum": lambda **o: keras.optimizers.SGD(0.05, momentum=0.8, nesterov=True, **o),
+    "adam": lambda **o: keras.optimizers.Adam(0.05, epsilon=1e-3, **o),
+    "amsgrad": lambda **o: keras.optimizers.Adam(0.05, epsilon=1e-3, amsgrad=True, **o),
+    "adamw": lambda **o: keras.optimizers.AdamW(0.05, epsilon=1e-3, **o),
+    "rmsprop": lambda **o: keras.optimizers.RMSprop(0.05, epsilon=1e-3, **o),
+    "adagrad": lambda **o: keras.optimizers.Adagrad(0.05, **o),
+    "adamax": lambda **o: keras.optimizers.Adamax(0.05, epsilon=1e-3, **o),
+    "nadam": lambda **o: keras.optimizers.Nadam(0.05, epsilon=1e-3, **o),
+    "adadelta": lambda **o: keras.optimizers.Adadelta(0.5, epsilon=1e-3, **o),
+    "ftrl": lambda **o: keras.optimizers.Ftrl(0.05, **o),
+    "lamb": lambda **o: keras.optimizers.Lamb(0.05, epsilon=1e-3, **o),
+    "adafactor": lambda **o: keras.optimizers.Adafactor(0.05, **o),
+}
+
+
+class Positions(keras.layers.Layer):
+    """Adds an embedding of positions, whose indices do not come from the data."""
+
+    def build(self, shape):
+        self.embedding = keras.layers.Embedding(shape[1], shape[2])
+        self.embedding.build(())
+
+    def call(self, x):
+        return x + self.embedding(keras.ops.arange(x.shape[1]))
+
+
+@dataclasses.dataclass
+class Merged:
+    """Two dense layers of the same input, merged."""
+
+    merge: type
+
+    def __call__(self, x):
+        branches = [keras.layers.Dense(UNITS, activation=name)(x) for name in ("tanh", "sigmoid")]
+        return self.merge()(branches)
+
+
+@st.composite
+def cases(draw):
+    """Returns the strategy of all cases."""
+
+    def one_of(values):
+        return draw(st.sampled_from(sorted(values)))
+
+    kind = one_of(INPUT_SHAPES)
+    loss = one_of(LOSSES)
+    optimizer_options = {}
+    clipping = draw(st.sampled_from([None, None, "clipnorm", "clipvalue", "global_clipnorm"]))
+    if clipping:
+        optimizer_options[clipping] = draw(st.sampled_from([0.05, 0.5]))
+    if draw(st.integers(0, 3)) == 0:
+        optimizer_options |= {"use_ema": True, "ema_momentum": 0.7}
+        optimizer_options["ema_overwrite_frequency"] = draw(st.sampled_from([None, 2]))
+    if draw(st.integers(0, 3)) == 0:
+        optimizer_options["weight_decay"] = 0.1
+    case = {
+        "kind": kind,
+        "layers": draw(st.lists(st.sampled_from(sorted(LAYERS[kind])), max_size=2)),
+        "masked": kind in ("tokens", "sequence") and draw(st.booleans()),
+        "reducer": draw(st.sampled_from([0, 1, 2, None])) if kind != "vector" else None,
+        "loss": loss,
+        "reduction": one_of(["sum_over_batch_size", "sum", "mean", "mean_with_sample_weight"]),
+        "second_output": draw(st.booleans()),
+        "loss_weights": draw(st.booleans()),
+        "optimizer": one_of(OPTIMIZERS),
+        "optimizer_options": optimizer_options,
+        "weights": draw(st.sampled_from([None, None, "sample", "class"])),
+        "rows": draw(st.integers(1, 13)),
+        "batch": draw(st.integers(1, 8)),
+        "accumulate": draw(st.sampled_from([1, 1, 1, 2, 3])),
+        "steps_per_execution": draw(st.sampled_from([1, 1, 2])),
+        "eager": draw(st.integers(0, 3)) > 0,
+        "devices": draw(st.sampled_from([2, 2, 2, 4])),
+    }
+    return normalized(case)
+
+
+def normalized(case):
+    """Returns the case without combinations that Keras rejects, or that differ on purpose."""
+    case = dict(case)
+    if case["kind"] == "image" and case["reducer"] in (2, None):
+        case["reducer"] = 0
+    is_sequence = case["kind"] in ("tokens", "sequence") and case["reducer"] is None
+    if case["weights"] == "class" and (
+        case["loss"] != "crossentropy" or case["second_output"] or is_sequence
+    ):
+        case["weights"] = "sample"
+    # Micro-steps have statistics and means over weights of their own.
+    sees_batch = "batch_norm" in case["layers"] or case["masked"]
+    if sees_batch or case["reduction"] == "mean_with_sample_weight":
+        case["accumulate"] = 1
+    if case["eager"]:
+        case["steps_per_execution"] = 1
+    return case
+
+
+def model_of(case, model_class):
+    """Returns the case's model, not compiled."""
+    kind = case["kind"]
+    inputs = keras.Input(INPUT_SHAPES[kind], dtype="int32" if kind == "tokens" else None)
+    x = inputs
+    if kind == "tokens":
+        x = keras.layers.Embedding(WORDS, UNITS, mask_zero=case["masked"])(x)
+    elif case["masked"]:
+        x = keras.layers.Masking()(x)
+    for name in case["layers"]:
+        x = LAYERS[kind][name]()(x)
+    if case["reducer"] is not None:
+        reducers = REDUCERS["image" if kind == "image" else "sequence"]
+        x = reducers[case["reducer"]]()(x)
+    if case["loss"] == "crossentropy":
+        outputs = keras.layers.Dense(CLASSES, activation="softmax", name="first")(x)
+    else:
+        outputs = keras.layers.Dense(2, name="first")(x)
+    if case["second_output"]:
+        outputs = {"first": outputs, "second": keras.layers.Dense(1, name="second")(x)}
+    return model_class(inputs, outputs)
+
+
+def compile_options(case, is_kdist):
+    """Returns the arguments of `compile`."""
+    loss = LOSSES[case["loss"]](reduction=case["reduction"])
+    metric = "accuracy" if case["loss"] == "crossentropy" else "mae"
+    options = {"loss": loss, "metrics": [metric], "weighted_metrics": ["mse"]}
+    if case["loss"] == "crossentropy":
+        options["weighted_metrics"] = ["accuracy"]
+    if case["second_output"]:
+        options = {"loss": {"first": loss, "second": "mse"}, "metrics": {"first": metric}}
+        if case["loss_weights"]:
+            options["loss_weights"] = {"first": 0.7, "second": 2.0}
+    if is_kdist:
+        options["accumulate"] = case["accumulate"]
+    return {
+        **options,
+        "optimizer": OPTIMIZERS[case["optimizer"]](**case["optimizer_options"]),
+        "steps_per_execution": case["steps_per_execution"] if is_kdist else 1,
+        "run_eagerly": case["eager"],
+        "jit_compile": False,
+    }
+
+
+def data_of(case, output_shape):
+    """Returns the arguments of `fit` that are data."""
+    generator = np.random.default_rng(0)
+    rows, shape = case["rows"], (case["rows"], *INPUT_SHAPES[case["kind"]])
+    if case["kind"] == "tokens":
+        x = generator.integers(0 if case["masked"] else 1, WORDS, shape)
+        x[:, 0] = 1  # not all of a row is masked
+    else:
+        x = generator.normal(size=shape)
+        if case["masked"]:
+            x[generator.random((rows, shape[1])) < 0.4] = 0
+            x[:, 0] = 1
+    y = generator.normal(size=(rows, *output_shape[1:]))
+    if case["loss"] == "crossentropy":
+        y = generator.integers(0, CLASSES, (rows, *output_shape[1:-1]))
+    data = {"x": x, "y": y}
+    if case["second_output"]:
+        data["y"] = {"first": y, "second": generator.normal(size=(rows, *output_shape[1:-1], 1))}
+    if case["weights"] == "sample":
+        weights = generator.uniform(0, 2, rows) * (generator.random(rows) < 0.7)
+        data["sample_weight"] = (
+            {"first": weights, "second": weights[::-1].copy()} if case["second_output"] else weights
+        )
+    if case["weights"] == "class":
+        data["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
+    return data
+
+
+def results_of(case, strategy=None):
+    """Trains by plain Keras, or by kdist under a strategy.
+
+    Returns:
+        {name: array}: weights, the optimizer's variables, logs, an evaluation, and predictions.
+    """
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(5)
+    model_class = keras.Model if strategy is None else kdist.Model
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = model_of(case, model_class)
+        model.compile(**compile_options(case, strategy is not None))
+    data = data_of(case, keras.tree.flatten(model.output)[0].shape)
+    fit = {"batch_size": case["batch"], "shuffle": False, "verbose": 0, "epochs": 2}
+    history = model.fit(**data, **fit).history
+    variables = [*model.weights, *model.optimizer.variables]
+    results = {f"variable {n}": np.asarray(v.numpy()) for n, v in enumerate(variables)}
+    results |= {f"log {name}": np.asarray(values) for name, values in history.items()}
+    data.pop("class_weight", None)
+    evaluated = model.evaluate(**data, batch_size=case["batch"], verbose=0, return_dict=True)
+    return results | {f"evaluated {name}": np.asarray(v) for name, v in evaluated.items()}

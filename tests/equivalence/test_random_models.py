@@ -1,0 +1,121 @@
+"""Random models on several devices have the numbers of plain Keras on one device, or are refused.
+
+`make fuzz CASES=3000` runs more of them. A case that fails is printed, and belongs into `FIXED`.
+"""
+
+import os
+import pathlib
+import traceback
+
+import hypothesis
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from tests.equivalence import random_models
+
+# By default, the same cases in every run.
+CASES = int(os.environ.get("KDIST_FUZZ_CASES", 0))
+SHARDS = int(os.environ.get("KDIST_FUZZ_SHARDS", 1))
+DEFAULT_CASES = 8
+TOLERANCE = 1e-7
+
+SIMPLE = {
+    "kind": "vector",
+    "layers": [],
+    "masked": False,
+    "reducer": None,
+    "loss": "mse",
+    "reduction": "sum_over_batch_size",
+    "second_output": False,
+    "loss_weights": False,
+    "optimizer": "sgd",
+    "optimizer_options": {},
+    "weights": None,
+    "rows": 7,
+    "batch": 4,
+    "accumulate": 1,
+    "steps_per_execution": 1,
+    "eager": True,
+    "devices": 2,
+}
+# The simple case itself, and cases that failed, as changes to it.
+FIXED: dict[str, dict] = {
+    "simple": {},
+    "masked statistics": {
+        "kind": "sequence",
+        "layers": ["batch_norm", "dense"],
+        "masked": True,
+        "devices": 4,
+        "eager": False,
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx(before)
+
+
+def check(case) -> str:
+    """Checks a case; returns "equal", "refused", or "invalid" if Keras itself rejects it."""
+    # Keras broadcasts the weights of rows over time steps if their numbers happen to be equal.
+    if case["weights"] == "sample" and case["kind"] == "sequence" and case["reducer"] is None:
+        return "invalid"
+    try:
+        expected = random_models.results_of(case)
+    except Exception as error:
+        if not _is_raised_in(error, keras, tf):
+            raise
+        return f"invalid: {type(error).__name__}"
+    strategy = kdist.create_strategy("mirrored", case["devices"])
+    try:
+        results = random_models.results_of(case, strategy)
+    except ValueError as error:
+        if not _is_raised_in(error, kdist):
+            raise
+        return "refused"
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(
+            results[name], value, TOLERANCE, TOLERANCE, err_msg=f"{name} of {case}"
+        )
+    return "equal"
+
+
+def check_random(case):
+    outcome = check(case)
+    hypothesis.event(f"{case['kind']}: {outcome}")
+    hypothesis.assume(not outcome.startswith("invalid"))
+
+
+def _is_raised_in(error, *packages):
+    last = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return any(last.is_relative_to(pathlib.Path(p.__file__).parent) for p in packages)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_fixed(name):
+    assert check(SIMPLE | FIXED[name]) == "equal"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + 20 * max(CASES, DEFAULT_CASES))
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random(shard):
+    settings = hypothesis.settings(
+        max_examples=max(1, CASES // SHARDS) if CASES else DEFAULT_CASES,
+        derandomize=not CASES,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        # Shrinking takes minutes.
+        phases=[hypothesis.Phase.generate] + [hypothesis.Phase.shrink] * bool(CASES),
+        report_multiple_bugs=False,
+    )
+    settings(hypothesis.given(random_models.cases())(check_random))()

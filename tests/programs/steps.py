@@ -1,0 +1,380 @@
+"""Programs with steps of their own: tapes, several optimizers, meta-learning, clipping."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from tests.programs.program import outcome, program
+
+_LOG = "Keras logs 0 instead of a loss that no metric follows"
+NO_METRIC = {"servers": _LOG, "workers": _LOG}
+
+
+def _data(n=50, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(n, 6)).astype("float32"), rng.normal(size=(n, 1)).astype("float32")
+
+
+class CustomModel(keras.Model):
+    """Own trackers, a loss function by hand, and train_step and test_step."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+        self.mae_metric = keras.metrics.MeanAbsoluteError(name="mae")
+        self.loss_fn = keras.losses.MeanSquaredError()
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.loss_fn(y, y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.loss_tracker.update_state(loss)
+        self.mae_metric.update_state(y, y_pred)
+        return {"loss": self.loss_tracker.result(), "mae": self.mae_metric.result()}
+
+    def test_step(self, data):
+        x, y = data
+        self.mae_metric.update_state(y, self(x, training=False))
+        return {"mae": self.mae_metric.result()}
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker, self.mae_metric]
+
+
+def _functional(cls):
+    inputs = keras.Input(shape=(6,))
+    return cls(inputs, layers.Dense(1)(layers.Dense(6, activation="tanh")(inputs)))
+
+
+@program
+def own_step():
+    """Low-level train_step and test_step on a functional model, compiled with an optimizer only."""
+    x, y = _data()
+    model = _functional(CustomModel)
+    model.compile(optimizer=keras.optimizers.Adam(0.01, epsilon=1e-3))
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    return outcome(history, model, score=model.evaluate(x, y, batch_size=16, verbose=0))
+
+
+class WeightedStep(keras.Model):
+    """Supports sample_weight in its own step, with compiled loss and metrics."""
+
+    def train_step(self, data):
+        if len(data) == 3:
+            x, y, sample_weight = data
+        else:
+            sample_weight = None
+            x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred, sample_weight=sample_weight)
+        return {m.name: m.result() for m in self.metrics}
+
+
+@program
+def weighted_step():
+    """train_step with sample weights and class weights."""
+    x, y = _data()
+    model = _functional(WeightedStep)
+    model.compile("rmsprop", "mse", metrics=["mae"])
+    weight = np.random.default_rng(1).random((50, 1))
+    first = model.fit(x, y, sample_weight=weight, batch_size=16, epochs=2, verbose=0)
+    second = model.fit(x, (y > 0) * 1, class_weight={0: 1.0, 1: 3.0}, batch_size=16, verbose=0)
+    return outcome(first, model, second=second.history)
+
+
+class TwoOptimizers(keras.Model):
+    """One optimizer for the first layer, another for the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = layers.Dense(6, activation="tanh"), layers.Dense(1)
+
+    def call(self, x):
+        return self.head(self.body(x))
+
+    def compile(self, optimizers, **kwargs):
+        super().compile(**kwargs)
+        self.body_optimizer, self.head_optimizer = optimizers
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        for layer, optimizer in (
+            (self.body, self.body_optimizer),
+            (self.head, self.head_optimizer),
+        ):
+            variables = layer.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"loss": loss}
+
+
+@program(differs=NO_METRIC)
+def several_optimizers():
+    """Optimizers by layer in train_step; clipping in one of them; the loss returned as a log."""
+    x, y = _data(48)
+    model = TwoOptimizers()
+    optimizers = [keras.optimizers.SGD(0.5, global_clipnorm=0.1), keras.optimizers.Adam(0.01)]
+    model.compile(optimizers, loss="mse")
+    return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
+
+
+class GradientPenalty(keras.Model):
+    """Penalizes the gradient of the output with respect to the input."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                y_pred = self(x, training=True)
+            slope = inner.gradient(y_pred, x)
+            penalty = tf.reduce_mean(tf.reduce_sum(tf.square(slope), axis=-1))
+            loss = self.compute_loss(x, y, y_pred) + 0.1 * penalty
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {**self.compute_metrics(x, y, y_pred), "penalty": penalty}
+
+
+@program(differs={"accumulate": "a log that is no metric is that of the last micro-step"})
+def gradient_penalty():
+    """Second derivatives: the penalty of the input gradient is part of the loss and of the logs."""
+    x, y = _data(48)
+    model = _functional(GradientPenalty)
+    model.compile("sgd", "mse", metrics=["mae"])
+    return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
+
+
+class VectorLoss(keras.Model):
+    """Differentiates one loss per example, which a tape adds up."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((self(x, training=True) - y) ** 2, -1)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": tf.reduce_mean(loss)}
+
+
+@program(differs=NO_METRIC)
+def vector_loss():
+    """Step that differentiates a vector of losses."""
+    x, y = _data(49)
+    model = _functional(VectorLoss)
+    model.compile(optimizer=keras.optimizers.SGD(0.001))
+    return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
+
+
+class SummedLoss(keras.Model):
+    """Sums over the batch, and divides by a constant batch size."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum((self(x, training=True) - y) ** 2) / 16.0
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@program(differs=NO_METRIC)
+def summed_loss():
+    """Step that sums its loss over the batch and divides by the global batch size."""
+    x, y = _data(48)
+    model = _functional(SummedLoss)
+    model.compile(optimizer=keras.optimizers.SGD(0.01))
+    return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
+
+
+class ClippedStep(keras.Model):
+    """Clips gradients itself, before it applies them."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return self.compute_metrics(x, y, y_pred)
+
+
+@program(differs={"accumulate": "each micro-step clips its own gradient"})
+def clipping_in_the_step():
+    """Step that clips gradients by hand before it applies them."""
+    x, y = _data(48)
+    model = _functional(ClippedStep)
+    model.compile(keras.optimizers.SGD(0.5), "mse", metrics=["mae"])
+    return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
+
+
+class SharpnessAware(keras.Model):
+    """Climbs along the gradient of the batch, and descends by the gradient there."""
+
+    def __init__(self, network, rho=0.05):
+        super().__init__()
+        self.network, self.rho = network, rho
+
+    def call(self, x):
+        return self.network(x)
+
+    def train_step(self, data):
+        x, y = data
+        variables = self.network.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, variables)
+        norm = tf.norm([tf.norm(gradient) for gradient in gradients])
+        climbs = [gradient * self.rho / (norm + 1e-12) for gradient in gradients]
+        for variable, climb in zip(variables, climbs, strict=True):
+            variable.assign_add(climb)
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, variables)
+        for variable, climb in zip(variables, climbs, strict=True):
+            variable.assign_sub(climb)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return self.compute_metrics(x, y, y_pred)
+
+
+@program(differs={"accumulate": "the perturbation follows the gradient of a micro-step"})
+def sharpness_aware_minimization():
+    """SAM: the step changes weights, takes a second gradient, and changes them back."""
+    x, y = _data(48)
+    network = keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh"), layers.Dense(1)])
+    model = SharpnessAware(network)
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), network)
+
+
+class Accumulating(keras.Model):
+    """Adds up gradients of two steps in variables of its own, and applies their sum."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False, dtype="int32")
+        self.sums = [
+            self.add_weight(shape=v.shape, initializer="zeros", trainable=False)
+            for v in self.trainable_variables
+        ]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.seen.assign_add(1)
+        for total, gradient in zip(self.sums, gradients, strict=True):
+            total.assign_add(gradient)
+        last = tf.cast(tf.equal(self.seen % 2, 0), "float32")
+        self.optimizer.apply_gradients(
+            zip([total * last for total in self.sums], self.trainable_variables, strict=True)
+        )
+        for total in self.sums:
+            total.assign(total * (1 - last))
+        return self.compute_metrics(x, y, y_pred)
+
+
+@program
+def accumulating_step():
+    """Step that adds up gradients in variables of the model and applies them every second time."""
+    x, y = _data(64)
+    model = _functional(Accumulating)
+    model.compile(keras.optimizers.SGD(0.05), "mse", metrics=["mae"])
+    return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
+
+
+class CentralizedRMSprop(keras.optimizers.RMSprop):
+    """Subtracts the mean of each gradient."""
+
+    def apply(self, grads, trainable_variables=None):
+        centered = []
+        for grad in grads:
+            if len(grad.shape) > 1:
+                grad = grad - ops.mean(grad, axis=list(range(len(grad.shape) - 1)), keepdims=True)
+            centered.append(grad)
+        return super().apply(centered, trainable_variables)
+
+
+@program
+def own_optimizer():
+    """Subclassed optimizer that changes gradients in apply."""
+    x, y = _data()
+    model = keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(1)])
+    model.compile(CentralizedRMSprop(1e-2), "mse", metrics=[keras.metrics.R2Score()])
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    return outcome(history, model, predicted=model.predict(x, verbose=0))
+
+
+class Running(layers.Layer):
+    """Subtracts a moving mean that it keeps in a weight that is not trained."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.mean.assign(0.9 * self.mean + 0.1 * ops.mean(x, axis=0))
+            self.calls.assign_add(1.0)
+        return x - self.mean
+
+
+@program(across="the moving mean is that of the replica's rows when the layer subtracts it")
+def layer_with_state():
+    """Layer with weights that are not trained: a moving mean and a counter."""
+    x, y = _data(48)
+    model = keras.Sequential([keras.Input((6,)), Running(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
+
+
+@program(differs={"servers": "train_on_batch is refused"})
+def reptile():
+    """Reptile: inner training by train_on_batch, then weights move part of the way."""
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(6, "tanh"), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    losses = []
+    for task in range(3):
+        before = model.get_weights()
+        x, y = _data(20, task)
+        for start in (0, 10):
+            losses.append(float(model.train_on_batch(x[start : start + 10], y[start : start + 10])))
+        after = model.get_weights()
+        rate = 0.5 * (1 - task / 3)
+        model.set_weights([b + (a - b) * rate for a, b in zip(after, before, strict=True)])
+    model.fit(*_data(20, 9), batch_size=10, verbose=0)
+    return outcome(losses, model)
+
+
+@program
+def batch_functions():
+    """train_on_batch, test_on_batch, and predict_on_batch with metrics, between two fits."""
+    x, y = _data()
+    model = keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae"])
+    logs = [model.train_on_batch(x[:9], y[:9], return_dict=True)]
+    logs.append(model.fit(x, y, batch_size=16, verbose=0).history)
+    logs.append(
+        model.train_on_batch(x[9:20], y[9:20], sample_weight=y[9:20] ** 2, return_dict=True)
+    )
+    logs.append(model.test_on_batch(x, y, return_dict=True))
+    logs.append(model.fit(x, y, batch_size=16, verbose=0).history)
+    return outcome(logs, model, predicted=model.predict_on_batch(x[:7]))

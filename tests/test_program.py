@@ -1,0 +1,81 @@
+"""Programs: grouped help, exit codes, and errors of one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = '''"""Copies a file.
+
+  python copy_file.py --source=a
+"""
+from absl import flags
+from kdist import program
+
+with program.flag_group("Common"):
+    flags.DEFINE_string("source", None, "File to copy.")
+with program.flag_group("Advanced"):
+    flags.DEFINE_boolean("flush", False, "Flush the disk cache.")
+    flags.DEFINE_enum("mode", "fast", ["fast", "safe"], "Copy mode.")
+flags.DEFINE_integer("level", 3, "Compression level.")
+with program.flag_group("Common"):
+    flags.DEFINE_boolean("atomic", True, "Rename at the end.")
+
+
+def main(_):
+    raise {"value": ValueError("no such file"), "key": KeyError("defect"),
+           "interrupt": KeyboardInterrupt()}[flags.FLAGS.source]
+
+
+if __name__ == "__main__":
+    program.run(main)
+'''
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Returns a function that runs the program above and returns the process."""
+    path = tmp_path / "copy_file.py"
+    path.write_text(PROGRAM)
+
+    def run_program(*arguments):
+        command = [sys.executable, str(path), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    return run_program
+
+
+@pytest.mark.parametrize("flag", ["--help", "--helpshort", "-?"])
+def test_help_groups_flags_and_exits_with_0(run, flag):
+    process = run(flag)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith(
+        "Copies a file.\n\n  python copy_file.py --source=a\n\nCommon:\n"
+    )
+    order = ["Common:", "--source:", "--[no]atomic:", "Advanced:", "--[no]flush:", "--mode:"]
+    places = [process.stdout.index(text) for text in [*order, "Other:", "--level:"]]
+    assert places == sorted(places)
+    assert "--mode: <fast|safe>: Copy mode. (default: fast)" in process.stdout
+    assert "--[no]flush: Flush the disk cache.\n" in process.stdout
+    assert "--undefok" not in process.stdout  # a flag of absl itself
+
+
+def test_full_help_lists_flags_of_libraries(run):
+    process = run("--helpfull")
+    assert process.returncode == 0, process.stderr
+    assert "--source" in process.stdout
+    assert "--undefok" in process.stdout
+
+
+def test_user_errors_are_one_line(run):
+    process = run("--source=value")
+    assert (process.returncode, process.stderr) == (1, "copy_file.py: no such file\n")
+    assert run("stray").stderr.startswith("copy_file.py: unknown argument 'stray'")
+
+
+def test_defects_keep_their_traceback(run):
+    assert "Traceback" in run("--source=key").stderr
+
+
+def test_ctrl_c_exits_with_130(run):
+    assert run("--source=interrupt").returncode == 130

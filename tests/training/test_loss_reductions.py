@@ -1,0 +1,359 @@
+"""Sums, vectors, and means over rows: each has the gradient, and the logs, of one device."""
+
+import contextlib
+import itertools
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from kdist.testing import assert_same_weights
+
+_draw = np.random.default_rng(0)
+X = _draw.normal(size=(22, 3))
+Y = X.sum(1, keepdims=True) + _draw.normal(size=(22, 1))
+# 24 rows in batches of 8: TensorFlow knows the number of rows while it traces the step.
+X_STATIC, Y_STATIC = np.concatenate([X, X[:2]]), np.concatenate([Y, Y[:2]])
+
+
+def squares(model, x, y):
+    return (model(x, training=True) - y) ** 2
+
+
+def rows_of(x):
+    return tf.cast(tf.shape(x)[0], x.dtype)
+
+
+def norm_of_weights(model):
+    return tf.add_n([tf.reduce_sum(w**2) for w in model.trainable_weights])
+
+
+def gradient_penalty(model, x, y):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        outputs = model(x)
+    norms = tf.sqrt(tf.reduce_sum(tape.gradient(outputs, x) ** 2, 1))
+    return tf.reduce_mean(squares(model, x, y)) + tf.reduce_mean((norms - 1) ** 2)
+
+
+def signs_of_gradients(model, x, y):
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = tf.reduce_mean(squares(model, x, y))
+    return tf.reduce_mean(squares(model, x + 0.1 * tf.sign(tape.gradient(loss, x)), y))
+
+
+LOSSES = {
+    "mean": lambda m, x, y: tf.reduce_mean(squares(m, x, y)),
+    "vector": lambda m, x, y: tf.reduce_sum(squares(m, x, y), -1),
+    "column": squares,
+    "sum": lambda m, x, y: tf.reduce_sum(squares(m, x, y)),
+    "sum of Keras": lambda m, x, y: keras.ops.sum(keras.ops.square(m(x) - y)),
+    "sum / batch size": lambda m, x, y: tf.reduce_sum(squares(m, x, y)) / 8,
+    "sum / size": lambda m, x, y: tf.reduce_sum(squares(m, x, y)) / tf.cast(tf.size(y), x.dtype),
+    "thousandth of a sum": lambda m, x, y: 1e-3 * tf.reduce_sum(squares(m, x, y)) * 100.0,
+    "scaled sum": lambda m, x, y: 0.3 * tf.reduce_sum(squares(m, x, y)) / 1.7,
+    "l2_loss": lambda m, x, y: tf.nn.l2_loss(m(x) - y),
+    "sum / rows": lambda m, x, y: tf.reduce_sum(squares(m, x, y)) / rows_of(x),
+    "mean of sums": lambda m, x, y: tf.reduce_mean(tf.reduce_sum(squares(m, x, y), -1)),
+    "sum of means": lambda m, x, y: tf.reduce_sum(tf.reduce_mean(squares(m, x, y), 0)),
+    "mean + weights": lambda m, x, y: tf.reduce_mean(squares(m, x, y)) + 0.1 * norm_of_weights(m),
+    "sum + weights": lambda m, x, y: tf.reduce_sum(squares(m, x, y)) + 0.1 * norm_of_weights(m),
+    "mean + sum": lambda m, x, y: (
+        tf.reduce_mean(squares(m, x, y)) + 0.2 * tf.reduce_sum(tf.abs(m(x)))
+    ),
+    "a list": lambda m, x, y: [tf.reduce_mean(squares(m, x, y)), tf.reduce_sum(tf.abs(m(x)))],
+    "Python's sum": lambda m, x, y: sum([tf.reduce_sum(squares(m, x, y)), tf.reduce_sum(m(x))]),
+    "sum / (rows + ε)": lambda m, x, y: tf.reduce_sum(squares(m, x, y)) / (rows_of(x) + 1e-7),
+    "segments": lambda m, x, y: tf.reduce_mean(
+        tf.math.unsorted_segment_sum(squares(m, x, y), tf.cast(x[:, 0] > 0, tf.int32), 2)
+    ),
+    "average and weights": lambda m, x, y: (
+        tf.nn.compute_average_loss(squares(m, x, y)[:, 0])
+        + tf.nn.scale_regularization_loss(0.1 * norm_of_weights(m))
+    ),
+    "gradient penalty": gradient_penalty,
+    "signs of gradients": signs_of_gradients,
+    "Keras's loss": lambda m, x, y: keras.losses.MeanSquaredError()(y, m(x)),
+    "Keras's sum": lambda m, x, y: keras.losses.MeanSquaredError(reduction="sum")(y, m(x)),
+    "Keras's vector": lambda m, x, y: keras.losses.MeanSquaredError(reduction=None)(y, m(x)),
+    "a function of TensorFlow": tf.function(lambda m, x, y: tf.reduce_sum(squares(m, x, y))),
+}
+
+
+def own_step(loss, process=lambda gradients, x: gradients, scales=False):
+    """Returns a `train_step` that differentiates `loss`."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            value = loss(self, x, y)
+            if scales:
+                value = self.optimizer.scale_loss(value)
+        gradients = process(tape.gradient(value, self.trainable_weights), x)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return {"done": tf.zeros([])}
+
+    return train_step
+
+
+def trained(model_class, step=None, strategy=None, data=(X, Y), make=None, logs=False, **options):
+    keras.utils.set_random_seed(1)
+    members = {"train_step": step} if step else {}
+    own_class = type("Own", (model_class,), members)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        inputs = keras.Input((3,))
+        x = keras.layers.Dense(2, activation="tanh")(inputs)
+        model = own_class(inputs, make(x) if make else keras.layers.Dense(1)(x))
+        options = {"loss": None, **options}
+        model.compile(keras.optimizers.SGD(0.02), **options)
+    history = model.fit(*data, batch_size=8, epochs=2, verbose=0, shuffle=False).history
+    return (model.get_weights(), history) if logs else model.get_weights()
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    keras.config.set_floatx("float64")
+    yield
+    keras.config.set_floatx("float32")
+
+
+def assert_equal(step, replicas=2, data=(X, Y), tolerance=1e-6, **options):
+    expected = trained(keras.Model, step, data=data)
+    strategy = kdist.create_strategy("mirrored", replicas)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*mean or a sum")
+        weights = trained(kdist.Model, step, strategy, data, **options)
+    assert_same_weights(weights, expected, tolerance)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_are_those_of_one_device(loss):
+    assert_equal(own_step(LOSSES[loss]))
+
+
+LAYOUTS = {
+    "3 replicas": (3, (X, Y), {}),
+    "static": (2, (X_STATIC, Y_STATIC), {}),
+    "accumulate": (2, (X, Y), {"accumulate": 2}),
+    "2 steps": (2, (X, Y), {"steps_per_execution": 2}),
+    "empty replica": (2, (X[:17], Y[:17]), {}),  # a batch of one row
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "layout"), zip(LOSSES, itertools.cycle(LAYOUTS), strict=False))
+def test_gradients_in_other_layouts(loss, layout):
+    replicas, data, options = LAYOUTS[layout]
+    assert_equal(own_step(LOSSES[loss]), replicas, data, **options)
+
+
+@pytest.mark.parametrize("loss", ["mean", "vector", "sum", "mean + sum"])
+def test_scaled_losses(loss):
+    assert_equal(own_step(LOSSES[loss], scales=True))
+
+
+@pytest.mark.parametrize("loss", ["vector", "sum"])
+def test_a_program_divides_gradients_by_its_rows(loss):
+    def mean(gradients, x):
+        return [g / rows_of(x) for g in gradients]
+
+    assert_equal(own_step(LOSSES[loss], mean))
+
+
+def test_gradients_of_two_tapes():
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as one, tf.GradientTape() as other:
+            mean, total = LOSSES["mean"](self, x, y), LOSSES["vector"](self, x, y)
+        weights = self.trainable_weights
+        first, second = one.gradient(mean, weights), other.gradient(total, weights)
+        self.optimizer.apply_gradients(zip(first, weights, strict=True))
+        self.optimizer.apply_gradients(zip(second, weights, strict=True))
+        return {"done": tf.zeros([])}
+
+    assert_equal(train_step)
+
+
+def clipped_by_norm(gradients, x):
+    return tf.clip_by_global_norm(gradients, 0.1)[0]
+
+
+CHANGES = {
+    "global norm": clipped_by_norm,
+    "value": lambda gradients, x: [tf.clip_by_value(g, -0.05, 0.05) for g in gradients],
+    "norm of Keras": lambda gradients, x: [
+        g / (keras.ops.norm(keras.ops.reshape(g, (-1,))) + 1e-12) for g in gradients
+    ],
+    "sign": lambda gradients, x: [0.1 * tf.sign(g) for g in gradients],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_program_changes_gradients(change):
+    """The gradient is that of the batch before it is clipped, as on one device."""
+    assert_equal(own_step(LOSSES["mean"], CHANGES[change]))
+
+
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"steps_per_execution": 2}], ids=str)
+def test_clipping_with_options(options):
+    options = {**options, "loss_reduction": "sum"}
+    assert_equal(own_step(LOSSES["sum"], clipped_by_norm, scales=True), 3, **options)
+
+
+def test_clipping_in_micro_steps_is_reported():
+    strategy = kdist.create_strategy("mirrored", 2)
+    with pytest.warns(UserWarning, match="clipnorm"):
+        trained(kdist.Model, own_step(LOSSES["mean"], clipped_by_norm), strategy, accumulate=2)
+
+
+def test_weights_climb_along_the_gradient():
+    """Sharpness-aware minimization writes the gradient to the weights."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_weights
+        with tf.GradientTape() as tape:
+            loss = LOSSES["mean"](self, x, y)
+        gradients = tape.gradient(loss, weights)
+        norm = tf.linalg.global_norm(gradients)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.assign_add(0.1 * gradient / norm)
+        with tf.GradientTape() as tape:
+            loss = LOSSES["mean"](self, x, y)
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"norm": norm}
+
+    assert_equal(train_step)
+
+
+def test_gradients_of_a_mean_and_a_sum_are_added():
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            mean, total = LOSSES["mean"](self, x, y), LOSSES["sum"](self, x, y)
+        weights = self.trainable_weights
+        pairs = zip(tape.gradient(mean, weights), tape.gradient(total, weights), strict=True)
+        self.optimizer.apply([a + 0.1 * b for a, b in pairs], weights)
+        return {"done": tf.zeros([])}
+
+    assert_equal(train_step)
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_gradients_of_outputs(divides):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x)
+        errors = (outputs - y) / rows_of(x) if divides else 0.1 * (outputs - y)
+        gradients = tape.gradient(outputs, self.trainable_weights, errors)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"done": tf.zeros([])}
+
+    assert_equal(train_step)
+
+
+def test_a_sum_of_jacobians_is_reported():
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = squares(self, x, y)[:, 0]
+        jacobians = tape.jacobian(loss, self.trainable_weights)
+        gradients = [tf.reduce_sum(j, 0) for j in jacobians]
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"done": tf.zeros([])}
+
+    with pytest.warns(UserWarning, match="loss_reduction"):
+        trained(kdist.Model, train_step, kdist.create_strategy("mirrored", 2))
+    assert_equal(train_step, loss_reduction="sum")
+
+
+class Added(keras.layers.Layer):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss = loss
+
+    def call(self, x):
+        self.add_loss(self.loss(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "added",
+    [lambda x: x**2, lambda x: tf.reduce_sum(x**2), lambda x: tf.reduce_mean(x**2), tf.nn.l2_loss],
+    ids=["tensor", "sum", "mean", "l2_loss"],
+)
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_added_losses(added, replicas):
+    def make(x):
+        return keras.layers.Dense(1, kernel_regularizer="l2")(Added(added)(x))
+
+    expected, logs = trained(keras.Model, make=make, loss="mse", logs=True)
+    strategy = kdist.create_strategy("mirrored", replicas)
+    weights, own = trained(kdist.Model, None, strategy, make=make, loss="mse", logs=True)
+    assert_same_weights(weights, expected, 1e-6)
+    np.testing.assert_allclose(own["loss"], logs["loss"], rtol=1e-6)
+
+
+def test_functions_that_return_sums():
+    def total(y_true, y_pred):
+        return tf.reduce_sum((y_true - y_pred) ** 2)
+
+    options = {"loss": total, "metrics": [total], "logs": True}
+    expected, logs = trained(keras.Model, **options)
+    weights, own = trained(kdist.Model, None, kdist.create_strategy("mirrored", 2), **options)
+    assert_same_weights(weights, expected, 1e-6)
+    assert list(own) == list(logs)
+    for name, values in logs.items():
+        np.testing.assert_allclose(own[name], values, rtol=1e-6)
+
+
+def _untold(model, x, y):
+    return tf.exp(tf.math.log(tf.reduce_sum(squares(model, x, y))))
+
+
+def test_a_loss_that_the_graph_does_not_tell_is_reported_and_declared():
+    strategy = kdist.create_strategy("mirrored", 2)
+    with pytest.warns(UserWarning, match="loss_reduction"):
+        trained(kdist.Model, own_step(_untold), strategy)
+    assert_equal(own_step(_untold), loss_reduction="sum")
+
+
+def test_a_running_sum_is_reported():
+    def loss(model, x, y):
+        return tf.cumsum(squares(model, x, y)[:, 0])[-1]
+
+    with pytest.warns(UserWarning, match="loss_reduction"):
+        trained(kdist.Model, own_step(loss), kdist.create_strategy("mirrored", 2))
+
+
+def test_a_mean_over_a_mask_of_the_program_is_reported():
+    def loss(model, x, y):
+        mask = tf.cast(x[:, 0] > 0, y.dtype)
+        return tf.reduce_sum(squares(model, x, y)[:, 0] * mask) / (tf.reduce_sum(mask) + 1e-7)
+
+    with pytest.warns(UserWarning, match="loss_reduction"):
+        trained(kdist.Model, own_step(loss), kdist.create_strategy("mirrored", 2))
+
+
+def test_a_sum_may_be_declared_without_a_graph():
+    assert_equal(own_step(LOSSES["sum"]), loss_reduction="sum", run_eagerly=True)
+    assert_equal(own_step(LOSSES["vector"]), run_eagerly=True)
+
+
+def test_a_division_by_a_constant_number_of_rows_stays_a_mean():
+    """The number of rows is a constant in the graph, like any other number."""
+
+    def loss(model, x, y):
+        return tf.reduce_sum(squares(model, x, y)) / x.shape[0]
+
+    assert_equal(own_step(loss), data=(X_STATIC, Y_STATIC))
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(ValueError, match="loss_reduction"):
+        kdist.Model(*[keras.Input((1,))] * 2).compile("sgd", loss_reduction="median")

@@ -1,0 +1,537 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
+
+import kdist
+from kdist.testing import assert_same_weights
+
+
+def linear(model_class=kdist.Model, **compile_arguments):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4,))
+    model = model_class(inputs, keras.layers.Dense(3, activation="softmax")(inputs))
+    model.compile(
+        keras.optimizers.SGD(0.1),
+        "sparse_categorical_crossentropy",
+        metrics=["accuracy"],
+        **compile_arguments,
+    )
+    return model
+
+
+def arrays(number=100):
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(number, 4)).astype("float32")
+    return x, np.argmax(x[:, :3] + 0.3 * generator.normal(size=(number, 3)), axis=1)
+
+
+def endless(batch=4):
+    x, y = arrays()
+    return tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(batch, drop_remainder=True)
+
+
+class Steps(keras.callbacks.Callback):
+    """Records the batch numbers that callbacks receive."""
+
+    def __init__(self):
+        super().__init__()
+        self.begins, self.ends = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begins.append(batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(batch)
+
+
+@pytest.mark.parametrize("k", [1, 7, 40])
+@pytest.mark.parametrize("data", ["endless", "finite", "arrays", "unknown length"])
+def test_an_epoch_has_its_steps_with_any_group_length(mirrored, k, data):
+    with mirrored.scope():
+        model = linear(steps_per_execution=k)
+    steps = Steps()
+    fit = {"epochs": 2, "verbose": 0, "callbacks": [steps]}
+    if data == "endless":
+        model.fit(endless(), steps_per_epoch=25, **fit)
+    elif data == "finite":
+        model.fit(endless().take(25), **fit)
+    elif data == "arrays":
+        model.fit(*arrays(), batch_size=4, **fit)
+    else:
+        model.fit(endless().take(25).filter(lambda x, y: True), **fit)
+    assert int(model.optimizer.iterations.numpy()) == 50
+    begins = list(range(0, 25, k))
+    assert steps.begins[: len(begins)] == begins
+    if data != "unknown length":
+        assert steps.begins == begins * 2
+        assert steps.ends == [first + k - 1 for first in begins] * 2  # as Keras counts
+
+
+@pytest.mark.parametrize("k", [1, 7])
+def test_groups_change_neither_weights_nor_history(strategy, k):
+    reference = linear(keras.Model)
+    expected = reference.fit(endless(), steps_per_epoch=25, epochs=2, verbose=0).history
+    with strategy.scope():
+        model = linear(steps_per_execution=k)
+    history = model.fit(endless(), steps_per_epoch=25, epochs=2, verbose=0).history
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-6)
+    assert history.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+
+def test_a_model_without_strategy_trains_as_on_one_device():
+    model, reference = linear(), linear(keras.Model)
+    for each in (model, reference):
+        each.fit(endless(), steps_per_epoch=25, verbose=0)
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-6)
+
+
+def test_callbacks_that_read_see_the_state_after_their_step(mirrored):
+    class Losses(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.losses = []
+
+        def on_train_batch_end(self, batch, logs=None):
+            self.losses.append(logs["loss"])
+
+    def losses(model):
+        callback = Losses()
+        model.fit(endless(), steps_per_epoch=6, verbose=0, callbacks=[callback])
+        return callback.losses
+
+    with mirrored.scope():
+        model = linear()
+    np.testing.assert_allclose(losses(model), losses(linear(keras.Model)), rtol=1e-5)
+
+
+def test_training_stops_within_an_epoch(mirrored):
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch >= 9:
+                self.model.stop_training = True
+
+    with mirrored.scope():
+        model = linear(steps_per_execution=5)
+    model.fit(endless(), steps_per_epoch=25, epochs=3, verbose=0, callbacks=[Stop()])
+    assert int(model.optimizer.iterations.numpy()) == 10
+
+
+def test_data_that_ends_early_warns(mirrored):
+    with mirrored.scope():
+        model = linear(steps_per_execution=4)
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(endless().take(10), steps_per_epoch=25, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 10
+
+
+def test_validation_evaluates_on_the_whole_of_its_data(strategy):
+    x, y = arrays()
+    with strategy.scope():
+        model = linear()
+    history = model.fit(
+        x, y, batch_size=20, validation_data=(x[:33], y[:33]), epochs=2, verbose=0
+    ).history
+    predicted = model.predict(x[:33], verbose=0)
+    accuracy = np.mean(predicted.argmax(1) == y[:33])
+    loss = -np.mean(np.log(predicted[np.arange(33), y[:33]]))
+    assert history["val_accuracy"][-1] == pytest.approx(accuracy, abs=1e-6)
+    assert history["val_loss"][-1] == pytest.approx(loss, rel=1e-5)
+
+
+def padded(number, batch):
+    """Yields batches of equal size, with padding in the last one that would change every metric."""
+    x, y = arrays(number)
+    rows = -(-number // batch) * batch
+    x = np.concatenate([x, np.full((rows - number, 4), 1e6, "float32")])
+    y = np.concatenate([y, np.full(rows - number, 2)])
+    return tf.data.Dataset.from_tensor_slices((x, y, np.arange(rows) < number)).batch(batch)
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("number", [1, 5, 8, 9, 11, 16])
+def test_padding_counts_nowhere(strategy, number, run_eagerly):
+    with strategy.scope():
+        model = linear()
+        model.compile(
+            run_eagerly=run_eagerly,
+            loss="sparse_categorical_crossentropy",
+            metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")],
+            weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
+        )
+    x, y = arrays(number)
+    result = model.evaluate(padded(number, 8), verbose=0, return_dict=True)
+    predicted = linear(keras.Model).predict(x, verbose=0)
+    accuracy = np.mean(predicted.argmax(1) == y)
+    assert result["accuracy"] == result["weighted"] == pytest.approx(accuracy, abs=1e-6)
+    top2 = np.mean([label in np.argsort(p)[-2:] for p, label in zip(predicted, y, strict=True)])
+    assert result["top2"] == pytest.approx(top2, abs=1e-6)
+    loss = -np.mean(np.log(predicted[np.arange(number), y]))
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(model.predict(padded(number, 8), verbose=0), predicted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("number", [16, 17, 18, 31])
+@pytest.mark.parametrize("data", ["arrays", "padded"])
+def test_convolutions_accept_batches_smaller_than_the_replicas(strategy, number, data):
+    """17 examples in batches of 8 leave one, so that some replicas have none."""
+    x = np.random.default_rng(0).normal(size=(number, 8, 8, 1)).astype("float32")
+    y = np.arange(number) % 3
+
+    def build(model_class):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((8, 8, 1))
+        z = keras.layers.Conv2D(4, 3, strides=2, padding="same")(inputs)
+        z = keras.layers.ReLU()(keras.layers.BatchNormalization()(z))
+        outputs = keras.layers.Dense(3, activation="softmax")(keras.layers.Flatten()(z))
+        model = model_class(inputs, outputs)
+        model.compile(loss="sparse_categorical_crossentropy", metrics=["accuracy"])
+        return model
+
+    with strategy.scope():
+        model = build(kdist.Model)
+    reference = build(keras.Model)
+    batch = kdist.Batch.from_global(8, replicas=strategy.num_replicas_in_sync)
+    source = kdist.data.from_arrays(x, y)
+    test = kdist.data.Pipeline(source, batch, training=False) if data == "padded" else None
+    arguments = [test] if test else [x, y, 8]
+    assert model.evaluate(*arguments, verbose=0) == pytest.approx(
+        reference.evaluate(x, y, verbose=0), rel=1e-5
+    )
+    predicted = model.predict(test or x, **({} if test else {"batch_size": 8}), verbose=0)
+    np.testing.assert_allclose(predicted, reference.predict(x, verbose=0), rtol=1e-4, atol=1e-6)
+
+
+def test_boolean_sample_weights_are_weights(mirrored):
+    x, y = arrays(16)
+    with mirrored.scope():
+        model = linear()
+    weights = np.arange(16) < 4
+    ours = model.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    plain = linear(keras.Model)
+    expected = plain.evaluate(x, y, sample_weight=weights, verbose=0, return_dict=True)
+    assert ours == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_custom_step_returns_its_own_logs(mirrored):
+    class Own(kdist.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(3)
+
+        def call(self, x):
+            return self.dense(x)
+
+        def train_step(self, data):
+            logs = super().train_step(data)
+            return {**logs, "mine": tf.constant(7.0)}
+
+    with mirrored.scope():
+        model = Own()
+        model.compile(
+            "sgd",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            steps_per_execution=3,
+        )
+    history = model.fit(endless(), steps_per_epoch=8, verbose=0).history
+    assert history["mine"] == [7.0]
+    assert int(model.optimizer.iterations.numpy()) == 8
+
+
+def test_run_eagerly_trains_the_same(mirrored):
+    with mirrored.scope():
+        eager = linear(run_eagerly=True, steps_per_execution=3)
+    eager.fit(endless(), steps_per_epoch=5, verbose=0)
+    reference = linear(keras.Model)
+    reference.fit(endless(), steps_per_epoch=5, verbose=0)
+    assert_same_weights(eager.get_weights(), reference.get_weights(), 1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 5])
+def test_the_first_nonfinite_step_is_known(strategy, k):
+    x, y = arrays(100)
+    x[4 * 12 + 3] = np.nan  # within the thirteenth batch, on the last replica
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    with strategy.scope():
+        model = linear(steps_per_execution=k)
+    assert model.training_state.first_nonfinite_step() is None
+    model.fit(dataset.take(12), verbose=0)
+    assert model.training_state.first_nonfinite_step() is None
+    good = model.get_weights()
+    model.fit(dataset, verbose=0)
+    assert model.training_state.first_nonfinite_step() == 12 + 13
+    model.set_weights(good)
+    model.fit(dataset.take(12), verbose=0)
+    assert model.training_state.first_nonfinite_step() is None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_train_on_batch_and_test_on_batch(mirrored, accumulate):
+    x, y = arrays(8)
+    with mirrored.scope():
+        model = linear(accumulate=accumulate)
+    reference = linear(keras.Model)
+    assert model.train_on_batch(x, y, return_dict=True) == pytest.approx(
+        reference.train_on_batch(x, y, return_dict=True), rel=1e-5
+    )
+    assert model.test_on_batch(x, y) == pytest.approx(reference.test_on_batch(x, y), rel=1e-5)
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-6)
+
+
+def test_xla_computes_the_same_weights():
+    with kdist.create_strategy("one_device").scope():
+        model = linear(jit_compile=True, steps_per_execution=4)
+    model.fit(endless(), steps_per_epoch=10, verbose=0)
+    reference = linear(keras.Model, jit_compile=False)
+    reference.fit(endless(), steps_per_epoch=10, verbose=0)
+    assert model.jit_compile
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-5)
+
+
+def normalised(synchronized):
+    inputs = keras.Input((4,))
+    x = keras.layers.BatchNormalization(synchronized=synchronized)(keras.layers.Dense(8)(inputs))
+    model = kdist.Model(inputs, keras.layers.Dense(3, activation="softmax")(x))
+    model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
+    return model
+
+
+def test_xla_compiles_the_passes_of_each_replica(mirrored):
+    with mirrored.scope():
+        model = normalised(synchronized=False)
+    model.fit(*arrays(), batch_size=20, verbose=0)
+    assert_replicas_agree(mirrored, model)
+
+
+def test_xla_rejects_synchronized_layers(mirrored):
+    with mirrored.scope():
+        model = normalised(synchronized=True)
+    with pytest.raises(ValueError, match="replicas meet.*synchronized BatchNorm.*jit_compile"):
+        model.fit(*arrays(), batch_size=20, verbose=0)
+
+
+def assert_replicas_agree(strategy, model):
+    """Asserts that the copies of every variable have the same bits on all replicas."""
+    for variable in [*model.variables, *model.optimizer.variables]:
+        first, *others = strategy.experimental_local_results(variable.value)
+        for other in others:
+            np.testing.assert_array_equal(first.numpy(), other.numpy(), err_msg=variable.path)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("number", [100, 101])
+def test_replicas_hold_the_same_bits(number, accumulate):
+    """The variables include the statistics of a BatchNorm, which each replica writes."""
+    four = kdist.create_strategy("mirrored", 4)
+    with four.scope():
+        inputs = keras.Input((4,))
+        x = keras.layers.BatchNormalization(momentum=0.5)(keras.layers.Dense(8)(inputs))
+        x = keras.layers.Dropout(0.2)(x)
+        model = kdist.Model(inputs, keras.layers.Dense(3, activation="softmax")(x))
+        model.compile(
+            keras.optimizers.Adam(global_clipnorm=1.0, use_ema=True, ema_overwrite_frequency=2),
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            accumulate=accumulate,
+        )
+    before = model.layers[2].moving_mean.numpy()
+    model.fit(*arrays(number), batch_size=25, epochs=2, verbose=0)
+    assert_replicas_agree(four, model)
+    moved = model.layers[2].moving_mean.numpy()
+    assert np.all(np.isfinite(moved))
+    assert not np.array_equal(moved, before)
+
+
+def test_statistics_are_the_mean_of_all_replicas(mirrored):
+    x = np.concatenate([np.zeros((4, 2)), np.ones((4, 2))]).astype("float32")
+    with mirrored.scope():
+        inputs = keras.Input((2,))
+        normalise = keras.layers.BatchNormalization(momentum=0.0)
+        model = kdist.Model(inputs, keras.layers.Dense(1)(normalise(inputs)))
+        model.compile("sgd", "mse")
+    model.fit(x, np.zeros((8, 1)), batch_size=8, shuffle=False, verbose=0)
+    np.testing.assert_allclose(normalise.moving_mean.numpy(), [0.5, 0.5])
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, 1.5, "2"])
+def test_accumulate_must_be_positive(accumulate):
+    with pytest.raises(ValueError, match="accumulate must be a positive integer"):
+        linear(accumulate=accumulate)
+
+
+def test_an_unbuilt_optimizer_of_ones_own_accumulates(mirrored):
+    class Own(kdist.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            self.mine.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            return {"loss": loss}
+
+    def weights(accumulate):
+        keras.utils.set_random_seed(1)
+        with mirrored.scope():
+            inputs = keras.Input((4,))
+            model = Own(inputs, keras.layers.Dense(3, activation="softmax")(inputs))
+            model.mine = keras.optimizers.Adam(0.1)
+            model.compile("sgd", "sparse_categorical_crossentropy", accumulate=accumulate)
+        model.fit(endless(8), steps_per_epoch=2, verbose=0)
+        assert int(model.mine.iterations) == 2
+        return model.get_weights()
+
+    assert_same_weights(weights(2), weights(1), 1e-6)
+
+
+def test_auto_finds_and_logs_the_steps_per_call(mirrored, capsys):
+    with mirrored.scope():
+        model = linear(steps_per_execution="auto")
+    steps = Steps()
+    # More steps than the longest search, 4 * (1 + 2 + ... + 128).
+    model.fit(endless(), steps_per_epoch=1200, verbose=0, callbacks=[steps])
+    assert int(model.optimizer.iterations.numpy()) == 1200
+    assert steps.begins[0] == 0
+    assert steps.ends[-1] >= 1199
+    assert [last + 1 for last in steps.ends[:-1]] == steps.begins[1:]
+    assert f"kdist: steps_per_execution={model.steps_per_execution} (" in capsys.readouterr().err
+    reference = linear(keras.Model)
+    reference.fit(endless(), steps_per_epoch=1200, verbose=0)
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-5)
+
+
+def test_losses_of_outputs_count_a_smaller_last_batch(strategy):
+    """Arrays have an unknown cardinality, so each batch is fetched before its step is traced."""
+    x = np.random.default_rng(0).normal(size=(41, 3)).astype("float32")
+    y = x.sum(1, keepdims=True)
+
+    def logs(model_class):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((3,))
+        outputs = [keras.layers.Dense(1, name=name)(inputs) for name in ("one", "two")]
+        model = model_class(inputs, outputs)
+        model.compile(keras.optimizers.SGD(0.01), ["mse", "mae"])
+        history = model.fit(x, [y, y], batch_size=16, epochs=2, verbose=0).history
+        return {**history, "score": model.evaluate(x, [y, y], batch_size=15, verbose=0)}
+
+    expected = logs(keras.Model)
+    with strategy.scope():
+        found = logs(kdist.Model)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, atol=1e-5)
+
+
+def test_stateful_layers_are_refused_on_several_devices(mirrored):
+    with mirrored.scope():
+        layers = [keras.Input(batch_shape=(4, 3, 1)), keras.layers.LSTM(2, stateful=True)]
+        model = kdist.Model.of(keras.Sequential(layers))
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="stateful"):
+        model.fit(np.ones((4, 3, 1)), np.ones((4, 2)), batch_size=4, verbose=0)
+
+
+class Keys(keras.callbacks.Callback):
+    """Records the names in the logs of each call, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append(list(logs))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seen.append(list(logs))
+
+    on_test_batch_end = on_train_batch_end
+
+    def on_test_end(self, logs=None):
+        self.seen.append(list(logs))
+
+
+def names_in_logs(model_class, custom):
+    class Own(model_class):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            return {"zeta": logs["loss"], **logs, "beta": logs["loss"]}
+
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4,))
+    outputs = {name: keras.layers.Dense(3, name=name)(inputs) for name in ("b", "a")}
+    model = (Own if custom else model_class)(inputs, outputs)
+    model.compile("sgd", {"b": "mse", "a": "mae"}, metrics={"b": ["mse", "mae"], "a": ["mse"]})
+    x = np.ones((8, 4), "float32")
+    y = {"a": x[:, :3], "b": x[:, :3]}
+    keys = Keys()
+    history = model.fit(
+        x, y, batch_size=4, validation_data=(x, y), verbose=0, callbacks=[keys]
+    ).history
+    results = [
+        model.evaluate(x, y, verbose=0, return_dict=True),
+        model.train_on_batch(x, y, return_dict=True),
+        model.test_on_batch(x, y, return_dict=True),
+    ]
+    return [*keys.seen, list(history), *map(list, results)]
+
+
+@pytest.mark.parametrize("custom", [False, True], ids=["Keras's step", "custom step"])
+def test_logs_have_the_order_of_keras(mirrored, custom):
+    expected = names_in_logs(keras.Model, custom)
+    with mirrored.scope():
+        assert names_in_logs(kdist.Model, custom) == expected
+
+
+def test_many_models_cause_no_warning_of_retracing(monkeypatch, caplog):
+    counts = polymorphic_function._FrequentTracingDetectorManager()
+    monkeypatch.setattr(polymorphic_function, "_frequent_tracing_detector_manager", counts)
+    monkeypatch.setattr(tf.get_logger(), "propagate", True)
+    x, y = arrays(4)
+    for _ in range(6):
+        model = linear()
+        model.fit(x, y, verbose=0)
+        model.predict(x, verbose=0)
+    assert "retracing" not in caplog.text
+    retraced = tf.function(lambda x: x)  # the same counts see what is retraced
+    for number in range(6):
+        retraced(number)
+    assert "retracing" in caplog.text
+
+
+def decaying():
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.5, 2, 0.5)
+    return keras.optimizers.SGD(schedule)
+
+
+def averaging():
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1, use_ema=True))
+
+
+def several():
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.1))
+    )
+
+
+@pytest.mark.parametrize("where", ["optimizer", "compile", "attribute"])
+@pytest.mark.parametrize("new", [decaying, averaging, several])
+def test_an_optimizer_may_be_created_outside_of_the_scope(mirrored, new, where):
+    def train(model_class, strategy):
+        keras.utils.set_random_seed(3)
+        optimizer = new()
+        with strategy.scope():
+            inputs = keras.Input((4,))
+            model = model_class(inputs, keras.layers.Dense(3)(inputs))
+            if where == "optimizer":
+                model.compile(optimizer, "mse")
+        if where != "optimizer":
+            model.compile("sgd" if where == "attribute" else optimizer, "mse")
+        if where == "attribute":  # as programs with two optimizers set them
+            model.optimizer = optimizer
+        x = arrays(32)[0]
+        model.fit(x, x[:, :3], batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return [*model.get_weights(), optimizer.iterations.numpy()]
+
+    expected = train(keras.Model, tf.distribute.get_strategy())
+    assert_same_weights(train(kdist.Model, mirrored), expected, 1e-5)

@@ -1,0 +1,95 @@
+"""Specs of strategies, resolved without TensorFlow."""
+
+import pytest
+
+from kdist.cluster import Cluster
+from kdist.layout import Layout
+from kdist.strategy_spec import resolve
+
+PIPELINES = Layout(data=2, pipeline=2)
+
+
+def workers(number, host="localhost"):
+    return Cluster({"worker": [f"{host}:{port}" for port in range(1, number + 1)]})
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+
+
+def test_a_strategy_of_one_process():
+    spec = resolve("mirrored", ["GPU:0", "GPU:3"], reduction="nccl", num_packs=2)
+    assert (spec.kind, spec.devices) == ("mirrored", ("GPU:0", "GPU:3"))
+    assert (spec.reduction, spec.num_packs) == ("nccl", 2)
+    assert spec.cluster.is_alone
+
+
+def test_a_strategy_of_one_process_ignores_the_job(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", workers(2).to_tf_config())
+    assert resolve("mirrored").cluster == Cluster()
+
+
+def test_a_job_is_read_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", workers(2).to_tf_config())
+    spec = resolve("multi_worker", 2, reduction="ring", step_timeout_seconds=7)
+    assert spec.cluster == workers(2)
+    assert (spec.kind, spec.devices, spec.step_timeout_seconds) == ("multi_worker", 2, 7)
+
+
+def test_a_layout_of_one_process_uses_all_its_devices():
+    spec = resolve(PIPELINES)
+    assert (spec.kind, spec.layout, spec.devices) == ("layout", PIPELINES, 4)
+
+
+def test_a_layout_is_divided_over_tasks():
+    spec = resolve(PIPELINES, cluster=workers(2))
+    assert (spec.devices, spec.cluster, spec.job_name) == (2, workers(2), "a layout")
+
+
+def test_specs_are_frozen_and_comparable():
+    spec = resolve("mirrored", 2)
+    assert spec == resolve("mirrored", 2) != resolve("mirrored", 4)
+    with pytest.raises(AttributeError):
+        spec.kind = "tpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "mirored"}, "unknown strategy 'mirored'; did you mean 'mirrored'"),
+        ({"name": "zzz"}, "one of auto, one_device, mirrored, central_storage, tpu, multi_w"),
+        ({"name": None}, "unknown strategy None"),
+        (
+            {"name": "parameter_server"},
+            "needs tasks of the role chief and worker and ps.*launch.py",
+        ),
+        ({"name": "local_sgd"}, r"mirrored' and 'multi_worker': use.*compile\(…, local_steps=k\)"),
+        ({"name": "multi_worker"}, "needs tasks of the role worker.* has none.*TF_CONFIG"),
+        ({"name": "multi_worker", "reduction": "hierarchical_copy"}, "auto, nccl, ring and no"),
+        ({"name": "multi_worker", "cluster": workers(2, "10.0.0.1")}, "--allow_remote"),
+        ({"name": "one_device", "devices": 2}, "one_device uses one device.* requests 2"),
+        ({"name": "one_device", "devices": ["GPU:0", "GPU:1"]}, "one_device uses one device"),
+        ({"name": "mirrored", "reduction": "ring"}, "reduction 'ring'; use one of auto, nccl"),
+        ({"name": "mirrored", "num_packs": 2}, "needs --reduction=nccl or hierarchical_copy"),
+        (
+            {"name": "mirrored", "reduction": "hierarchical_copy", "num_packs": -1},
+            "0 .no packing. or more, got -1",
+        ),
+        ({"name": "one_device", "reduction": "nccl"}, "options of 'mirrored'"),
+        ({"name": "tpu", "devices": 2}, "uses all cores"),
+        ({"name": PIPELINES, "devices": 3}, "is for 4 devices and there are 3"),
+        ({"name": PIPELINES, "reduction": "ring"}, "a layout does not support"),
+        ({"name": PIPELINES, "cluster": workers(3)}, "cannot be divided over 3 tasks"),
+        ({"name": PIPELINES, "cluster": workers(2), "devices": 3}, "4 devices and there are 6"),
+        ({"name": PIPELINES, "cluster": workers(2, "10.0.0.1")}, "allow it with --allow_remote"),
+        (
+            {"name": PIPELINES, "cluster": Cluster({"ps": ["localhost:1", "localhost:2"]}, "ps")},
+            "a layout needs tasks of the role worker",
+        ),
+    ],
+)
+def test_resolve_rejects(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(**arguments)
