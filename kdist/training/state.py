@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kdist.training.groups.clock import StepClock
     from kdist.training.groups.group_tuner import GroupTuner
     from kdist.training.groups.totals import WorkerVotes
+    from kdist.training.local_sgd import Rounds
     from kdist.training.parameter_server.dispatcher import Dispatcher
-    from kdist.training.replica.local_sgd import Rounds
 
 
 class Position(NamedTuple):

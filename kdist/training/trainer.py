@@ -21,7 +21,7 @@ from kdist.compat.keras import (
     train_validation_split,
 )
 from kdist.compat.tensorflow import run_once
-from kdist.training import building, evaluator
+from kdist.training import building, evaluator, local_sgd
 from kdist.training.groups import inputs
 from kdist.training.groups.clock import StepClock
 from kdist.training.groups.file_callbacks import share_backups, without_writers
@@ -36,7 +36,7 @@ from kdist.training.groups.totals import WorkerVotes
 from kdist.training.parameter_server import partitioned_embedding
 from kdist.training.parameter_server.coordinator_loop import AsynchronousFunction
 from kdist.training.parameter_server.dispatcher import Dispatcher
-from kdist.training.replica import hooks, local_sgd, unseeded, xla
+from kdist.training.replica import hooks, unseeded, xla
 from kdist.training.replica import step as steps
 from kdist.training.replica.accumulation import Accumulators, optimizers_of
 from kdist.training.replica.batch_gather import over_whole_batch

@@ -46,7 +46,62 @@ def signs_of_gradients(model, x, y):
     return tf.reduce_mean(squares(model, x + 0.1 * tf.sign(tape.gradient(loss, x)), y))
 
 
+def mask_of(x):
+    return tf.cast(x[:, :1] > 0, x.dtype)
+
+
+def sum_over_mask(model, x, y):
+    return tf.reduce_sum(squares(model, x, y) * mask_of(x))
+
+
+def mean_over_mask(model, x, y):
+    """Divides by no less than 1, so that a batch without such rows has no effect."""
+    return sum_over_mask(model, x, y) / tf.maximum(tf.reduce_sum(mask_of(x)), 1)
+
+
+def dice(model, x, y):
+    """Returns the Dice loss over all pixels of the batch, as published for segmentation."""
+    p, target = tf.sigmoid(model(x)), tf.cast(y > 0, y.dtype)
+    both = tf.reduce_sum(p * target)
+    return 1 - (2 * both + 1) / (tf.reduce_sum(p) + tf.reduce_sum(target) + 1)
+
+
+def self_normalized(model, x, y):
+    """Divides by a sum that has a gradient, too."""
+    weights = tf.exp(-tf.abs(model(x)))
+    return tf.reduce_sum(weights * squares(model, x, y)) / tf.reduce_sum(weights)
+
+
+def correlation(model, x, y):
+    return 1 - keras.ops.sum(model(x) * y) / keras.ops.sqrt(
+        keras.ops.sum(model(x) ** 2) * keras.ops.sum(y**2)
+    )
+
+
+# Functions of several means and sums.
+FUNCTIONS = {
+    "mean over a mask": lambda m, x, y: sum_over_mask(m, x, y) / (tf.reduce_sum(mask_of(x)) + 1e-7),
+    "ratio of means": lambda m, x, y: (
+        tf.reduce_mean(squares(m, x, y) * mask_of(x)) / tf.reduce_mean(mask_of(x) + 0.1)
+    ),
+    "mean over a mask, or 0": mean_over_mask,
+    "mask and weights": lambda m, x, y: mean_over_mask(m, x, y) + 0.1 * norm_of_weights(m),
+    "times weights": lambda m, x, y: mean_over_mask(m, x, y) * (0.1 + norm_of_weights(m)),
+    "root of a mean": lambda m, x, y: tf.sqrt(tf.reduce_mean(squares(m, x, y))),
+    "log of a sum": lambda m, x, y: tf.math.log(tf.reduce_sum(squares(m, x, y)) + 0.1),
+    "product of means": lambda m, x, y: (
+        tf.reduce_mean(squares(m, x, y)) * tf.reduce_mean(tf.abs(m(x)))
+    ),
+    "mean per column": lambda m, x, y: tf.reduce_sum(tf.exp(tf.reduce_mean(m(x) * x, 0))),
+    "Dice": dice,
+    "self-normalized": self_normalized,
+    "correlation": correlation,
+    "of Keras's loss": lambda m, x, y: keras.ops.sqrt(keras.losses.MeanSquaredError()(y, m(x))),
+    "a list with a mask": lambda m, x, y: [mean_over_mask(m, x, y), tf.reduce_sum(tf.abs(m(x)))],
+}
+
 LOSSES = {
+    **FUNCTIONS,
     "mean": lambda m, x, y: tf.reduce_mean(squares(m, x, y)),
     "vector": lambda m, x, y: tf.reduce_sum(squares(m, x, y), -1),
     "column": squares,
@@ -144,8 +199,16 @@ LAYOUTS = {
 }
 
 
+# A function of a micro-batch's sums is another number: docs/guides/strategies.md.
+LAYOUTS_OF_FUNCTIONS = [name for name in LAYOUTS if name != "accumulate"]
+PAIRS = [
+    *zip([n for n in LOSSES if n not in FUNCTIONS], itertools.cycle(LAYOUTS), strict=False),
+    *zip(FUNCTIONS, itertools.cycle(LAYOUTS_OF_FUNCTIONS), strict=False),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("loss", "layout"), zip(LOSSES, itertools.cycle(LAYOUTS), strict=False))
+@pytest.mark.parametrize(("loss", "layout"), PAIRS)
 def test_gradients_in_other_layouts(loss, layout):
     replicas, data, options = LAYOUTS[layout]
     assert_equal(own_step(LOSSES[loss]), replicas, data, **options)
@@ -299,6 +362,50 @@ def test_added_losses(added, replicas):
     np.testing.assert_allclose(own["loss"], logs["loss"], rtol=1e-6)
 
 
+def _of_outputs(name):
+    """Returns a loss of (y, outputs); `y` holds the inputs, too."""
+
+    def own(y, outputs):
+        return FUNCTIONS[name](lambda x, training=None: outputs, y[:, 1:], y[:, :1])
+
+    return own
+
+
+@pytest.mark.parametrize("name", ["mean over a mask", "Dice", "self-normalized", "of Keras's loss"])
+def test_compiled_functions_of_means_and_sums(name):
+    """As a loss, as a metric, and in the logs."""
+    data = X, np.concatenate([Y, X], 1)
+    options = {"loss": _of_outputs(name), "metrics": [_named(_of_outputs(name), "metric")]}
+    expected, logs = trained(keras.Model, data=data, logs=True, **options)
+    strategy = kdist.create_strategy("mirrored", 3)
+    weights, found = trained(kdist.Model, None, strategy, data, logs=True, **options)
+    assert_same_weights(weights, expected, 1e-9)
+    assert found.keys() == {"loss", "metric"}
+    for key in logs:
+        np.testing.assert_allclose(found[key], logs[key], rtol=1e-9)
+
+
+def _named(function, name):
+    function.__name__ = name
+    return function
+
+
+def test_a_function_in_a_nested_function_is_reported():
+    @tf.function
+    def gradients(model, x, y):
+        with tf.GradientTape() as tape:
+            loss = dice(model, x, y)
+        return tape.gradient(loss, model.trainable_weights)
+
+    def train_step(self, data):
+        found = gradients(self, *data)
+        self.optimizer.apply_gradients(zip(found, self.trainable_weights, strict=True))
+        return {}
+
+    with pytest.warns(UserWarning, match="loss_reduction"):
+        trained(kdist.Model, train_step, kdist.create_strategy("mirrored", 2))
+
+
 def test_functions_that_return_sums():
     def total(y_true, y_pred):
         return tf.reduce_sum((y_true - y_pred) ** 2)
@@ -326,15 +433,6 @@ def test_a_loss_that_the_graph_does_not_tell_is_reported_and_declared():
 def test_a_running_sum_is_reported():
     def loss(model, x, y):
         return tf.cumsum(squares(model, x, y)[:, 0])[-1]
-
-    with pytest.warns(UserWarning, match="loss_reduction"):
-        trained(kdist.Model, own_step(loss), kdist.create_strategy("mirrored", 2))
-
-
-def test_a_mean_over_a_mask_of_the_program_is_reported():
-    def loss(model, x, y):
-        mask = tf.cast(x[:, 0] > 0, y.dtype)
-        return tf.reduce_sum(squares(model, x, y)[:, 0] * mask) / (tf.reduce_sum(mask) + 1e-7)
 
     with pytest.warns(UserWarning, match="loss_reduction"):
         trained(kdist.Model, own_step(loss), kdist.create_strategy("mirrored", 2))

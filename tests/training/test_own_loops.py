@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import kdist
 from kdist.launch.local_engine import reserve_ports
 from tests.forked import python, python_tasks
 
@@ -185,17 +186,22 @@ print(json.dumps([*results, variables]))
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("variable", ["keras", "tensorflow", "watched"])
 @pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
-def test_a_gradient_between_replicas_says_what_to_do(wrap, mirrored):
+def test_a_gradient_between_replicas_says_what_to_do(wrap, variable, mirrored):
     with mirrored.scope():
         dense = keras.layers.Dense(1)
         dense.build((None, 2))
+        kdist.Model(*[keras.Input((1,))] * 2)  # its module replaces functions of tapes
+        kernel = dense.kernel if variable == "keras" else tf.Variable(dense.kernel)
 
         @wrap
         def step(x):
             with tf.GradientTape() as tape:
-                loss = tf.reduce_sum(dense(x))
-            return tape.gradient(loss, dense.trainable_variables)
+                if variable == "watched":
+                    tape.watch(kernel)
+                loss = tf.reduce_sum(x @ kernel)
+            return tape.gradient(loss, [kernel])
 
         with pytest.raises(ValueError, match=r"(?s)test_own_loops\.py.*strategy\.run"):
             step(tf.ones((2, 2)))

@@ -1,3 +1,4 @@
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -99,6 +100,22 @@ def test_sparse_and_ragged_rows():
     assert number_of_rows(ragged) == 4
     second, _ = BatchDivision.of(ragged, strategy).take(ragged, 1, 0)
     assert second.to_list() == ragged[2:].to_list()
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_tensors_with_different_numbers_of_rows_are_refused(known, steps):
+    """Semi-supervised programs take more unlabeled rows than labeled ones."""
+
+    def batches(rows):
+        return tf.data.Dataset.from_tensor_slices(tf.ones([2 * rows, 1])).batch(rows, known)
+
+    with kdist.create_strategy("mirrored", 2).scope():
+        model = kdist.Model(*[keras.Input((1,))] * 2)
+        model.compile("sgd", "mse", steps_per_execution=steps)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="numbers of rows"):
+        model.fit(tf.data.Dataset.zip(batches(4), batches(12)), verbose=0)
+    model.fit(tf.data.Dataset.zip(batches(4), batches(4)), verbose=0)
 
 
 def test_every_replica_receives_data_without_rows():

@@ -18,8 +18,8 @@ from kdist.training.groups.inputs import open_rows, with_open_rows, without_slic
 from kdist.training.groups.logs import LazyLogs
 from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
 from kdist.training.groups.totals import MetricTotals
+from kdist.training.local_sgd import LocalStep
 from kdist.training.parameter_server.central_step import CentralStep
-from kdist.training.replica.local_sgd import LocalStep
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
 from kdist.training.replica.row_shares import BatchDivision
 from kdist.training.replica.step import ReplicaStep, this_replica

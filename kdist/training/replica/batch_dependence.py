@@ -39,6 +39,9 @@ _LINEAR_IN_GRADIENTS = {"BroadcastTo", "ConcatV2", "ExpandDims", "GatherV2", "Me
 _LINEAR_IN_GRADIENTS |= {"Reshape", "Split", "SplitV", "StridedSlice", "Sum", "Tile", "Transpose"}
 _LINEAR_IN_GRADIENTS |= {"Add", "AddN", "AddV2", "Sub", "Unpack", *_LINEAR} - {"Abs", "Relu"}
 _BILINEAR = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
+# Operations that lead from a shape to a number of rows.
+_OF_COUNTS = {"Cast", "Const", "GatherV2", "Identity", "Mul", "Pack", "Prod", "Reshape", "Shape"}
+_OF_COUNTS |= {"Size", "Squeeze", "StridedSlice"}
 _STATEFUL_AND_FIXED = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 
 
@@ -457,7 +460,7 @@ def _sum_degree(tensor, inputs, first=0):
     of weights it is not: a sum divided by that is no mean over rows, which has to be reported.
     """
     operands = list(tensor.op.inputs)[first:]
-    limit = _LARGEST_EPSILON if any(map(_is_count, operands)) else 0
+    limit = _LARGEST_EPSILON if any(map(is_count, operands)) else 0
     degrees = {
         i.degree
         for i, operand in zip(inputs[first:], operands, strict=True)
@@ -466,12 +469,18 @@ def _sum_degree(tensor, inputs, first=0):
     return degrees.pop() if len(degrees) == 1 else None
 
 
-def _is_count(tensor):
-    """Returns True if a tensor is read from a shape, such as a number of rows."""
-    operation = tensor.op if hasattr(tensor, "graph") else None
-    while operation is not None and operation.type in ("Cast", "Identity", "StridedSlice"):
-        operation = operation.inputs[0].op
-    return operation is not None and operation.type in ("Shape", "Size")
+def is_count(tensor) -> bool:
+    """Returns True if a tensor is computed from shapes alone, such as a number of rows."""
+    waiting, is_of_shape = [tensor], False
+    while waiting:
+        operation = getattr(waiting.pop(), "op", None)
+        if operation is None or operation.type not in _OF_COUNTS:
+            return False
+        if operation.type in ("Shape", "Size"):
+            is_of_shape = True
+        else:
+            waiting.extend(operation.inputs)
+    return is_of_shape
 
 
 def _is_at_most(tensor, limit):

@@ -96,6 +96,8 @@ def install():
     KerasVariable.handle = property(_handle)
     convert_variables_to_numbers()
     KerasVariable._initialize = _whole(KerasVariable._initialize)
+    for name in ("gradient", "watch"):
+        setattr(tf.GradientTape, name, _explaining(getattr(tf.GradientTape, name)))
     for owner, name in SAVING:
         setattr(owner, name, _saving_alone(getattr(owner, name)))
 
@@ -305,15 +307,35 @@ def _handle(variable):
     except ValueError as error:
         if not tf.distribute.in_cross_replica_context():
             raise
-        strategy = tf.distribute.get_strategy()
-        raise ValueError(
-            f"{_users_line()}: a gradient with respect to {variable.path!r} is computed in the "
-            f"scope of {type(strategy).__name__}, but on none of its "
-            f"{strategy.num_replicas_in_sync} replicas, which have a copy each. Call the step with "
-            "`strategy.run(step, args=(x, y))` in a `tf.function`, on the batches of "
-            "`strategy.experimental_distribute_dataset(dataset)`. Or override `train_step` of the "
-            "model, and call `fit`"
-        ) from error
+        raise _on_no_replica(repr(variable.path)) from error
+
+
+def _explaining(method):
+    """Returns a method of a tape whose error about variables of TensorFlow says what to write."""
+
+    @functools.wraps(method)
+    def explaining(*args, **kwargs):
+        try:
+            return method(*args, **kwargs)
+        except ValueError as error:
+            is_known = "outside the replica context" in str(error)
+            if not (is_known and tf.distribute.in_cross_replica_context()):
+                raise
+            raise _on_no_replica("a tf.Variable") from error
+
+    return explaining
+
+
+def _on_no_replica(variable):
+    strategy = tf.distribute.get_strategy()
+    return ValueError(
+        f"{_users_line()}: a gradient with respect to {variable} is computed in the scope of "
+        f"{type(strategy).__name__}, but on none of its {strategy.num_replicas_in_sync} replicas, "
+        "which have a copy each. Call the step with `strategy.run(step, args=(x, y))` in a "
+        "`tf.function`, on the batches of `strategy.experimental_distribute_dataset(dataset)`. Or "
+        "override `train_step` of the model, and call `fit`. What one device computes, such as an "
+        "image that is optimized, belongs outside of the scope"
+    )
 
 
 def _users_line():

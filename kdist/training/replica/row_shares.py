@@ -101,15 +101,22 @@ class BatchDivision:
             micro_steps: number of parts into which each replica's rows are divided. Defaults to 1.
             worker_slice: the slice of a batch that `data` is; None if it is whole. The starts of
                 other workers' replicas are then meaningless.
+
+        Raises:
+            ValueError: the tensors have different numbers of rows.
         """
         replicas = strategy.num_replicas_in_sync
         if any(isinstance(x, tf.distribute.DistributedValues) for x in keras.tree.flatten(data)):
-            sizes = [number_of_rows(part) for part in strategy.experimental_local_results(data)]
+            parts = strategy.experimental_local_results(data)
+            for part in parts:
+                _check_rows(part)
+            sizes = [number_of_rows(part) for part in parts]
             return cls(tuple(sizes), (0,) * replicas, micro_steps)
         rows = number_of_rows(data)
         if rows is None:
             return cls((micro_steps,) * replicas, (0,) * replicas, micro_steps, is_fixed=True)
-        rows, first = (rows, 0)
+        _check_rows(data)
+        first = 0
         if worker_slice:
             rows, first = worker_slice.batch_rows, worker_slice.first_row
         sizes = [_size(rows, replica, replicas) for replica in range(replicas)]
@@ -143,13 +150,37 @@ class BatchDivision:
 def number_of_rows(data) -> Number | None:
     """Returns the rows of a batch's first tensor: an int if known; None without rows."""
     leaf = next(filter(_has_rows, keras.tree.flatten(data)), None)
-    if leaf is None:
-        return None
+    return None if leaf is None else _rows(leaf)
+
+
+def _rows(leaf):
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)
     if leaf.shape[0] is not None:
         return int(leaf.shape[0])
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
     return tf.shape(leaf, out_type=tf.int32)[0]
+
+
+_DIFFERENT_ROWS = (
+    "The tensors of a batch have different numbers of rows. Replicas receive the same fraction of "
+    "the rows of each tensor, so that all tensors need the same number. For several unlabeled "
+    "examples per labeled one, give each row an axis for them: (rows, examples per row, …)"
+)
+
+
+def _check_rows(data):
+    """Raises an error if tensors have different numbers of rows, which would lose some of these."""
+    leaves = list(filter(_has_rows, keras.tree.flatten(data)))
+    rows = [_rows(leaf) for leaf in leaves]
+    known = {number for number in rows if isinstance(number, int)}
+    if len(known) > 1:
+        raise ValueError(f"{_DIFFERENT_ROWS}. Shapes: {[tuple(leaf.shape) for leaf in leaves]}")
+    if len(rows) > 1 and not _all_known(rows):
+        is_equal = tf.reduce_all(tf.equal(tf.stack(rows[1:]), rows[0]))
+        # tf.debugging.assert_equal would add a conditional to every step.
+        tf.raw_ops.Assert(condition=is_equal, data=[_DIFFERENT_ROWS, tf.stack(rows)])
 
 
 def with_unknown_rows(data):

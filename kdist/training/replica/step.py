@@ -39,6 +39,11 @@ from kdist.training.replica.batch_dependence import (
     BatchDependence,
     Dependence,
 )
+from kdist.training.replica.batch_functions import (
+    FunctionOfBatch,
+    UnknownFunctionError,
+    find_function,
+)
 from kdist.training.replica.colocation import colocate_with_inputs, outer_tensor
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import RowShare
@@ -95,6 +100,7 @@ class ReplicaStep:
             reduced when an optimizer applies them, which is the same if a program does not change
             them before, or only linearly.
         needs_whole_gradients: the program changes gradients in another way, such as clipping.
+        communicates: replicas interact in the step, and not only between steps.
     """
 
     is_dry_run = False
@@ -104,6 +110,7 @@ class ReplicaStep:
     micro_batch_rows: Collection[int] = ()
     reduces_early = False
     needs_whole_gradients = False
+    communicates = True
 
     def __init__(
         self,
@@ -130,6 +137,7 @@ class ReplicaStep:
         self._gathers = False
         self._graph = tf.compat.v1.get_default_graph()
         self._written: dict[int, keras.Variable] = {}
+        self._functions: dict[int, tuple] = {}
 
     def running(self):
         """Makes this step the one that hooks call."""
@@ -169,6 +177,8 @@ class ReplicaStep:
             if _is_eager(value):
                 return self._noted(self.correct_sum(total) if degree == 1 else total, MEAN)
             value = total
+        if (function := self._function_of_batch(value, is_loss)) is not None:
+            return self._noted(function.replica_value(), MEAN)
         terms = [t for t in self._terms(value, is_loss) if t[-1] == 1]
         if not terms:
             return value
@@ -195,8 +205,9 @@ class ReplicaStep:
     def tape_gradient(self, gradient, target, sources):
         """Returns `gradient(target, sources)` and records whether it is that of a mean or a sum.
 
-        Only the gradient of a sum of both is another: that of the loss of the global batch, as if
-        it consisted of repetitions of this replica's rows.
+        Only the gradient of a sum of both, or of another function of means and sums, is another:
+        that of the loss of the global batch, as if it consisted of repetitions of this replica's
+        rows.
 
         Args:
             gradient: the method of a tape: a function of the target, sources, and gradients of
@@ -208,13 +219,15 @@ class ReplicaStep:
         if not all(isinstance(t, tf.Tensor) for t in targets):
             return gradient(target, sources, None)
         to_variables = any(map(_is_variable, flat))
-        terms = [
-            term for t in targets for term in self._terms(t, to_variables, is_declared=to_variables)
-        ]
+        terms, is_function = [], False
+        for one in targets:
+            function = self._function_of_batch(one, True, False) if to_variables else None
+            is_function |= function is not None
+            terms += function.terms if function else self._terms(one, to_variables, to_variables)
         degrees = {degree for *_, degree in terms}
         if to_variables and 1 in degrees and not self._scaled_by:
             self._check_not_gathered("a loss that is a sum")
-        if to_variables and degrees == {0, 1}:
+        if to_variables and (is_function or degrees == {0, 1}):
             corrections = [
                 tf.cast(f, t.dtype) * (self.correct_sum(tf.ones_like(t)) if d else tf.ones_like(t))
                 for f, t, d in terms
@@ -318,6 +331,30 @@ class ReplicaStep:
     @property
     def _static_batch_rows(self):
         return self.share.batch_rows if isinstance(self.share.batch_rows, int) else None
+
+    def _function_of_batch(self, value, is_loss, is_in_tape=True) -> FunctionOfBatch | None:
+        """Returns a scalar as a function of the rows of all replicas; None if it is linear."""
+        is_divided = self.replicas > 1 and self.communicates and not self.is_dry_run
+        if not is_divided or value.shape.rank or _is_eager(value) or self._dependence.noted(value):
+            return None
+        if id(value) in self._functions:
+            return self._functions[id(value)][1]
+        found, of_batch = None, None
+        try:
+            found = find_function(value, self._dependence)
+            is_here = tf.compat.v1.get_default_graph() is self._graph is value.graph
+            if found is not None and not (is_here and (is_in_tape or not is_recorded())):
+                raise UnknownFunctionError  # replicas cannot exchange its arguments here
+        except UnknownFunctionError:
+            found = None
+            if is_loss and self.loss_reduction == "auto":
+                _warn_unknown(value)
+        if found is not None:
+            self._check_not_gathered("a loss that is a function of means and sums")
+            with self._colocation():
+                of_batch = found.of_batch(self.share, self.zero_if_empty)
+        self._functions[id(value)] = value, of_batch
+        return of_batch
 
     def _terms(self, value, warns=False, is_declared=False):
         """Returns [(factor, term, degree)] whose sum is `value`.

@@ -73,6 +73,8 @@ class LocalStep(ReplicaStep):
         others: the arguments of `ReplicaStep`, in order.
     """
 
+    communicates = False
+
     def __init__(self, rows, rounds, *others):
         super().__init__(*others)
         self._rows, self._rounds = rows, rounds
