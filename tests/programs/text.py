@@ -262,7 +262,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
 
 @program(
     slow=True,
-    across="masked_loss divides by the number of words of the batch, masked_accuracy as well",
+    differs={"accumulate": "masked_loss divides by the number of words of a micro-batch"},
 )
 def transformer_translation():
     """Translation with a dict input, teacher forcing, own schedule, and a loss over all words."""

@@ -68,6 +68,12 @@ def means_of_batches(metric, errors):
     metric.d.assign_add(1.0)
 
 
+def ratios_of_batches(metric, errors):
+    is_large = tf.cast(errors > 1, "float32")
+    metric.n.assign_add(tf.reduce_sum(errors * is_large) / (tf.reduce_sum(is_large) + 1.0))
+    metric.d.assign(metric.d + 1)
+
+
 def counts(metric, errors):
     metric.n.assign_add(tf.reduce_sum(tf.cast(errors > 1, "int32")))
     metric.d.assign(metric.d + 1)
@@ -80,6 +86,7 @@ METRICS = {
     "of Keras": lambda: OfKeras(name="own"),
     "several": lambda: Several(means_of_batches),
     "without add_weight": lambda: WithoutAddWeight(means_of_batches),
+    "ratios of batches": lambda: Own(ratios_of_batches),
     "a function": lambda: lambda y_true, y_pred: tf.reduce_max(y_pred, -1),
 }
 

@@ -189,7 +189,7 @@ def _is_linear(operation, dependence):
     if operation.type in _LINEAR or not any(varies):
         return True
     if operation.type == "Cast":
-        return operation.inputs[0].dtype.is_floating and operation.outputs[0].dtype.is_floating
+        return operation.outputs[0].dtype.is_floating  # not to integers, which rounds
     if operation.type == "Mul":
         return sum(varies) < 2
     return operation.type in _QUOTIENTS and (not varies[1] or is_count(operation.inputs[1]))

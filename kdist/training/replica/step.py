@@ -693,6 +693,9 @@ class ReplicaStep:
             value: what the metric adds.
             term: the same, before casts.
         """
+        function = self._function_of_batch(term, is_loss=False)
+        if function is not None and value.dtype.is_floating:
+            return tf.cast(function.value, value.dtype) * self.batch_fraction(value.dtype)
         dependence = self._dependence.of(term)
         if dependence.is_fixed:
             number, rows = tf.get_static_value(term), self._static_rows
