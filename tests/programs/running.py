@@ -48,7 +48,7 @@ def read(path):
     return pickle.loads(path.read_bytes()) if path.exists() else None
 
 
-def run_all(mode, names, directory, limit_seconds=90.0):
+def run_all(mode, names, directory, limit_seconds=240.0):
     """Runs programs one after the other in one job, which is started again after a hang.
 
     Args:
@@ -116,7 +116,7 @@ class Runner:
         self._names.write(f"{name}\n")
         self._names.flush()
 
-    def result(self, name, limit_seconds=120.0):
+    def result(self, name, limit_seconds=240.0):
         """Waits for a program; returns what `outcome` returned, or the text of an error."""
         end = time.monotonic() + limit_seconds
         while (found := read(self._results / name)) is None:

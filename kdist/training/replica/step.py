@@ -334,7 +334,9 @@ class ReplicaStep:
 
     def _function_of_batch(self, value, is_loss, is_in_tape=True) -> FunctionOfBatch | None:
         """Returns a scalar as a function of the rows of all replicas; None if it is linear."""
-        is_divided = self.replicas > 1 and self.communicates and not self.is_dry_run
+        # After kdist.gather_batch, a program has the rows of all replicas where it needs them.
+        is_divided = self.replicas > 1 and self.communicates and not self._gathers
+        is_divided = is_divided and not self.is_dry_run
         if not is_divided or value.shape.rank or _is_eager(value) or self._dependence.noted(value):
             return None
         if id(value) in self._functions:
@@ -350,7 +352,6 @@ class ReplicaStep:
             if is_loss and self.loss_reduction == "auto":
                 _warn_unknown(value)
         if found is not None:
-            self._check_not_gathered("a loss that is a function of means and sums")
             with self._colocation():
                 of_batch = found.of_batch(self.share, self.zero_if_empty)
         self._functions[id(value)] = value, of_batch
