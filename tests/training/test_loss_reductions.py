@@ -78,8 +78,16 @@ def correlation(model, x, y):
     )
 
 
+def dice_per_column(model, x, y):
+    """Returns one value per column, each of which is a function of sums."""
+    p = tf.sigmoid(model(x) * x)
+    return 1 - (2 * tf.reduce_sum(p, 0) + 1) / (tf.reduce_sum(p * p, 0) + 3)
+
+
 # Functions of several means and sums.
 FUNCTIONS = {
+    "one per column": dice_per_column,
+    "root of 0": lambda m, x, y: tf.reduce_mean(squares(m, x, y)) + tf.sqrt(tf.reduce_mean(0 * x)),
     "mean over a mask": lambda m, x, y: sum_over_mask(m, x, y) / (tf.reduce_sum(mask_of(x)) + 1e-7),
     "ratio of means": lambda m, x, y: (
         tf.reduce_mean(squares(m, x, y) * mask_of(x)) / tf.reduce_mean(mask_of(x) + 0.1)
@@ -371,7 +379,10 @@ def _of_outputs(name):
     return own
 
 
-@pytest.mark.parametrize("name", ["mean over a mask", "Dice", "self-normalized", "of Keras's loss"])
+COMPILED = ["mean over a mask", "Dice", "self-normalized", "of Keras's loss", "one per column"]
+
+
+@pytest.mark.parametrize("name", [*COMPILED, "root of 0"])
 def test_compiled_functions_of_means_and_sums(name):
     """As a loss, as a metric, and in the logs."""
     data = X, np.concatenate([Y, X], 1)
@@ -388,6 +399,55 @@ def test_compiled_functions_of_means_and_sums(name):
 def _named(function, name):
     function.__name__ = name
     return function
+
+
+class Uncertain(keras.layers.Layer):
+    """Adds a loss over a mask, weighted by a variance that is trained."""
+
+    def build(self, shape):
+        self.log_variance = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, x):
+        ratio = sum_over_mask(lambda x, training: x, x, 1) / (tf.reduce_sum(mask_of(x)) + 1)
+        self.add_loss(tf.exp(-self.log_variance) * ratio + self.log_variance)
+        return x
+
+
+def test_an_added_function_with_a_weight_of_its_own():
+    options = {"loss": "mse", "make": lambda x: keras.layers.Dense(1)(Uncertain()(x))}
+    expected, logs = trained(keras.Model, logs=True, **options)
+    strategy = kdist.create_strategy("mirrored", 2)
+    weights, found = trained(kdist.Model, None, strategy, logs=True, **options)
+    assert_same_weights(weights, expected, 1e-9)
+    np.testing.assert_allclose(found["loss"], logs["loss"], rtol=1e-9)
+
+
+@pytest.mark.parametrize("loss", [dice, LOSSES["mean"], FUNCTIONS["root of a mean"]])
+def test_models_that_are_traced_to_be_built_do_not_warn(loss):
+    """Such a trace has one replica, on which nothing is exchanged."""
+
+    class Subclassed(kdist.Model):
+        train_step = own_step(loss)
+
+        def __init__(self):
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x, training=None):
+            return self.dense(x)
+
+    with kdist.create_strategy("mirrored", 2).scope():
+        model = Subclassed()
+        model.compile("sgd")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*mean or a sum")
+        model.fit(X, Y, batch_size=8, verbose=0)
+
+
+def test_a_maximum_over_rows_is_reported():
+    step = own_step(lambda m, x, y: tf.reduce_max(squares(m, x, y)))
+    with pytest.warns(UserWarning, match="loss_reduction"):
+        trained(kdist.Model, step, kdist.create_strategy("mirrored", 2))
 
 
 def test_a_function_in_a_nested_function_is_reported():
@@ -420,7 +480,7 @@ def test_functions_that_return_sums():
 
 
 def _untold(model, x, y):
-    return tf.exp(tf.math.log(tf.reduce_sum(squares(model, x, y))))
+    return tf.cumsum(squares(model, x, y)[:, 0])[-1]
 
 
 def test_a_loss_that_the_graph_does_not_tell_is_reported_and_declared():
@@ -428,14 +488,6 @@ def test_a_loss_that_the_graph_does_not_tell_is_reported_and_declared():
     with pytest.warns(UserWarning, match="loss_reduction"):
         trained(kdist.Model, own_step(_untold), strategy)
     assert_equal(own_step(_untold), loss_reduction="sum")
-
-
-def test_a_running_sum_is_reported():
-    def loss(model, x, y):
-        return tf.cumsum(squares(model, x, y)[:, 0])[-1]
-
-    with pytest.warns(UserWarning, match="loss_reduction"):
-        trained(kdist.Model, own_step(loss), kdist.create_strategy("mirrored", 2))
 
 
 def test_a_sum_may_be_declared_without_a_graph():

@@ -20,6 +20,7 @@ _REDUCTIONS = {"BatchMatMulV2", "Einsum", "L2Loss", "MatMul", "Mean", "Sum", "Un
 _LINEAR = {"Add", "AddN", "AddV2", "CheckNumerics", "EnsureShape", "ExpandDims", "Identity"}
 _LINEAR |= {"Mean", "Neg", "Pack", "PreventGradient", "Reshape", "Snapshot", "Squeeze"}
 _LINEAR |= {"StopGradient", "StridedSlice", "Sub", "Sum"}
+_NONLINEAR_REDUCTIONS = {"Max", "Min", "Prod"}
 _QUOTIENTS = {"Div", "DivNoNan", "RealDiv"}
 
 
@@ -29,12 +30,12 @@ class UnknownFunctionError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class BatchFunction:
-    """A scalar that is computed from means and sums over rows.
+    """A scalar, or a tensor without rows, that is computed from means and sums over rows.
 
     Attributes:
         arguments: [(tensor, degree)]; the degree is 0 for a mean over rows, 1 for a sum, and None
             for what does not depend on the batch.
-        value: the scalar.
+        value: the scalar or tensor.
     """
 
     value: tf.Tensor
@@ -42,7 +43,7 @@ class BatchFunction:
     _operations: list
 
     def of(self, arguments):
-        """Returns the scalar that the same operations compute from other `arguments`."""
+        """Returns what the same operations compute from other `arguments`."""
         graph = tf.compat.v1.get_default_graph()
         known = {
             _key(tensor): new for (tensor, _), new in zip(self.arguments, arguments, strict=True)
@@ -80,9 +81,7 @@ class BatchFunction:
                 own.append(zero_if_empty(tensor * tf.cast(fraction, tensor.dtype)))
         sums = iter(all_reduce_sum(own))
         whole = [
-            tf.identity(tensor)
-            if degree is None
-            else tf.cast(tf.stop_gradient(next(sums)), tensor.dtype)
+            tf.identity(tensor) if degree is None else tf.cast(next(sums), tensor.dtype)
             for tensor, degree in self.arguments
         ]
         value = self.of(whole)
@@ -98,46 +97,41 @@ class BatchFunction:
                 if degree == 1:
                     fraction = tf.cast(share.micro_step_fraction, slope.dtype)
                     slope = tf.math.divide_no_nan(slope, fraction)
-                terms.append((slope, tensor, degree))
-        return FunctionOfBatch(value, terms)
+                terms.append((slope, tensor, 0))
+        return FunctionOfBatch(tf.stop_gradient(value), terms)
 
 
 class FunctionOfBatch(NamedTuple):
     """A function of the means and sums of all replicas' rows.
 
     Attributes:
-        value: the scalar. It follows weights that the function itself has, but not the rows.
-        slopes: [(factor, tensor, degree)]: the gradient of the whole batch is the mean over
-            replicas, weighted by their rows, of the sum of factor · gradient of tensor.
+        value: the scalar, or the tensor. Tapes do not follow it.
+        terms: [(factor, term, 0)], whose sum over factor · gradient of term is this replica's
+            gradient of a mean over rows.
     """
 
     value: tf.Tensor
-    slopes: list
-
-    @property
-    def terms(self):
-        """[(factor, term, 0)], whose sum has the gradients of a mean over rows."""
-        return [(factor, tensor, 0) for factor, tensor, _ in self.slopes]
+    terms: list
 
     def replica_value(self):
-        """Returns a scalar with the value of the whole batch, to be differentiated like a mean."""
+        """Returns the scalar of the whole batch, to be differentiated like a mean over rows."""
         parts = [
-            tf.reduce_sum(factor * (tensor - tf.stop_gradient(tensor)))
-            for factor, tensor, degree in self.slopes
-            if degree is not None
+            # The slope may be infinite, as that of a root at 0.
+            tf.reduce_sum(tf.math.multiply_no_nan(factor, term - tf.stop_gradient(term)))
+            for factor, term, _ in self.terms
         ]
         return tf.add_n([self.value, *parts])
 
 
 def find_function(value, dependence: BatchDependence) -> BatchFunction | None:
-    """Returns the function of means and sums that a scalar is; None if it is a linear one.
+    """Returns the function of means and sums that `value` is; None if it is a linear one.
 
     Args:
-        value: a scalar of the step's graph.
+        value: a scalar of the step's graph, or a tensor without an axis of rows.
         dependence: the `BatchDependence` of the step's tensors.
 
     Raises:
-        UnknownFunctionError: the scalar is not linear, and cannot be divided in this way.
+        UnknownFunctionError: the function is not linear, and cannot be divided in this way.
     """
     arguments, operations, begun = {}, {}, set()
     waiting, is_linear, is_known = [value], True, True
@@ -152,6 +146,7 @@ def find_function(value, dependence: BatchDependence) -> BatchFunction | None:
         degree = _degree(tensor, dependence)
         if degree != "computed":
             is_known = is_known and degree != "unknown"
+            is_linear = is_linear and tensor.op.type not in _NONLINEAR_REDUCTIONS
             arguments[key] = tensor, degree
             continue
         is_linear = is_linear and _is_linear(tensor.op, dependence)

@@ -171,8 +171,9 @@ def _reduced(
         return tf.zeros([], loss.dtype)  # all rows are padding: Keras does not reduce it eagerly
     if loss.shape.rank:
         return loss  # not reduced
-    if not tf.convert_to_tensor(values).shape.rank:
-        return step.as_mean(loss)  # reduced by the loss function
+    values = tf.convert_to_tensor(values)
+    if not values.shape.rank or (mask is None and not step.has_rows(values)):
+        return step.as_mean(loss)  # reduced over rows by the loss function
     by_weight = reduction == "mean_with_sample_weight"
     if reduction == "sum":
         loss = step.correct_sum(loss)
@@ -201,9 +202,10 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
     if step.is_whole_loss:  # an output's loss, which counts once for all replicas
         weight = 1 if sample_weight is None else sample_weight
         sample_weight = tf.cast(weight, metric.dtype) * step.batch_fraction(metric.dtype)
-    elif sample_weight is None and not values.shape.rank:
-        values = step.as_mean(values, is_loss=False)
-        sample_weight = step.batch_fraction(metric.dtype)
+    elif sample_weight is None and not (values.shape.rank and step.has_rows(values)):
+        number = tf.cast(tf.size(values), metric.dtype)  # such as one value per class
+        values = step.as_mean(tf.reduce_mean(tf.cast(values, metric.dtype)), is_loss=False)
+        sample_weight = number * step.batch_fraction(metric.dtype)
     with step.with_keras_metrics():
         return keras_function(metric, values, sample_weight)
 

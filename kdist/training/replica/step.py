@@ -178,7 +178,7 @@ class ReplicaStep:
                 return self._noted(self.correct_sum(total) if degree == 1 else total, MEAN)
             value = total
         if (function := self._function_of_batch(value, is_loss)) is not None:
-            return self._noted(function.replica_value(), MEAN)
+            return self._noted(function.replica_value() if is_loss else function.value, MEAN)
         terms = [t for t in self._terms(value, is_loss) if t[-1] == 1]
         if not terms:
             return value
@@ -301,6 +301,13 @@ class ReplicaStep:
         )
         self._gradient_dependence.note(gradient, of_gradient)
 
+    def has_rows(self, tensor) -> bool:
+        """Returns False for a tensor that is known to have no axis of rows.
+
+        Tensors of steps that gather rows have them: those of all replicas.
+        """
+        return self._gathers or _is_eager(tensor) or self._dependence.of(tensor).axis is not None
+
     def note_gathered(self, tensor):
         """Records that a tensor holds the rows of all replicas, and returns it."""
         return self._noted(tensor, FIXED)
@@ -333,11 +340,11 @@ class ReplicaStep:
         return self.share.batch_rows if isinstance(self.share.batch_rows, int) else None
 
     def _function_of_batch(self, value, is_loss, is_in_tape=True) -> FunctionOfBatch | None:
-        """Returns a scalar as a function of the rows of all replicas; None if it is linear."""
+        """Returns `value` as a function of the rows of all replicas; None if it is linear."""
         # After kdist.gather_batch, a program has the rows of all replicas where it needs them.
         is_divided = self.replicas > 1 and self.communicates and not self._gathers
         is_divided = is_divided and not self.is_dry_run
-        if not is_divided or value.shape.rank or _is_eager(value) or self._dependence.noted(value):
+        if not is_divided or self.has_rows(value) or self._dependence.noted(value):
             return None
         if id(value) in self._functions:
             return self._functions[id(value)][1]
@@ -378,7 +385,8 @@ class ReplicaStep:
         else:
             terms = self._dependence.terms(value)
         degrees = [self._degree(term, dependence) for _, term, dependence in terms]
-        if warns and None in degrees and default is None:
+        is_divided = self.replicas > 1 or self._accumulators is not None
+        if warns and None in degrees and default is None and is_divided and not self.is_dry_run:
             _warn_unknown(value)
         known = [(default if warns else 0) or 0 if d is None else d for d in degrees]
         return [(f, t, d) for (f, t, _), d in zip(terms, known, strict=True)]
