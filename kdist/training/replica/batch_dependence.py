@@ -38,6 +38,7 @@ _SIZED_BY_VALUES = {"RaggedTensorToTensor", "Unique", "UniqueV2", "UniqueWithCou
 _LINEAR_IN_GRADIENTS = {"BroadcastTo", "ConcatV2", "ExpandDims", "GatherV2", "Mean", "Pack"}
 _LINEAR_IN_GRADIENTS |= {"Reshape", "Split", "SplitV", "StridedSlice", "Sum", "Tile", "Transpose"}
 _LINEAR_IN_GRADIENTS |= {"Add", "AddN", "AddV2", "Sub", "Unpack", *_LINEAR} - {"Abs", "Relu"}
+_ELEMENTWISE = {"Mul", "SquaredDifference", *_QUOTIENTS, *_SUMS} - {"AddN"}
 _BILINEAR = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
 # Operations that lead from a shape to a number of rows.
 _OF_COUNTS = {"Cast", "Const", "GatherV2", "Identity", "Mul", "Pack", "Prod", "Reshape", "Shape"}
@@ -59,6 +60,8 @@ class Dependence:
         is_of_weights: it was computed from the gradient with respect to variables.
         is_nonlinear: it is not a linear function of gradients with respect to variables.
         is_reduced: it was computed from gradients of the whole batch.
+        is_over_rows: it has no axis of rows, and was computed from a sum, mean, … over rows.
+        mixes_rows: a row was combined with all other rows, or with such a sum or mean.
         elements: the dependence of each element, if it is a vector such as a shape.
     """
 
@@ -71,6 +74,8 @@ class Dependence:
     is_of_weights: bool = False
     is_nonlinear: bool = False
     is_reduced: bool = False
+    is_over_rows: bool = False
+    mixes_rows: bool = False
     elements: tuple["Dependence", ...] | None = None
 
     @property
@@ -251,6 +256,8 @@ class BatchDependence:
             is_of_weights=any(i.is_of_weights for i in inputs),
             is_nonlinear=any(i.is_nonlinear for i in inputs) or _changes_gradients(kind, inputs),
             is_reduced=any(i.is_reduced for i in inputs),
+            is_over_rows=result.axis is None and _is_over_rows(kind, inputs),
+            mixes_rows=any(i.mixes_rows for i in inputs) or _mixes_rows(tensor, kind, inputs),
         )
 
     def _varying(self, tensor, kind, inputs):
@@ -273,6 +280,8 @@ class BatchDependence:
             elements = inputs[0].elements if kind in ("Cast", "Identity") else None
             return Dependence(degree, axis, elements=elements)
         degree = 0.0 if all(i.degree == 0 for i in inputs) else None
+        if tensor.shape.rank == 0 and any(i.axis is not None for i in inputs):
+            degree = None  # control flow, or another operation that may reduce rows
         return Dependence(degree, self._kept_axis(tensor, inputs))
 
     def _product(self, tensor, kind, inputs):
@@ -403,6 +412,55 @@ class _Frame:
     def argument(self, placeholder):
         """Returns (tensor, frame) that the call passes for a placeholder, or None."""
         return self._arguments.get(id(placeholder.op))
+
+
+def _multiplies_pairs(tensor, kind, inputs):
+    """Returns True for a product of each row of one matrix with each row of another one."""
+    operands = tensor.op.inputs
+    if any(i.axis in (None, _SOME_AXIS) for i in inputs):
+        return False
+    if any(operand.shape.rank is None for operand in operands):
+        return False
+    if kind == "Einsum":
+        terms, _, result = tensor.op.get_attr("equation").decode().partition("->")
+        labels = {term[i.axis] for i, term in zip(inputs, terms.split(","), strict=True)}
+        return len(labels) == 2 and labels <= set(result) and "." not in terms
+    return all(
+        i.axis >= operand.shape.rank - 2 and i.axis != _contracted_axis(tensor, place)
+        for place, (i, operand) in enumerate(zip(inputs, operands, strict=True))
+    )
+
+
+def _contracted_axis(tensor, place):
+    """Returns the axis of a product's factor over which it adds up."""
+    attributes = {"MatMul": ("transpose_a", "transpose_b")}.get(tensor.op.type, ("adj_x", "adj_y"))
+    is_transposed = tensor.op.get_attr(attributes[place])
+    rank = tensor.op.inputs[place].shape.rank
+    return rank - 1 if bool(is_transposed) == bool(place) else rank - 2
+
+
+def _mixes_rows(tensor, kind, inputs):
+    """Returns True if an operation combines a row with other rows, or with a mean over rows."""
+    if kind in ("BatchMatMulV2", "Einsum", "MatMul"):
+        return len(inputs) == 2 and _multiplies_pairs(tensor, kind, inputs)
+    if kind in ("GatherV2", "ResourceGather"):
+        table, indices = inputs[:2]
+        return table.is_over_rows and indices.axis is not None
+    is_with_rows = any(i.axis is not None for i in inputs)
+    return (
+        kind in _ELEMENTWISE
+        and is_with_rows
+        and any(
+            i.is_over_rows and operand.dtype.is_floating
+            for i, operand in zip(inputs, tensor.op.inputs, strict=True)
+        )
+    )
+
+
+def _is_over_rows(kind, inputs):
+    """Returns True for a result without rows that comes from a reduction over these."""
+    is_reduced = kind in _REDUCTIONS and inputs[0].axis not in (None, _SOME_AXIS)
+    return is_reduced or any(i.is_over_rows for i in inputs)
 
 
 def _changes_gradients(kind, inputs):
@@ -611,13 +669,20 @@ def _sliced(tensor, inputs):
         return _vector(i.elements[first : last : int(strides[0])])
     if i.axis is None or i.axis == _SOME_AXIS:
         return Dependence(i.degree, i.axis if tensor.shape.rank != 0 else None)
-    if operation.get_attr("ellipsis_mask") or operation.get_attr("new_axis_mask"):
+    if operation.get_attr("ellipsis_mask"):
         same = tensor.shape.rank == operation.inputs[0].shape.rank or i.axis == 0
         starts_new = operation.get_attr("new_axis_mask") & 1
         return Dependence(i.degree, i.axis if same and not starts_new else _SOME_AXIS)
-    if shrunk >> i.axis & 1:
-        return Dependence(i.degree)  # one row
-    return Dependence(i.degree, i.axis - bin(shrunk & ((1 << i.axis) - 1)).count("1"))
+    new, passed, axis = operation.get_attr("new_axis_mask"), 0, 0
+    for place in range(operation.inputs[1].shape[0] or 0):
+        if new >> place & 1:
+            axis += 1
+            continue
+        is_removed = shrunk >> place & 1
+        if passed == i.axis:
+            return Dependence(i.degree, None if is_removed else axis)
+        passed, axis = passed + 1, axis + (not is_removed)
+    return Dependence(i.degree, axis + i.axis - passed)
 
 
 def _gathered(tensor, inputs):
@@ -677,7 +742,6 @@ def _product_of_matrices(tensor, inputs):
     """Returns the dependence of a product, which may be a sum over rows."""
     degrees = [i.degree for i in inputs[:2]]
     degree = None if None in degrees else sum(degrees)
-    attributes = {"MatMul": ("transpose_a", "transpose_b")}.get(tensor.op.type, ("adj_x", "adj_y"))
     axes = []
     for place, (i, operand) in enumerate(zip(inputs, tensor.op.inputs, strict=True)):
         rank = operand.shape.rank
@@ -685,9 +749,7 @@ def _product_of_matrices(tensor, inputs):
             continue
         if i.axis == _SOME_AXIS or rank is None:
             return Dependence(degree, _SOME_AXIS)
-        is_transposed = tensor.op.get_attr(attributes[place])
-        contracted = rank - 1 if bool(is_transposed) == bool(place) else rank - 2
-        if i.axis == contracted:
+        if i.axis == _contracted_axis(tensor, place):
             return Dependence(None if degree is None else degree + 1)
         offset = (tensor.shape.rank or rank) - rank
         last_two = i.axis >= rank - 2

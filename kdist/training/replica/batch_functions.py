@@ -20,7 +20,8 @@ _REDUCTIONS = {"BatchMatMulV2", "Einsum", "L2Loss", "MatMul", "Mean", "Sum", "Un
 _LINEAR = {"Add", "AddN", "AddV2", "CheckNumerics", "EnsureShape", "ExpandDims", "Identity"}
 _LINEAR |= {"Mean", "Neg", "Pack", "PreventGradient", "Reshape", "Snapshot", "Squeeze"}
 _LINEAR |= {"StopGradient", "StridedSlice", "Sub", "Sum"}
-_NONLINEAR_REDUCTIONS = {"Max", "Min", "Prod"}
+# Reductions over rows that are no mean over replicas, if their degree as an argument is unknown.
+_NONLINEAR_IF_UNKNOWN = {"Max", "Mean", "Min", "Prod"}
 _QUOTIENTS = {"Div", "DivNoNan", "RealDiv"}
 
 
@@ -146,10 +147,12 @@ def find_function(value, dependence: BatchDependence) -> BatchFunction | None:
         degree = _degree(tensor, dependence)
         if degree != "computed":
             is_known = is_known and degree != "unknown"
-            is_linear = is_linear and tensor.op.type not in _NONLINEAR_REDUCTIONS
+            is_mean = degree != "unknown" or tensor.op.type not in _NONLINEAR_IF_UNKNOWN
+            is_linear = is_linear and is_mean
             arguments[key] = tensor, degree
             continue
         is_linear = is_linear and _is_linear(tensor.op, dependence)
+        is_known = is_known and not dependence.of(tensor).may_be_divided
         is_known = is_known and _can_be_copied(tensor.op)
         begun.add(key)
         waiting.extend(tensor.op.inputs)
@@ -170,12 +173,25 @@ def _degree(tensor, dependence):
     inputs = [] if is_noted else [dependence.of(i) for i in tensor.op.inputs]
     is_reduction = any(i.axis is not None for i in inputs)
     is_last = is_noted or is_count(tensor) or is_reduction
+    if not is_last and "Random" in tensor.op.type:
+        return None
+    if not is_last and _is_divided_by_rows(tensor.op, found, inputs):
+        return 0
     if not is_last:
         return "computed" if inputs and found.axis is None else "unknown"
     if is_reduction and tensor.op.type not in _REDUCTIONS:
         return "unknown"
     is_known = found.axis is None and found.degree in (0, 1) and not found.may_be_divided
+    if tensor.op.type == "Mean" and inputs and inputs[0].is_sized_by_values:
+        return "unknown"  # such as a mean over a boolean mask
     return int(found.degree) if is_known else "unknown"
+
+
+def _is_divided_by_rows(operation, found, inputs):
+    """Returns True for a sum that is divided by a constant, this replica's number of rows."""
+    if operation.type not in _QUOTIENTS or not inputs[1].is_fixed:
+        return False
+    return inputs[0].degree == 1 and found.degree == 0 and not found.may_be_divided
 
 
 def _is_linear(operation, dependence):

@@ -91,13 +91,13 @@ def hooks():
 @functools.cache
 def install():
     """Installs the hooks in Keras, once per process."""
+    for name in ("gradient", "watch"):
+        setattr(tf.GradientTape, name, _explaining(getattr(tf.GradientTape, name)))
     for owner, name, hook in hooks():
         _hook(owner, name, hook)
     KerasVariable.handle = property(_handle)
     convert_variables_to_numbers()
     KerasVariable._initialize = _whole(KerasVariable._initialize)
-    for name in ("gradient", "watch"):
-        setattr(tf.GradientTape, name, _explaining(getattr(tf.GradientTape, name)))
     for owner, name in SAVING:
         setattr(owner, name, _saving_alone(getattr(owner, name)))
 
@@ -167,6 +167,7 @@ def _reduced(
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
     if step.is_whole_loss:
         return loss if loss.shape.rank else step.note_mean(loss)
+    step.report_mixed_rows(tf.convert_to_tensor(values))
     if loss.shape == (0,) and reduction not in (None, "none"):
         return tf.zeros([], loss.dtype)  # all rows are padding: Keras does not reduce it eagerly
     if loss.shape.rank:
@@ -215,8 +216,8 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
 
 def _batch_norm(step, keras_function, layer, inputs, training=None, mask=None):
     if batch_norm.can_fuse(layer, inputs, training, mask, step.replicas):
-        return batch_norm.fused(layer, inputs)
-    return keras_function(layer, inputs, training=training, mask=mask)
+        return step.note_layer(batch_norm.fused(layer, inputs))
+    return step.note_layer(keras_function(layer, inputs, training=training, mask=mask))
 
 
 def _on_own_losses(step, keras_function, layer, *args):
@@ -243,8 +244,9 @@ def _moments(step, keras_function, x, axes, keepdims):
         return tf.nn.moments(x, axes, keepdims=keepdims)
     mean, variance = tf.nn.moments(x, axes, keepdims=True)
     share = tf.cast(step.share.micro_step_fraction, x.dtype)
-    (all_mean,) = all_reduce_sum([mean * share])
-    (all_variance,) = all_reduce_sum([(variance + tf.square(mean - all_mean)) * share])
+    all_mean = step.note_mean(*all_reduce_sum([mean * share]))
+    squares = variance + tf.square(mean - all_mean)
+    all_variance = step.note_mean(*all_reduce_sum([squares * share]))
     if not keepdims:
         all_mean, all_variance = tf.squeeze(all_mean, axes), tf.squeeze(all_variance, axes)
     return all_mean, all_variance
@@ -264,10 +266,10 @@ def _masked_moments(step, keras_function, layer, inputs, mask):
     total = sum_of(tf.where(kept, inputs, 0))
     total, number = all_reduce_sum([total, sum_of(tf.cast(kept, inputs.dtype))])
     number += keras.config.epsilon()
-    mean = total / number
+    mean = step.note_mean(total / number)
     difference = tf.where(kept, inputs - mean, 0)
     (squares,) = all_reduce_sum([sum_of(tf.square(difference))])
-    return tf.squeeze(mean), tf.squeeze(squares / number)
+    return tf.squeeze(mean), tf.squeeze(step.note_mean(squares / number))
 
 
 def _seed(step, keras_function, seed):

@@ -171,6 +171,8 @@ class ReplicaStep:
             is_loss: whether to warn if the graph does not tell what `value` is. Defaults to True.
         """
         value = tf.convert_to_tensor(value)
+        if is_loss:
+            self.report_mixed_rows(value)
         if value.shape.rank:
             (*_, degree) = self._terms(value)[0]
             total = tf.reduce_sum(value)
@@ -221,6 +223,8 @@ class ReplicaStep:
         to_variables = any(map(_is_variable, flat))
         terms, is_function = [], False
         for one in targets:
+            if to_variables:
+                self.report_mixed_rows(one)
             function = self._function_of_batch(one, True, False) if to_variables else None
             is_function |= function is not None
             terms += function.terms if function else self._terms(one, to_variables, to_variables)
@@ -301,6 +305,31 @@ class ReplicaStep:
         )
         self._gradient_dependence.note(gradient, of_gradient)
 
+    def note_layer(self, outputs):
+        """Records that a layer computes each row's output as it should, and returns the output.
+
+        BatchNormalization combines rows with their means, on purpose.
+        """
+        for tensor in keras.tree.flatten(outputs):
+            if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
+                found = dataclasses.replace(self._dependence.of(tensor), mixes_rows=False)
+                self._noted(tensor, found)
+        return outputs
+
+    def report_mixed_rows(self, tensor):
+        """Warns if a loss combines rows of the batch, of which a replica has its own only."""
+        is_divided = self.replicas > 1 and self.communicates and not self.is_dry_run
+        if not is_divided or self._gathers or _is_eager(tensor):
+            return
+        if self._dependence.of(tensor).mixes_rows:
+            warnings.warn(
+                f"the loss {tensor.name!r} combines rows of the batch with each other, or with a "
+                "mean or sum over rows. Each replica sees its own rows only, so that the result is "
+                "not that of one device. Compile with gather_batch=True, or call "
+                "kdist.gather_batch on what is combined (docs/guides/strategies.md)",
+                stacklevel=2,
+            )
+
     def has_rows(self, tensor) -> bool:
         """Returns False for a tensor that is known to have no axis of rows.
 
@@ -312,9 +341,9 @@ class ReplicaStep:
         """Records that a tensor holds the rows of all replicas, and returns it."""
         return self._noted(tensor, FIXED)
 
-    def note_mean(self, loss):
-        """Records that a loss is a mean over rows, or has been corrected like one; returns it."""
-        return self._noted(loss, MEAN)
+    def note_mean(self, value):
+        """Records that a value is a mean over rows, or has been corrected like one; returns it."""
+        return self._noted(value, MEAN)
 
     def _noted(self, tensor, dependence):
         """Records how a tensor depends on the batch, and returns it."""
