@@ -167,14 +167,15 @@ def _reduced(
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
     if step.is_whole_loss:
         return loss if loss.shape.rank else step.note_mean(loss)
-    step.report_mixed_rows(tf.convert_to_tensor(values))
     if loss.shape == (0,) and reduction not in (None, "none"):
         return tf.zeros([], loss.dtype)  # all rows are padding: Keras does not reduce it eagerly
+    values = tf.convert_to_tensor(values)
+    has_rows = values.shape.rank and (mask is not None or step.has_rows(values))
+    if not has_rows and not loss.shape.rank:
+        return step.as_mean(loss)  # reduced over rows by the loss function
+    step.report_mixed_rows(values)
     if loss.shape.rank:
         return loss  # not reduced
-    values = tf.convert_to_tensor(values)
-    if not values.shape.rank or (mask is None and not step.has_rows(values)):
-        return step.as_mean(loss)  # reduced over rows by the loss function
     by_weight = reduction == "mean_with_sample_weight"
     if reduction == "sum":
         loss = step.correct_sum(loss)

@@ -107,15 +107,11 @@ class BatchDivision:
         """
         replicas = strategy.num_replicas_in_sync
         if any(isinstance(x, tf.distribute.DistributedValues) for x in keras.tree.flatten(data)):
-            parts = strategy.experimental_local_results(data)
-            for part in parts:
-                _check_rows(part)
-            sizes = [number_of_rows(part) for part in parts]
+            sizes = [_common_rows(part) for part in strategy.experimental_local_results(data)]
             return cls(tuple(sizes), (0,) * replicas, micro_steps)
-        rows = number_of_rows(data)
+        rows = _common_rows(data)
         if rows is None:
             return cls((micro_steps,) * replicas, (0,) * replicas, micro_steps, is_fixed=True)
-        _check_rows(data)
         first = 0
         if worker_slice:
             rows, first = worker_slice.batch_rows, worker_slice.first_row
@@ -170,17 +166,21 @@ _DIFFERENT_ROWS = (
 )
 
 
-def _check_rows(data):
-    """Raises an error if tensors have different numbers of rows, which would lose some of these."""
+def _common_rows(data) -> Number | None:
+    """Returns the rows of all tensors of a batch, or None without rows.
+
+    Raises an error if their numbers differ, as some rows would be lost: a ValueError, or, if a
+    number is not known before the step runs, an InvalidArgumentError of the step.
+    """
     leaves = list(filter(_has_rows, keras.tree.flatten(data)))
     rows = [_rows(leaf) for leaf in leaves]
-    known = {number for number in rows if isinstance(number, int)}
-    if len(known) > 1:
+    if len({number for number in rows if isinstance(number, int)}) > 1:
         raise ValueError(f"{_DIFFERENT_ROWS}. Shapes: {[tuple(leaf.shape) for leaf in leaves]}")
     if len(rows) > 1 and not _all_known(rows):
         is_equal = tf.reduce_all(tf.equal(tf.stack(rows[1:]), rows[0]))
         # tf.debugging.assert_equal would add a conditional to every step.
         tf.raw_ops.Assert(condition=is_equal, data=[_DIFFERENT_ROWS, tf.stack(rows)])
+    return rows[0] if rows else None
 
 
 def with_unknown_rows(data):
