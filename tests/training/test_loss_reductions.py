@@ -596,6 +596,47 @@ def test_scaled_functions_with_weights():
     assert_equal(own_step(FUNCTIONS["times weights"], scales=True))
 
 
+def test_a_loss_that_is_logged_first_is_reported():
+    class Logging(kdist.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_max(squares(self, x, y))
+            self._loss_tracker.update_state(loss)
+            weights = self.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            return {"loss": self._loss_tracker.result()}
+
+    with kdist.create_strategy("mirrored", 2).scope():
+        inputs = keras.Input((3,))
+        model = Logging(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("sgd")
+    with pytest.warns(UserWarning, match="loss_reduction"):
+        model.fit(X, Y, batch_size=8, verbose=0)
+
+
+def _upsampled(x):
+    x = keras.layers.Conv2DTranspose(2, 2, strides=2)(keras.layers.Reshape((1, 1, 2))(x))
+    return keras.layers.Dense(1)(keras.layers.Flatten()(x))
+
+
+def _recurrent(x):
+    rnn = keras.layers.Bidirectional(keras.layers.LSTM(2))
+    return keras.layers.Dense(1)(rnn(keras.layers.Reshape((2, 1))(x)))
+
+
+@pytest.mark.parametrize("make", [_upsampled, _recurrent])
+def test_layers_whose_shapes_depend_on_the_rows_are_not_reported(make):
+    """A transposed convolution has the shape of its outputs as an input."""
+    expected = trained(keras.Model, own_step(LOSSES["mean"]), make=make)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = kdist.create_strategy("mirrored", 2)
+        weights = trained(kdist.Model, own_step(LOSSES["mean"]), strategy, make=make)
+    assert_same_weights(weights, expected, 1e-6)
+    assert not [w for w in caught if "mean or a sum" in str(w.message)]
+
+
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match="loss_reduction"):
         kdist.Model(*[keras.Input((1,))] * 2).compile("sgd", loss_reduction="median")

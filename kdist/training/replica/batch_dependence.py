@@ -279,10 +279,12 @@ class BatchDependence:
             axis = self._kept_axis(tensor, inputs)
             elements = inputs[0].elements if kind in ("Cast", "Identity") else None
             return Dependence(degree, axis, elements=elements)
-        degree = 0.0 if all(i.degree == 0 for i in inputs) else None
-        if tensor.shape.rank == 0 and any(i.axis is not None for i in inputs):
-            degree = None  # control flow, or another operation that may reduce rows
-        return Dependence(degree, self._kept_axis(tensor, inputs))
+        has_rows = any(i.axis is not None for i in inputs)
+        if has_rows and tensor.shape.rank == 0 and tensor.dtype.is_floating:
+            return UNKNOWN  # control flow, or another operation that may reduce rows
+        # Next to rows, a vector of numbers is a shape, as of a transposed convolution's output.
+        is_simple = all(i.degree == 0 or (has_rows and i.elements) for i in inputs)
+        return Dependence(0.0 if is_simple else None, self._kept_axis(tensor, inputs))
 
     def _product(self, tensor, kind, inputs):
         a, b = inputs

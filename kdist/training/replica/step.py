@@ -316,12 +316,18 @@ class ReplicaStep:
                 self._noted(tensor, found)
         return outputs
 
+    @property
+    def _can_exchange(self):
+        """True if a loss may need values of other replicas, and the step can have them.
+
+        After `kdist.gather_batch`, a program has the rows of all replicas where it needs them.
+        """
+        is_divided = self.replicas > 1 and self.communicates
+        return is_divided and not self._gathers and not self.is_dry_run
+
     def report_mixed_rows(self, tensor):
         """Warns if a loss combines rows of the batch, of which a replica has its own only."""
-        is_divided = self.replicas > 1 and self.communicates and not self.is_dry_run
-        if not is_divided or self._gathers or _is_eager(tensor):
-            return
-        if self._dependence.of(tensor).mixes_rows:
+        if self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows:
             warnings.warn(
                 f"the loss {tensor.name!r} combines rows of the batch with each other, or with a "
                 "mean or sum over rows. Each replica sees its own rows only, so that the result is "
@@ -370,26 +376,23 @@ class ReplicaStep:
 
     def _function_of_batch(self, value, is_loss, is_in_tape=True) -> FunctionOfBatch | None:
         """Returns `value` as a function of the rows of all replicas; None if it is linear."""
-        # After kdist.gather_batch, a program has the rows of all replicas where it needs them.
-        is_divided = self.replicas > 1 and self.communicates and not self._gathers
-        is_divided = is_divided and not self.is_dry_run
-        if not is_divided or self.has_rows(value) or self._dependence.noted(value):
+        if not self._can_exchange or self.has_rows(value) or self._dependence.noted(value):
             return None
         if id(value) in self._functions:
             return self._functions[id(value)][1]
-        found, of_batch = None, None
         try:
             found = find_function(value, self._dependence)
             is_here = tf.compat.v1.get_default_graph() is self._graph is value.graph
             if found is not None and not (is_here and (is_in_tape or not is_recorded())):
                 raise UnknownFunctionError  # replicas cannot exchange its arguments here
         except UnknownFunctionError:
-            found = None
             if is_loss and self.loss_reduction == "auto":
                 _warn_unknown(value)
-        if found is not None:
-            with self._colocation():
-                of_batch = found.of_batch(self.share, self.zero_if_empty)
+            return None
+        if found is None:
+            return None
+        with self._colocation():
+            of_batch = found.of_batch(self.share, self.zero_if_empty)
         self._functions[id(value)] = value, of_batch
         return of_batch
 
