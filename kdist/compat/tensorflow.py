@@ -11,17 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.distribute import mirrored_run
 from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
 from tensorflow.python.distribute.device_util import canonicalize
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended as _MirroredExtended
-from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.distribute.values import DistributedVariable as _DistributedVariable
 from tensorflow.python.eager import context, record, tape
+from tensorflow.python.eager.polymorphic_function import autograph_util
+from tensorflow.python.saved_model import load as saved_model_load
 
 # Implementation of MirroredStrategy; `kdist.parallel.device_groups` changes where variables are.
 MirroredExtended = _MirroredExtended
+# Variable with a copy per replica.
+DistributedVariable = _DistributedVariable
 
 
 def has_started() -> bool:
@@ -46,6 +51,80 @@ def convert_variables_to_numbers():
     """
     DistributedVariable.__int__ = lambda variable: int(variable.numpy())
     DistributedVariable.__float__ = lambda variable: float(variable.numpy())
+
+
+def find_handles_between_replicas(check: Callable[[], None]):
+    """Gives variables with a copy per replica a handle outside of replicas: that of the first copy.
+
+    A gradient tape identifies variables by their handles. TensorFlow raises an error instead.
+
+    Args:
+        check: function that is called before such a handle is returned, and may raise an error.
+    """
+    in_replicas = DistributedVariable.handle.fget
+
+    def handle(variable):
+        if not tf.distribute.in_cross_replica_context():
+            return in_replicas(variable)
+        try:
+            return in_replicas(variable)  # in `Strategy.extended.update`, and while saving
+        except ValueError:
+            check()
+            return variable._get_on_device_or_primary().handle
+
+    DistributedVariable.handle = property(handle)
+
+
+def merge_between_replicas():
+    """Makes `maybe_merge_call`, by which Keras updates variables, work outside of replicas."""
+    owner = tf.__internal__.distribute.interim
+    in_replicas = owner.maybe_merge_call
+
+    @functools.wraps(in_replicas)
+    def maybe_merge_call(fn, strategy, *args, **kwargs):
+        if tf.distribute.in_cross_replica_context():
+            return fn(strategy, *args, **kwargs)
+        return in_replicas(fn, strategy, *args, **kwargs)
+
+    owner.maybe_merge_call = maybe_merge_call
+
+
+def call_loaded_functions_between_replicas():
+    """Makes functions of a SavedModel that was loaded in a scope work outside of replicas.
+
+    They read the first copy of each variable. TensorFlow gives them none, and fails.
+    """
+    call_flat = saved_model_load._WrapperFunction._call_flat
+
+    def call(function, args, captured_inputs):
+        if tf.distribute.in_cross_replica_context():
+            captured_inputs = [
+                one._get_on_device_or_primary().handle if _has_copies(one) else one
+                for one in captured_inputs
+            ]
+        return call_flat(function, args, captured_inputs)
+
+    saved_model_load._WrapperFunction._call_flat = call
+
+
+def _has_copies(captured):
+    return isinstance(captured, DistributedVariable)
+
+
+def keep_scopes():
+    """Makes `reset_default_graph`, which `keras.utils.clear_session` calls, do nothing in a scope.
+
+    The default graph knows the scopes of strategies that a program is in. Without eager execution
+    TensorFlow would refuse to reset it there.
+    """
+    reset = tf.compat.v1.reset_default_graph
+
+    @functools.wraps(reset)
+    def reset_outside_of_scopes():
+        if not tf.distribute.has_strategy():
+            reset()
+
+    tf.compat.v1.reset_default_graph = reset_outside_of_scopes
 
 
 @contextlib.contextmanager
@@ -244,6 +323,27 @@ def function_of_its_own(python_function: Callable, **options):
     process traces the functions of several models. It cannot tell the code of a partial.
     """
     return tf.function(functools.partial(python_function), autograph=False, **options)
+
+
+def is_compiled(function) -> bool:
+    """Returns True for a `tf.function` that XLA compiles."""
+    return bool(function._jit_compile)
+
+
+def by_autograph(function) -> Callable:
+    """Returns the Python function of a `tf.function`, with its conditions and loops on tensors."""
+    python_function = function.python_function
+    if not function._autograph:
+        return python_function
+    options = function._experimental_autograph_options
+    converted = autograph_util.py_func_from_autograph(python_function, options)
+
+    def call(*args, **kwargs):
+        # Keras turns AutoGraph off around the steps of a model.
+        with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED):
+            return converted(*args, **kwargs)
+
+    return call
 
 
 def abort_collectives(reason: str):

@@ -60,18 +60,22 @@ def build(model, step_name, element_spec, worker_slice=None, must_succeed=True):
     if done in model.training_state.dry_runs or (predicts and _has_all_layers(model)):
         return
     ways = [
-        lambda: model._symbolic_build(data_batch=inputs.with_unknown_batch_size(element_spec)),
+        lambda: _symbolic_build(model, step_name, element_spec),
         lambda: _dry_run(model, step_name, element_spec, worker_slice),
     ]
     if predicts:
         del ways[0]  # it would also build what `compile` adds
     elif not is_keras_step:
         ways.reverse()
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    micro_steps = model.training_state.accumulate
+    if not is_keras_step and replicas > 1 and micro_steps == 1 and worker_slice is None:
+        ways.insert(1, lambda: _dry_run(model, step_name, element_spec, is_repeated=True))
     with strategy.scope() if strategy else contextlib.nullcontext():
         errors = _try_in_order(ways)
     if len(errors) == len(ways):
         error = next(e for e in errors if hasattr(e, "__notes__"))
-        if must_succeed or model.distribute_strategy.num_replicas_in_sync > 1:
+        if must_succeed or replicas > 1:
             raise error
         return
     if errors:
@@ -96,8 +100,19 @@ def _has_all_layers(model):
     return all(layer.built for layer in model._flatten_layers())
 
 
-def _dry_run(model, step_name, element_spec, worker_slice):
-    """Traces a step on the rows of this process's first replica."""
+def _symbolic_build(model, step_name, element_spec):
+    """Builds by Keras's symbolic `call`; the optimizer only if the step needs it."""
+    optimizer = model.optimizer
+    if step_name != "train_step":
+        model.__dict__["optimizer"] = None
+    try:
+        model._symbolic_build(data_batch=inputs.with_unknown_batch_size(element_spec))
+    finally:
+        model.__dict__["optimizer"] = optimizer
+
+
+def _dry_run(model, step_name, element_spec, worker_slice=None, is_repeated=False):
+    """Traces a step on the rows of this process's first replica, or on the whole batch."""
     strategy = model.distribute_strategy
     replica = first_replica(strategy) if is_multi_worker(strategy) else 0
     micro_steps = model.training_state.accumulate if step_name == "train_step" else 1
@@ -107,7 +122,7 @@ def _dry_run(model, step_name, element_spec, worker_slice):
             tf.variable_creator_scope(_created_outside),
         ):
             data = keras.tree.map_structure(_placeholders, element_spec)
-            division = BatchDivision.of(data, strategy, micro_steps, worker_slice)
+            division = BatchDivision.of(data, strategy, micro_steps, worker_slice, is_repeated)
             with _LoneReplica(strategy, replica):
                 rows, share = division.take(data, replica, 0)
                 step = _DryRun(share, replica, 0, 1, False, None, is_last=True)

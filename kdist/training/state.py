@@ -14,12 +14,14 @@ implements `Resumption`; `fit` calls its methods in this order:
 """
 
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import keras
 
 from kdist.cluster import heartbeat
+from kdist.training.replica.step import WholeBatchError
 from kdist.training.groups.monitors import AsynchronousMonitor, LossMonitor, Staleness
 
 if TYPE_CHECKING:
@@ -63,6 +65,10 @@ class TrainingState:
         loss_reduction: what scalar losses of a custom step are; see `kdist.Model.compile`.
         reduces_early: tapes of a custom step return gradients of the global batch, because the step
             changes them, such as by clipping. A dry run finds this out.
+        hides_rows: steps are traced with an unknown number of rows, because a loss is computed from
+            those of all replicas. None if no loss has needed it yet, False if the program fails.
+        repeated_steps: names of steps that every replica runs on the whole batch, because they fail
+            on a part of it. See `repeat_step`.
         clock: where the time of `fit` goes, a `StepClock`; None before the first `fit`.
         votes: requests that workers make to each other between step groups, a `WorkerVotes`.
         callbacks: callbacks of the last `fit`, including Keras's own.
@@ -85,6 +91,8 @@ class TrainingState:
         self.local_slots = "keep"
         self.loss_reduction = "auto"
         self.reduces_early = False
+        self.hides_rows: bool | None = None
+        self.repeated_steps: set[str] = set()
         self.tuner: GroupTuner | None = None
         self.rounds: Rounds | None = None
         self.dispatcher: Dispatcher | None = None
@@ -98,6 +106,28 @@ class TrainingState:
         self.epoch_logs: Mapping[str, float] = types.MappingProxyType({})
         self.pause_requested = False
         self.dry_runs: set[tuple] = set()  # of `kdist.training.building`, since `compile`
+
+    def repeat_step(self, name: str, error: Exception):
+        """Lets every replica run a step on the whole batch, and warns about it.
+
+        Args:
+            name: name of the step, such as "train_step".
+            error: what the step raised on one replica's rows.
+        """
+        self.repeated_steps.add(name)
+        if isinstance(error, WholeBatchError):
+            reason = str(error)
+        else:
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            reason = (
+                f"it fails on the rows of one replica: {first_line} If the program has a constant "
+                "number of rows, use keras.ops.shape(x)[0] instead"
+            )
+        warnings.warn(
+            f"In {name} of {self._model.name!r}, every replica computes the whole batch, with the "
+            f"numbers and the speed of one device. The reason: {reason}",
+            stacklevel=2,
+        )
 
     @property
     def position(self) -> Position:

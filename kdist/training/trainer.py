@@ -182,7 +182,8 @@ class Trainer(TensorFlowTrainer):
         state.local_steps, state.local_slots = local_steps, local_slots
         state.loss_reduction = loss_reduction
         state.dispatcher = state.rounds = None
-        state.dry_runs, state.reduces_early = set(), False
+        state.dry_runs, state.reduces_early, state.hides_rows = set(), False, None
+        state.repeated_steps = set()
         state.tuner = GroupTuner() if is_auto else None
         self._adopt_optimizers()
 

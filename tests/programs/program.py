@@ -18,6 +18,7 @@ SUBJECTS = (
     "reinforcement",
     "mechanics",
     "steps",
+    "batches",
     "tuning",
 )
 _PROGRAMS: dict[str, "Program"] = {}

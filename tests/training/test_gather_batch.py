@@ -221,11 +221,24 @@ def test_statistics_in_a_layer(devices):
     assert_equal_to_one_device(build, np.arange(ROWS) / ROWS, devices=devices)
 
 
-def test_without_it_the_numbers_differ():
-    with pytest.raises(AssertionError, match="differ"):
-        assert_equal_to_one_device(
-            lambda model_class, gather: compiled(encoder(model_class)), np.zeros(ROWS)
-        )
+def test_a_loss_needs_no_gather_batch():
+    """Replicas exchange what a loss combines."""
+    assert_equal_to_one_device(
+        lambda model_class, gather: compiled(encoder(model_class)), np.zeros(ROWS)
+    )
+
+
+def test_without_it_the_numbers_of_a_layer_differ():
+    def build(model_class, gather):
+        model = encoder(model_class, Whitening(lambda x: x), keras.layers.Dense(1))
+        model.compile(sgd(), "mse")
+        return model
+
+    with (
+        pytest.warns(UserWarning, match="gather_batch"),
+        pytest.raises(AssertionError, match="differ"),
+    ):
+        assert_equal_to_one_device(build, np.arange(ROWS) / ROWS)
 
 
 def compiled(model, loss=None, **options):

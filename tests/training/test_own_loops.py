@@ -186,22 +186,136 @@ print(json.dumps([*results, variables]))
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+# A program that knows nothing of strategies, in the scope of one.
+OWN_LOOP = """
+import contextlib, json, sys, warnings
+import keras
+import numpy as np
+import tensorflow as tf
+
+policy, wrap, replicas = sys.argv[1], {"eager": lambda f: f, "function": tf.function}[sys.argv[2]], int(sys.argv[3])
+scope = contextlib.nullcontext()
+if replicas:
+    import kdist
+    kdist.patch_keras()
+    strategy = kdist.create_strategy("mirrored", replicas)
+    scope = strategy.scope()
+
+rng = np.random.default_rng(0)
+x = rng.normal(size=(22, 4)).astype("float32")
+y = x.sum(1, keepdims=True)
+
+
+def main():
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(0)
+    keras.mixed_precision.set_global_policy(policy)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(3, kernel_regularizer="l2"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1, dtype="float32"),
+        ]
+    )
+    offset = tf.Variable(0.5)
+    optimizer = keras.optimizers.Adam(0.01, global_clipnorm=0.5)
+    if policy != "float32":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    loss_function, mean = keras.losses.MeanSquaredError(), keras.metrics.Mean()
+
+    @wrap
+    def step(x, y):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = loss_function(y, model(x, training=True) + offset) + tf.add_n(model.losses)
+            scaled = optimizer.scale_loss(loss)
+        weights = model.trainable_variables
+        optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights))
+        offset.assign_sub(0.1 * tape.gradient(loss, offset))
+        mean.update_state(loss)
+
+    losses = []
+    for _ in range(2):
+        mean.reset_state()
+        for batch in tf.data.Dataset.from_tensor_slices((x, y)).batch(8):
+            step(*batch)
+        losses.append(float(mean.result()))
+    weights = [*model.get_weights(), offset.numpy(), np.array(losses)]
+    if replicas:  # all copies have been updated
+        for variable in [*model.weights, *optimizer.variables]:
+            copies = strategy.experimental_local_results(variable.value)
+            assert len(copies) == replicas
+            for copy in copies:
+                np.testing.assert_array_equal(copy.numpy(), copies[0].numpy())
+    return [w.tolist() for w in weights]
+
+
+with warnings.catch_warnings(record=True) as caught, scope:
+    warnings.simplefilter("always")
+    found = main()
+told = [str(w.message) for w in caught if "strategy.run" in str(w.message)]
+print(json.dumps([found, told]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "wrap"),
+    [("float32", "eager"), ("float32", "function"), ("mixed_bfloat16", "function")],
+)
+def test_a_loop_in_a_scope_is_that_of_one_device(policy, wrap):
+    (expected, nothing), (found, told) = (python(OWN_LOOP, [policy, wrap, n]) for n in (0, 2))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    assert not nothing
+    (message,) = told
+    assert "one device" in message
+    assert "<string>:" in message
+
+
 @pytest.mark.parametrize("variable", ["keras", "tensorflow", "watched"])
-@pytest.mark.parametrize("wrap", [lambda step: step, tf.function])
-def test_a_gradient_between_replicas_says_what_to_do(wrap, variable, mirrored):
+def test_gradients_between_replicas(variable, mirrored):
     with mirrored.scope():
         dense = keras.layers.Dense(1)
         dense.build((None, 2))
         kdist.Model(*[keras.Input((1,))] * 2)  # its module replaces functions of tapes
         kernel = dense.kernel if variable == "keras" else tf.Variable(dense.kernel)
+        for device in ("CPU:0", "CPU:1"):
+            with tf.device(device):
+                with tf.GradientTape() as tape:
+                    if variable == "watched":
+                        tape.watch(kernel)
+                    loss = tf.reduce_sum(tf.ones((2, 2)) @ kernel)
+                (gradient,) = tape.gradient(loss, [kernel])
+            np.testing.assert_array_equal(gradient, [[2], [2]])
 
-        @wrap
-        def step(x):
-            with tf.GradientTape() as tape:
-                if variable == "watched":
-                    tape.watch(kernel)
-                loss = tf.reduce_sum(x @ kernel)
-            return tape.gradient(loss, [kernel])
 
-        with pytest.raises(ValueError, match=r"(?s)test_own_loops\.py.*strategy\.run"):
-            step(tf.ones((2, 2)))
+def test_a_gradient_between_replicas_of_several_workers_says_what_to_do():
+    for (message,) in python_tasks(LONE_GRADIENT, {"worker": 2}):
+        assert "strategy.run" in message
+        assert "differ" in message
+
+
+LONE_GRADIENT = """
+import json
+import kdist
+strategy = kdist.create_strategy("multi_worker", cluster_timeout_seconds=60)
+import keras
+import tensorflow as tf
+kdist.patch_keras()
+with strategy.scope():
+    dense = keras.layers.Dense(1)
+    dense.build((None, 2))
+    try:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(dense(tf.ones((2, 2))))
+        tape.gradient(loss, dense.trainable_variables)
+        message = "no error"
+    except ValueError as error:
+        message = str(error)
+    # Ends with a step of both tasks.
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(tf.ones((2, 2)), tf.ones((2, 1)), verbose=0)
+print(json.dumps([message]))
+"""

@@ -7,6 +7,7 @@ steps does not.
 
 import contextlib
 import functools
+import logging
 import time
 
 import tensorflow as tf
@@ -21,10 +22,18 @@ from kdist.training.groups.totals import MetricTotals
 from kdist.training.local_sgd import LocalStep
 from kdist.training.parameter_server.central_step import CentralStep
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
+from kdist.training.replica.reduction import attributes_of_replica
 from kdist.training.replica.row_shares import BatchDivision
-from kdist.training.replica.step import ReplicaStep, this_replica
+from kdist.training.replica.step import (
+    KnownRowsError,
+    ReplicaStep,
+    WholeBatchError,
+    this_replica,
+)
 from kdist.training.scopes import is_multi_worker, num_local_replicas, shares_storage
 from kdist.training.step_timeout import step_timeout_of
+
+_logger = logging.getLogger(__name__)
 
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
@@ -67,14 +76,14 @@ class StepFunction:
         if is_multi_worker(trainer.distribute_strategy):
             votes = trainer.training_state.votes if monitor else None
             self._totals = MetricTotals(trainer, monitor, votes)
-        replicated_step = ReplicatedStep(trainer, step, accumulators, micro_steps, rounds)
-        self._results = replicated_step.results
-        self._replicated_step = self._compiled(replicated_step)
-        compiled = (lambda f: f) if trainer.run_eagerly else _function
-        self._run_one = compiled(self._fetch_and_step)
-        self._run_loop = self._run_each if trainer.run_eagerly else _function(self._loop)
-        self._run_batch = compiled(self._only_step)
-        self._read_metrics = compiled(trainer.get_metrics_result)
+        self._replicated = ReplicatedStep(trainer, step, accumulators, micro_steps, rounds)
+        self._results = self._replicated.results
+        self._replicated_step = self._compiled(self._replicated)
+        traced = (lambda f: f) if trainer.run_eagerly else self._traced
+        self._run_one = traced(self._fetch_and_step)
+        self._run_loop = self._run_each if trainer.run_eagerly else self._traced(self._loop)
+        self._run_batch = traced(self._only_step)
+        self._read_metrics = traced(trainer.get_metrics_result)
 
     def __call__(self, iterator):
         """Runs one step group of an iterator and returns its logs, as Keras's functions do."""
@@ -140,6 +149,9 @@ class StepFunction:
         if trainer.jit_compile and not trainer.run_eagerly and replicated_step.is_undivided:
             return _function(replicated_step, jit_compile=True)
         return replicated_step
+
+    def _traced(self, python_function):
+        return self._replicated.traced(_function(python_function))
 
     def _only_step(self, batch, done, worker_slice, has_open_rows=()):
         if not tf.executing_eagerly():
@@ -217,10 +229,16 @@ class ReplicatedStep:
 
     Attributes:
         results: {name of a log: function that reads it}, for logs that are results of metrics.
+        name: name of the step.
+        is_repeated: every replica runs the step on the whole batch.
+        may_repeat: every replica has the whole batch.
     """
 
     def __init__(self, trainer, step, accumulators=None, micro_steps=1, rounds=None):
         self._trainer = trainer
+        self.name = getattr(step, "__name__", "train_step")
+        self.is_repeated = self.name in trainer.training_state.repeated_steps
+        self.may_repeat = micro_steps == 1 and rounds is None
         self._rounds = rounds
         self._step = step
         self._accumulators = accumulators
@@ -235,13 +253,58 @@ class ReplicatedStep:
         # Replicas of several devices each, as in `kdist.parallel`.
         self._has_groups = hasattr(self._strategy, "groups")
         self._shares_storage = shares_storage(self._strategy)
-        if self._replicas * self._micro_steps > 1:
-            _check_keeps_no_rows(trainer)
+        self._refusal = ""
+        if self._replicas * self._micro_steps > 1 and (layer := _stateful_layer(trainer)):
+            self._refusal = (
+                f"layer {layer.name!r} is stateful: it keeps a state for each row of a batch, and "
+                "the batch is divided among replicas or micro-steps. Use stateful=False, or one "
+                "device without accumulate"
+            )
+            if not self.may_repeat:
+                raise ValueError(self._refusal)
+            self._repeat(ValueError(self._refusal))
 
     @property
     def is_undivided(self):
         """True if batches are not divided: one replica on one device, and one micro-step."""
         return self._replicas * self._micro_steps == 1 and not self._has_groups
+
+    def traced(self, function):
+        """Returns a `tf.function` that calls the step, which is traced again if that is needed.
+
+        Losses that are computed from all rows need an unknown number of rows. A program may fail
+        then, or on the rows of one replica: in that case every replica has the whole batch.
+        """
+        state = self._trainer.training_state
+
+        def call(*args):
+            first_error = None
+            while True:
+                try:
+                    result = function(*args)
+                    break
+                except KnownRowsError:
+                    state.hides_rows = True
+                except tf.errors.OpError:
+                    raise
+                except Exception as error:
+                    is_needed = isinstance(error, WholeBatchError)
+                    if state.hides_rows and not is_needed and not self.is_repeated:
+                        _logger.debug("traced with an unknown number of rows: %s", error)
+                        state.hides_rows = False
+                    elif self.may_repeat and not self.is_repeated:
+                        first_error, self.is_repeated = error, True
+                    else:
+                        raise first_error or error from None
+            if first_error is not None:
+                self._repeat(first_error)
+            return result
+
+        return call
+
+    def _repeat(self, error):
+        self.is_repeated = True
+        self._trainer.training_state.repeat_step(self.name, error)
 
     def __call__(self, data, worker_slice=None):
         """Returns the step's outputs in the last micro-step, on each replica.
@@ -252,7 +315,12 @@ class ReplicatedStep:
         """
         if self.is_undivided:
             return self._strategy.run(self._step, args=(data,))
-        division = BatchDivision.of(data, self._strategy, self._micro_steps, worker_slice)
+        self.may_repeat &= worker_slice is None
+        if self._refusal and worker_slice:
+            raise ValueError(self._refusal)
+        division = BatchDivision.of(
+            data, self._strategy, self._micro_steps, worker_slice, self.is_repeated
+        )
         last = self._micro_steps - 1
         run = functools.partial(self._micro_step, data, division)
         if self._trainer.run_eagerly:
@@ -271,9 +339,12 @@ class ReplicatedStep:
         return self._micro_step(data, division, last, is_last=True)
 
     def _micro_step(self, data, division, number, is_last=False):
+        own_objects = _objects_of_program(self._trainer)
+
         def on_replica(data):
             replica = this_replica()
-            rows, share = division.take(data, replica, number)
+            state = self._trainer.training_state
+            rows, share = division.take(data, replica, number, bool(state.hides_rows))
             accumulators = self._accumulators
             step = self._step_class(division.sizes[replica])(
                 share,
@@ -285,10 +356,11 @@ class ReplicatedStep:
                 is_last,
                 self._has_groups,
             )
-            step.loss_reduction = self._trainer.training_state.loss_reduction
-            step.reduces_early = self._trainer.training_state.reduces_early
+            step.loss_reduction, step.hides_rows = state.loss_reduction, state.hides_rows
+            step.reduces_early = state.reduces_early
+            step.may_repeat = self.may_repeat and not self._trainer.run_eagerly
             step.own_metrics = own_metric_variables(self._trainer.metrics)
-            with step.running():
+            with attributes_of_replica(own_objects), step.running():
                 with step.undoing_if_empty(self._trainer.metrics_variables):
                     outputs = self._step(rows)
                 step.average_state(except_for=self._synchronized_statistics())
@@ -319,6 +391,15 @@ class ReplicatedStep:
         ]
 
 
+def _objects_of_program(trainer):
+    """Returns the model and its layers whose classes are not Keras's."""
+    return [
+        one
+        for one in (trainer, *trainer._flatten_layers(include_self=False))
+        if not type(one).__module__.startswith(("keras.", "kdist."))
+    ]
+
+
 def run_converted(trainer, replicated_step, data, worker_slice):
     """Returns the step's outputs on `data`, whose optionals become None, as in Keras."""
     run = replicated_step
@@ -331,12 +412,7 @@ def _function(python_function, **options):
     return function_of_its_own(python_function, reduce_retracing=True, **options)
 
 
-def _check_keeps_no_rows(trainer):
-    """Raises an error if a layer keeps a state for each row of the whole batch."""
-    for layer in trainer._flatten_layers():
-        if getattr(layer, "stateful", False):
-            raise ValueError(
-                f"layer {layer.name!r} is stateful: it keeps a state for each row of a batch, and "
-                "the batch is divided among replicas or micro-steps. Use stateful=False, or one "
-                "device without accumulate"
-            )
+def _stateful_layer(trainer):
+    """Returns a layer that keeps a state for each row of the whole batch, or None."""
+    layers = trainer._flatten_layers()
+    return next((layer for layer in layers if getattr(layer, "stateful", False)), None)

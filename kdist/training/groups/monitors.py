@@ -4,6 +4,7 @@ They record inside the step's graph. Nothing is read back from the device until 
 """
 
 import dataclasses
+import functools
 
 import tensorflow as tf
 
@@ -47,6 +48,7 @@ class LossMonitor:
     def watching(self, train_step):
         """Returns `train_step` followed by the check, to be called in replica context."""
 
+        @functools.wraps(train_step)
         def step(data):
             logs = train_step(data)
             if self._trainer.optimizer is not None:

@@ -1,6 +1,7 @@
 """Predict function of synchronous strategies: outputs of all replicas, in the order of the rows."""
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
@@ -41,10 +42,12 @@ class PredictFunction:
 
         if not trainer.run_eagerly:
             is_one = self._strategy.num_replicas_in_sync == 1
-            on_batch = function_of_its_own(
-                on_batch,
-                reduce_retracing=True,
-                jit_compile=bool(trainer.jit_compile) and is_one,
+            on_batch = replicated_step.traced(
+                function_of_its_own(
+                    on_batch,
+                    reduce_retracing=True,
+                    jit_compile=bool(trainer.jit_compile) and is_one,
+                )
             )
         self._on_batch = on_batch
 
@@ -96,9 +99,12 @@ def concatenate(outputs):
 def _without_foreign_rows(step):
     """Returns `step` without outputs for the row that an empty replica borrows from another."""
 
+    @functools.wraps(step)
     def on_rows(rows):
         outputs = step(rows)
         running = steps.current()
+        if running is not None:
+            running.check_outputs(outputs)
         if running is None or not running.share.may_be_empty:
             return outputs
         return keras.tree.map_structure(lambda output: _own_rows(output, running), outputs)

@@ -13,6 +13,7 @@ graph does not tell.
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
 from kdist.training.replica.colocation import outer_tensor
@@ -34,12 +35,21 @@ _REDUCTIONS = {"All", "Any", "EuclideanNorm", "L2Loss", "Max", "Mean", "Min", "P
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 # Operations whose result has a shape that depends on values.
 _SIZED_BY_VALUES = {"RaggedTensorToTensor", "Unique", "UniqueV2", "UniqueWithCounts", "Where"}
+# Operations whose rows depend on their positions, or on which other rows there are.
+_BY_POSITION = {"DynamicPartition", "DynamicStitch", "GatherNd", "ListDiff", "Range", "ScatterNd"}
+_BY_POSITION |= {"ParallelDynamicStitch", "TensorScatterUpdate", "UnsortedSegmentMax"}
+_BY_POSITION |= {"UnsortedSegmentMin", "UnsortedSegmentSum", *_SIZED_BY_VALUES}
 # Operations that commute with a sum over replicas, if their other inputs are not gradients.
 _LINEAR_IN_GRADIENTS = {"BroadcastTo", "ConcatV2", "ExpandDims", "GatherV2", "Mean", "Pack"}
 _LINEAR_IN_GRADIENTS |= {"Reshape", "Split", "SplitV", "StridedSlice", "Sum", "Tile", "Transpose"}
 _LINEAR_IN_GRADIENTS |= {"Add", "AddN", "AddV2", "Sub", "Unpack", *_LINEAR} - {"Abs", "Relu"}
 _ELEMENTWISE = {"Mul", "SquaredDifference", *_QUOTIENTS, *_SUMS} - {"AddN"}
+_COMPARISONS = {"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr"}
+_COMPARISONS |= {"NotEqual", "Pow", "SelectV2"}
 _BILINEAR = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
+_ON_NUMBERS = {"Add": np.add, "AddV2": np.add, "Range": np.arange, "Sub": np.subtract}
+_ON_NUMBERS |= {"ConcatV2": lambda *parts: np.concatenate(parts[:-1])}
+_ON_NUMBERS |= {"Pack": lambda *parts: np.stack(parts)}
 # Operations that lead from a shape to a number of rows.
 _OF_COUNTS = {"Cast", "Const", "GatherV2", "Identity", "Mul", "Pack", "Prod", "Reshape", "Shape"}
 _OF_COUNTS |= {"Size", "Squeeze", "StridedSlice"}
@@ -62,6 +72,10 @@ class Dependence:
         is_reduced: it was computed from gradients of the whole batch.
         is_over_rows: it has no axis of rows, and was computed from a sum, mean, … over rows.
         mixes_rows: a row was combined with all other rows, or with such a sum or mean.
+        is_permuted: its rows have other positions than in the batch.
+        is_random: it was computed from random numbers.
+        is_by_row: its first axis is that of rows, and each is computed from the same row of the
+            batch, so that the rows of all replicas together are those of one device.
         elements: the dependence of each element, if it is a vector such as a shape.
     """
 
@@ -76,6 +90,9 @@ class Dependence:
     is_reduced: bool = False
     is_over_rows: bool = False
     mixes_rows: bool = False
+    is_permuted: bool = False
+    is_random: bool = False
+    is_by_row: bool = False
     elements: tuple["Dependence", ...] | None = None
 
     @property
@@ -89,9 +106,9 @@ class Dependence:
 FIXED = Dependence(is_fixed=True)
 MEAN = Dependence()
 SUM = Dependence(degree=1.0)
-ROWS = Dependence(axis=0)
+ROWS = Dependence(axis=0, is_by_row=True)
 UNKNOWN = Dependence(degree=None)
-_ROWS_OF_UNKNOWN_DEGREE = Dependence(degree=None, axis=0)
+_ROWS_OF_UNKNOWN_DEGREE = Dependence(degree=None, axis=0, is_by_row=True)
 
 
 class BatchDependence:
@@ -232,8 +249,11 @@ class BatchDependence:
             if inputs and (kind == "Placeholder" or len(inputs) == 1):
                 return inputs[0]
             return self._leaf if tensor.shape.rank != 0 else UNKNOWN
+        if kind == "PlaceholderWithDefault":
+            return UNKNOWN  # such as the index of the row of which a Jacobian is computed
         if "Random" in kind or kind in ("Fill", "BroadcastTo"):
-            return self._filled(tensor, kind, inputs)
+            found = self._filled(tensor, kind, inputs)
+            return dataclasses.replace(found, is_random="Random" in kind)
         if kind == "ConcatV2" and tensor.shape.rank == 1 and all(i.elements for i in inputs[:-1]):
             return _vector([e for i in inputs[:-1] for e in i.elements])
         if kind == "Shape":
@@ -258,6 +278,9 @@ class BatchDependence:
             is_reduced=any(i.is_reduced for i in inputs),
             is_over_rows=result.axis is None and _is_over_rows(kind, inputs),
             mixes_rows=any(i.mixes_rows for i in inputs) or _mixes_rows(tensor, kind, inputs),
+            is_permuted=result.axis is not None and _is_permuted(tensor, kind, inputs),
+            is_random=any(i.is_random for i in inputs),
+            is_by_row=result.axis == 0 and self._is_by_row(tensor, kind, inputs),
         )
 
     def _varying(self, tensor, kind, inputs):
@@ -283,7 +306,11 @@ class BatchDependence:
         if has_rows and tensor.shape.rank == 0 and tensor.dtype.is_floating:
             return UNKNOWN  # control flow, or another operation that may reduce rows
         # Next to rows, a vector of numbers is a shape, as of a transposed convolution's output.
-        is_simple = all(i.degree == 0 or (has_rows and i.elements) for i in inputs)
+        is_loop = "While" in kind or kind.startswith("TensorList")
+        is_simple = all(
+            i.degree == 0 or (has_rows and i.elements) or (is_loop and _is_number(operand))
+            for i, operand in zip(inputs, tensor.op.inputs, strict=True)
+        )
         return Dependence(0.0 if is_simple else None, self._kept_axis(tensor, inputs))
 
     def _product(self, tensor, kind, inputs):
@@ -344,8 +371,10 @@ class BatchDependence:
         shape = inputs[1] if kind == "BroadcastTo" else inputs[0] if inputs else UNKNOWN
         elements = shape.elements or ()
         axes = [number for number, e in enumerate(elements) if not e.is_fixed]
+        if kind == "BroadcastTo" and values.axis not in (None, _SOME_AXIS):
+            axes = [values.axis + (tensor.shape.rank or 0) - (tensor.op.inputs[0].shape.rank or 0)]
         if axes:
-            return Dependence(values.degree, axes[0])
+            return Dependence(values.degree, axes[0], is_by_row=axes[0] == 0 and "Random" in kind)
         if shape.is_fixed:
             dims = tensor.shape.as_list() if tensor.shape.rank else []
             if kind != "BroadcastTo" and self._rows is not None and self._rows in dims[:1]:
@@ -353,17 +382,48 @@ class BatchDependence:
             return FIXED if values.is_fixed and "Random" not in kind else values
         return Dependence(values.degree, _SOME_AXIS if tensor.shape.rank != 0 else None)
 
+    def _is_by_row(self, tensor, kind, inputs):
+        """Returns True if each row of a result whose first axis is that of rows follows from one.
+
+        As with the axis of rows, operations that are not known in detail count as such.
+        """
+        with_rows = [i for i in inputs if i.axis is not None]
+        if not with_rows or not all(i.is_by_row for i in with_rows) or kind in _BY_POSITION:
+            return False
+        if any(i.is_over_rows for i in inputs) or _mixes_rows(tensor, kind, inputs):
+            return False
+        if kind == "Reshape":
+            return self._begins_with_rows(tensor, inputs[1])
+        return kind not in _KEEPS_ROWS or _KEEPS_ROWS[kind](tensor, inputs)
+
+    def _begins_with_rows(self, tensor, shape):
+        """Returns True if the first axis after a reshape is that of rows, or of parts of these."""
+        size, operand = (tensor.shape[0] if tensor.shape.rank else 0), tensor.op.inputs[1]
+        if size is not None:
+            return bool(self._rows) and size % self._rows == 0
+        if shape.elements and shape.elements[0].degree == 1:
+            return True
+        first = operand.op.inputs[0] if operand.op.type == "Pack" else operand
+        value = tf.get_static_value(first)
+        return value is not None and value.reshape(-1)[0] == -1
+
     def _shape(self, tensor, dependence):
         rank = tensor.shape.rank
         if dependence.is_fixed:
             return FIXED
         if rank is None or dependence.axis == _SOME_AXIS:
             return UNKNOWN
-        other = UNKNOWN if dependence.is_sized_by_values else FIXED
-        return _vector([SUM if axis == dependence.axis else other for axis in range(rank)])
+        is_known = not dependence.is_sized_by_values
+        others = [
+            FIXED if is_known and (size is not None or not dependence.mixes_rows) else UNKNOWN
+            for size in tensor.shape
+        ]  # of all pairs of rows, another axis grows, too
+        return _vector([SUM if n == dependence.axis else other for n, other in enumerate(others)])
 
     def _kept_axis(self, tensor, inputs):
         """Returns the axis of rows after an operation that is not known in detail."""
+        if tensor.op.type == "TensorListStack" and tensor.shape.rank and None in [*tensor.shape]:
+            return self._axis_by_size(tensor)  # such as of what tf.map_fn computes for each row
         first = next((i for i in inputs if i.axis is not None), None)
         if first is None or tensor.shape.rank == 0:
             return None
@@ -418,9 +478,9 @@ class _Frame:
 
 def _multiplies_pairs(tensor, kind, inputs):
     """Returns True for a product of each row of one matrix with each row of another one."""
-    operands = tensor.op.inputs
-    if any(i.axis in (None, _SOME_AXIS) for i in inputs):
-        return False
+    operands, axes = tensor.op.inputs, [i.axis for i in inputs]
+    if None in axes or _SOME_AXIS in axes:
+        return kind == "MatMul" and None not in axes  # or adds up products of rows
     if any(operand.shape.rank is None for operand in operands):
         return False
     if kind == "Einsum":
@@ -443,12 +503,23 @@ def _contracted_axis(tensor, place):
 
 def _mixes_rows(tensor, kind, inputs):
     """Returns True if an operation combines a row with other rows, or with a mean over rows."""
+    if kind in (*_ELEMENTWISE, *_COMPARISONS) and _has_pairs(tensor, inputs):
+        return True
+    is_with_rows = any(i.axis is not None for i in inputs)
     if kind in ("BatchMatMulV2", "Einsum", "MatMul"):
-        return len(inputs) == 2 and _multiplies_pairs(tensor, kind, inputs)
+        is_with_sums = is_with_rows and any(i.is_over_rows for i in inputs)
+        return is_with_sums or (len(inputs) == 2 and _multiplies_pairs(tensor, kind, inputs))
     if kind in ("GatherV2", "ResourceGather"):
         table, indices = inputs[:2]
         return table.is_over_rows and indices.axis is not None
-    is_with_rows = any(i.axis is not None for i in inputs)
+    if kind in ("Mean", "Sum") and inputs[0].is_sized_by_values and inputs[0].axis == 0:
+        return _adds_padding(tensor)
+    if kind in ("LogSoftmax", "Softmax"):
+        return inputs[0].axis == (tensor.shape.rank or 0) - 1
+    if kind in _ELEMENTWISE and not any(i.is_random for i in inputs):
+        is_permuted = {i.is_permuted for i in inputs if i.axis is not None}
+        if len(is_permuted) == 2:
+            return True  # a row and the one at another position
     return (
         kind in _ELEMENTWISE
         and is_with_rows
@@ -459,10 +530,79 @@ def _mixes_rows(tensor, kind, inputs):
     )
 
 
+def _has_pairs(tensor, inputs):
+    """Returns True if an elementwise operation broadcasts rows along two axes, as of all pairs."""
+    ranks = [operand.shape.rank for operand in tensor.op.inputs]
+    if tensor.shape.rank is None or None in ranks:
+        return False
+    axes = {
+        i.axis + tensor.shape.rank - rank
+        for i, rank in zip(inputs, ranks, strict=True)
+        if i.axis not in (None, _SOME_AXIS)
+    }
+    return len(axes) > 1
+
+
+def _is_along_others(place):
+    """Returns a function: True if the axis in input number `place` of an operation is not 0."""
+
+    def is_along_others(tensor, inputs):
+        axes, rank = tf.get_static_value(tensor.op.inputs[place]), tensor.op.inputs[0].shape.rank
+        return axes is not None and bool(rank) and not np.any(np.asarray(axes) % rank == 0)
+
+    return is_along_others
+
+
+def _slices_others(tensor, inputs):
+    """Returns True if a slice holds all rows."""
+    operation = tensor.op
+    if operation.type == "Slice":
+        begin, size = (tf.get_static_value(operation.inputs[n]) for n in (1, 2))
+        return begin is not None and size is not None and begin[0] == 0 and size[0] == -1
+    masks = [operation.get_attr(name) & 1 for name in ("begin_mask", "end_mask")]
+    strides = tf.get_static_value(operation.inputs[3])
+    is_whole = all(masks) and strides is not None and strides[0] == 1
+    others = operation.get_attr("shrink_axis_mask") | operation.get_attr("new_axis_mask")
+    return (is_whole and not others & 1) or bool(operation.get_attr("ellipsis_mask") & 1)
+
+
+def _gathers_by_row(tensor, inputs):
+    """Returns True if no row is gathered from others."""
+    if inputs[0].axis is None or tensor.op.get_attr("batch_dims"):
+        return True
+    return _is_along_others(2)(tensor, inputs)
+
+
+def _adds_padding(tensor):
+    """Returns True for a mean or sum over an axis whose size the longest row of the batch has."""
+    operand, axes = tensor.op.inputs[0], tf.get_static_value(tensor.op.inputs[1])
+    if axes is None or not operand.shape.rank or _is_masked(operand):
+        return False
+    axes = {int(axis) % operand.shape.rank for axis in axes.reshape(-1)}
+    return 0 not in axes and any(operand.shape[axis] is None for axis in axes)
+
+
+def _is_masked(tensor):
+    """Returns True for a product with numbers that come from truth values, or for these."""
+    if tensor.op.type == "Mul":
+        return any(map(_is_masked, tensor.op.inputs))
+    while tensor.op.type in ("Cast", "ExpandDims", "Reshape"):
+        tensor = tensor.op.inputs[0]
+    return tensor.dtype == tf.bool
+
+
+def _is_permuted(tensor, kind, inputs):
+    """Returns True if rows of the batch have changed their positions."""
+    is_moved = kind in ("ReverseV2", "Roll", "Slice", "StridedSlice")
+    is_moved = is_moved and inputs[0].axis == 0 and not _KEEPS_ROWS[kind](tensor, inputs)
+    return is_moved or any(i.is_permuted for i in inputs)
+
+
 def _is_over_rows(kind, inputs):
     """Returns True for a result without rows that comes from a reduction over these."""
-    is_reduced = kind in _REDUCTIONS and inputs[0].axis not in (None, _SOME_AXIS)
-    return is_reduced or any(i.is_over_rows for i in inputs)
+    reduces = kind in (*_REDUCTIONS, *_BILINEAR, "StridedSlice")
+    has_rows = any(i.axis not in (None, _SOME_AXIS) for i in inputs)
+    return (reduces and has_rows) or any(i.is_over_rows for i in inputs)
 
 
 def _changes_gradients(kind, inputs):
@@ -493,6 +633,15 @@ def _static_value(tensor):
     if whole is None or place is None or whole.ndim != 1:
         return None
     return whole.prod() if kind == "Prod" else whole[int(place.reshape(-1)[0])]
+
+
+def _order(tensor):
+    """Returns the constant order of axes; TensorFlow's softmax computes it by operations."""
+    value, operands = tf.get_static_value(tensor), tensor.op.inputs
+    if value is None and tensor.op.type in _ON_NUMBERS:
+        numbers = [_order(operand) for operand in operands]
+        return None if any(n is None for n in numbers) else _ON_NUMBERS[tensor.op.type](*numbers)
+    return value
 
 
 def _summed(tensor):
@@ -622,7 +771,7 @@ def _reshaped(tensor, inputs):
 
 
 def _transposed(tensor, inputs):
-    i, order = inputs[0], tf.get_static_value(tensor.op.inputs[1])
+    i, order = inputs[0], _order(tensor.op.inputs[1])
     if i.axis is None or i.axis == _SOME_AXIS:
         return Dependence(i.degree, i.axis)
     return Dependence(i.degree, _SOME_AXIS if order is None else order.tolist().index(i.axis))
@@ -699,6 +848,8 @@ def _gathered(tensor, inputs):
         if indices.axis is None or indices.axis == _SOME_AXIS or place is None:
             return Dependence(0.0, indices.axis)
         return Dependence(0.0, indices.axis + int(place))
+    if tensor.op.type == "GatherV2" and tensor.op.get_attr("batch_dims") and table.axis == 0:
+        return Dependence(table.degree, 0)
     same = table.axis is not None and indices.is_fixed and len(inputs) == 3
     place = tf.get_static_value(tensor.op.inputs[2]) if same else None
     if place is not None and int(place) > (table.axis or 0) >= 0:
@@ -724,6 +875,22 @@ def _segmented(tensor, inputs):
         return Dependence(None, data.axis)
     is_sum = tensor.op.type == "UnsortedSegmentSum"
     return Dependence(None if data.degree is None else data.degree + is_sum)
+
+
+def _is_number(tensor):
+    """Returns True for an integer, such as the number of rows over which a loop runs."""
+    return tensor.shape.rank == 0 and tensor.dtype.is_integer
+
+
+def _is_one(tensor):
+    """Returns True if a tile does not repeat the rows."""
+    multiples = tf.get_static_value(tensor.op.inputs[1])
+    return multiples is not None and multiples[0] == 1
+
+
+def _padded(tensor, inputs):
+    """Returns the dependence of ragged rows that have been padded to the longest one."""
+    return Dependence(0.0, 0)
 
 
 def _ranged(tensor, inputs):
@@ -777,6 +944,27 @@ def _contracted(tensor, inputs):
     return Dependence(degree)
 
 
+# Whether a result is by row if its inputs are.
+_KEEPS_ROWS: dict[str, Callable] = {
+    "ArgMax": _is_along_others(1),
+    "ArgMin": _is_along_others(1),
+    "ConcatV2": _is_along_others(-1),
+    "Cumprod": _is_along_others(1),
+    "Cumsum": _is_along_others(1),
+    "GatherV2": _gathers_by_row,
+    "LogSoftmax": lambda tensor, inputs: tensor.shape.rank != 1,
+    "ReverseV2": _is_along_others(1),
+    "Roll": _is_along_others(2),
+    "Slice": _slices_others,
+    "Softmax": lambda tensor, inputs: tensor.shape.rank != 1,
+    "Split": lambda tensor, inputs: tf.get_static_value(tensor.op.inputs[0]) != 0,
+    "SplitV": _is_along_others(2),
+    "StridedSlice": _slices_others,
+    "Tile": lambda tensor, inputs: inputs[0].axis == 0 and inputs[1].is_fixed and _is_one(tensor),
+    "TopKV2": lambda tensor, inputs: tensor.shape.rank != 1,
+    "Unpack": lambda tensor, inputs: tensor.op.get_attr("axis") != 0,
+}
+
 _RULES: dict[str, Callable] = {
     "BatchMatMulV2": _product_of_matrices,
     "ConcatV2": _concatenated,
@@ -787,6 +975,7 @@ _RULES: dict[str, Callable] = {
     "MatMul": _product_of_matrices,
     "Pack": _packed,
     "Pow": _power,
+    "RaggedTensorToTensor": _padded,
     "Range": _ranged,
     "Reshape": _reshaped,
     "ResourceGather": _gathered,

@@ -1,10 +1,9 @@
 """`kdist.gather_batch`: the rows of all replicas, for losses and layers that compute across rows.
 
-Each replica holds its own rows of a batch. The gathered tensor is the sum over replicas of each
-one's rows, padded with zeros to the size of the batch. The gradient of a sum over replicas is the
-sum of the gradients, and the gradient of padding is a slice. A replica's rows therefore receive
-the gradients of the losses of all replicas, so that the total gradient is that of one device, also
-if replicas have different numbers of rows.
+Each replica holds its own rows of a batch. The gathered tensor is a sum over replicas, whose
+gradient is the sum of the gradients, and the gradient of padding is a slice. A replica's rows
+therefore receive the gradients of the losses of all replicas, so that the total gradient is that of
+one device.
 """
 
 import keras
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from kdist.compat.keras import get_keras_mask, set_keras_mask
 from kdist.training.replica import step as steps
-from kdist.training.replica.reduction import all_reduce_sum
+from kdist.training.replica.reduction import gather_rows
 
 
 def gather_batch(tensors):
@@ -124,46 +123,9 @@ def _check(leaf):
 
 
 def _rows_of_all_replicas(tensors, step):
-    if step is not None and step.share.may_be_empty:  # it holds a row of another replica
+    if step is None:
+        return gather_rows(tensors)[0]
+    if step.share.may_be_empty:  # it holds a row of another replica
         tensors = [x[: step.zero_if_empty(tf.shape(x)[0])] for x in tensors]
-    parts = []
-    for tensor, (before, after) in zip(tensors, _rows_around(tensors, step), strict=True):
-        if step is not None:
-            tensor = _scaling_gradient(tensor, lambda g: step.unscaled_gradient(g, undo=True))
-        # Collectives on GPUs support few integer types.
-        sent = tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.int64)
-        parts.append(tf.pad(sent, [[before, after], *[[0, 0]] * (tensor.shape.rank - 1)]))
-    gathered = []
-    for tensor, whole in zip(tensors, all_reduce_sum(parts), strict=True):
-        whole = tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
-        if step is not None:
-            whole = step.note_gathered(_scaling_gradient(whole, step.unscaled_gradient))
-        gathered.append(whole)
-    return gathered
-
-
-def _rows_around(tensors, step):
-    """Returns (rows of replicas before this one, rows of those after it) for each tensor."""
-    replica = steps.this_replica()
-    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
-    if step is not None and step.share.is_same_on_all(replicas):
-        sizes = [tensor.shape[0] for tensor in tensors]
-        if None not in sizes:
-            return [(replica * size, (replicas - 1 - replica) * size) for size in sizes]
-    own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
-    rows = tf.pad(own[None], [[replica, replicas - 1 - replica], [0, 0]])
-    (rows,) = all_reduce_sum([rows])
-    before, after = (
-        tf.unstack(tf.reduce_sum(part, 0)) for part in (rows[:replica], rows[replica + 1 :])
-    )
-    return list(zip(before, after, strict=True))
-
-
-def _scaling_gradient(tensor, scale):
-    """Returns `tensor`; its gradient is passed through `scale`."""
-
-    @tf.custom_gradient
-    def identity(x):
-        return tf.identity(x), scale
-
-    return identity(tensor) if tensor.dtype.is_floating else tensor
+    gathered = step.add_up(tensors, lambda parts: gather_rows(parts, step.share)[0])
+    return [step.note_gathered(tensor) for tensor in gathered]

@@ -5,13 +5,16 @@ checks whether a step of kdist runs in this thread (`kdist.training.replica.step
 as always outside a kdist model's `fit`, `evaluate`, and `predict`, it calls the original function.
 Most of these functions are private: `tests/compat/test_keras.py` fails if one of them changes.
 
-Three hooks act outside of steps: models are saved outside a multi-worker scope, optimizers are
-built outside of replicas, and a gradient that is taken between replicas raises a clear error.
+Four hooks act outside of steps: models are saved outside a multi-worker scope, optimizers are
+built outside of replicas, a gradient that is taken between replicas is that of one device, and a
+program that clears Keras's session stays in its scope.
 """
 
 import functools
 import pathlib
 import traceback
+import warnings
+import weakref
 
 import keras
 import tensorflow as tf
@@ -29,11 +32,22 @@ from kdist.compat.keras import (
     random_module,
     saving_lib,
 )
-from kdist.compat.tensorflow import convert_variables_to_numbers, unpartitioned
+from kdist.compat.tensorflow import (
+    DistributedVariable,
+    by_autograph,
+    call_loaded_functions_between_replicas,
+    convert_variables_to_numbers,
+    find_handles_between_replicas,
+    is_compiled,
+    keep_scopes,
+    merge_between_replicas,
+    unpartitioned,
+)
 from kdist.training.replica import batch_norm, own_metrics, unseeded
 from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import all_reduce_sum
-from kdist.training.scopes import outside_multi_worker_scope
+from kdist.training.replica.step import RawVariable
+from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
 
 # Optimizer methods that Keras implements once for one device and once for tf.distribute.
 _IMPLEMENTED_TWICE = (
@@ -44,8 +58,21 @@ _IMPLEMENTED_TWICE = (
 )
 
 
+# Strategies whose programs have been told that they take gradients outside of replicas.
+_WARNED: weakref.WeakSet = weakref.WeakSet()
+
 # Methods of layers that read or write `Layer._losses`.
 _METHODS_ON_LOSSES = ("add_loss", "_get_own_losses", "_clear_losses")
+
+# Layers each of whose outputs follows from one row, which their operations do not show.
+_BY_ROW = (
+    keras.layers.BatchNormalization,
+    keras.layers.Bidirectional,
+    keras.layers.RNN,
+    keras.layers.TimeDistributed,
+)
+
+_ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 
 # Functions that save a model. Any other way to save it, such as pickle, calls one of them.
 SAVING = (
@@ -66,6 +93,8 @@ def hooks():
         (loss_module, "reduce_weighted_values", _reduced),
         (keras.metrics.Mean, "update_state", _mean_update),
         (nn_module, "_compute_moments_sync", _moments),
+        (keras.layers.Layer, "__call__", _layer),
+        (type(tf.function(len)), "__call__", _function),
         (keras.layers.BatchNormalization, "call", _batch_norm),
         (keras.layers.BatchNormalization, "_moments", _masked_moments),
         *((keras.layers.Layer, name, _on_own_losses) for name in _METHODS_ON_LOSSES),
@@ -74,6 +103,7 @@ def hooks():
         (KerasVariable, "_direct_assign", _assign),
         (KerasVariable, "assign_add", _assign_add),
         (KerasVariable, "assign_sub", _assign_sub),
+        *((DistributedVariable, name, _assign_raw) for name in _ASSIGNMENTS),
         (tf.GradientTape, "gradient", _tape_gradient),
         (tf.nn, "compute_average_loss", _average_loss),
         (tf.nn, "scale_regularization_loss", _regularization_loss),
@@ -91,12 +121,14 @@ def hooks():
 @functools.cache
 def install():
     """Installs the hooks in Keras, once per process."""
-    for name in ("gradient", "watch"):
-        setattr(tf.GradientTape, name, _explaining(getattr(tf.GradientTape, name)))
     for owner, name, hook in hooks():
         _hook(owner, name, hook)
     KerasVariable.handle = property(_handle)
     convert_variables_to_numbers()
+    find_handles_between_replicas(_check_gradient_between_replicas)
+    call_loaded_functions_between_replicas()
+    keep_scopes()
+    merge_between_replicas()
     KerasVariable._initialize = _whole(KerasVariable._initialize)
     for owner, name in SAVING:
         setattr(owner, name, _saving_alone(getattr(owner, name)))
@@ -104,16 +136,16 @@ def install():
 
 def _hook(owner, name, hook):
     keras_function = getattr(owner, name)
-    prepare = _build_first if name == "apply" else None
+    outside = _OUTSIDE_OF_STEPS.get(name)
 
     @functools.wraps(keras_function)
     def hooked(*args, **kwargs):
         step = steps.current()
-        if step is None:
-            if prepare is not None:
-                prepare(*args, **kwargs)
-            return keras_function(*args, **kwargs)
-        return hook(step, keras_function, *args, **kwargs)
+        if step is not None:
+            return hook(step, keras_function, *args, **kwargs)
+        if outside is not None:
+            return outside(keras_function, *args, **kwargs)
+        return keras_function(*args, **kwargs)
 
     setattr(owner, name, hooked)
 
@@ -170,10 +202,9 @@ def _reduced(
     if loss.shape == (0,) and reduction not in (None, "none"):
         return tf.zeros([], loss.dtype)  # all rows are padding: Keras does not reduce it eagerly
     values = tf.convert_to_tensor(values)
-    has_rows = values.shape.rank and (mask is not None or step.has_rows(values))
-    if not has_rows and not loss.shape.rank:
-        return step.as_mean(loss)  # reduced over rows by the loss function
-    step.report_mixed_rows(values)
+    has_rows = bool(values.shape.rank) and (mask is not None or step.has_rows(values))
+    if not loss.shape.rank and (not has_rows or step.mixes_rows(loss)):
+        return step.as_mean(loss)  # not a mean over rows, each of which has its own value
     if loss.shape.rank:
         return loss  # not reduced
     by_weight = reduction == "mean_with_sample_weight"
@@ -204,8 +235,12 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
     if step.is_whole_loss:  # an output's loss, which counts once for all replicas
         weight = 1 if sample_weight is None else sample_weight
         sample_weight = tf.cast(weight, metric.dtype) * step.batch_fraction(metric.dtype)
-    elif sample_weight is None and not (values.shape.rank and step.has_rows(values)):
-        number = tf.cast(tf.size(values), metric.dtype)  # such as one value per class
+    elif not values.shape.rank:  # such as a loss, perhaps weighted by its rows
+        values = step.as_mean(values, is_loss=False)
+        if sample_weight is None:
+            sample_weight = step.batch_fraction(metric.dtype)
+    elif sample_weight is None and (step.mixes_rows(values) or not step.begins_with_rows(values)):
+        number = tf.cast(tf.shape(values)[0], metric.dtype)  # such as one value per class
         values = step.as_mean(tf.reduce_mean(tf.cast(values, metric.dtype)), is_loss=False)
         sample_weight = number * step.batch_fraction(metric.dtype)
     with step.with_keras_metrics():
@@ -216,9 +251,27 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
 
 
 def _batch_norm(step, keras_function, layer, inputs, training=None, mask=None):
-    if batch_norm.can_fuse(layer, inputs, training, mask, step.replicas):
-        return step.note_layer(batch_norm.fused(layer, inputs))
-    return step.note_layer(keras_function(layer, inputs, training=training, mask=mask))
+    with step.normalizing():
+        if batch_norm.can_fuse(layer, inputs, training, mask, step.replicas):
+            return batch_norm.fused(layer, inputs)
+        return keras_function(layer, inputs, training=training, mask=mask)
+
+
+def _layer(step, keras_function, layer, *args, **kwargs):
+    outputs = keras_function(layer, *args, **kwargs)
+    if isinstance(layer, _BY_ROW):
+        step.note_layer([args, kwargs], outputs)
+    return outputs
+
+
+def _function(step, call, function, *args, **kwargs):
+    """Calls a `tf.function` of the program as Python, because it has a graph of its own.
+
+    Replicas cannot meet in there, and what it computes would be hidden.
+    """
+    if tf.executing_eagerly() or is_compiled(function):
+        return call(function, *args, **kwargs)
+    return by_autograph(function)(*args, **kwargs)
 
 
 def _on_own_losses(step, keras_function, layer, *args):
@@ -245,9 +298,9 @@ def _moments(step, keras_function, x, axes, keepdims):
         return tf.nn.moments(x, axes, keepdims=keepdims)
     mean, variance = tf.nn.moments(x, axes, keepdims=True)
     share = tf.cast(step.share.micro_step_fraction, x.dtype)
-    all_mean = step.note_mean(*all_reduce_sum([mean * share]))
+    all_mean = step.note_mean(*step.add_up([mean * share], all_reduce_sum))
     squares = variance + tf.square(mean - all_mean)
-    all_variance = step.note_mean(*all_reduce_sum([squares * share]))
+    all_variance = step.note_mean(*step.add_up([squares * share], all_reduce_sum))
     if not keepdims:
         all_mean, all_variance = tf.squeeze(all_mean, axes), tf.squeeze(all_variance, axes)
     return all_mean, all_variance
@@ -265,11 +318,11 @@ def _masked_moments(step, keras_function, layer, inputs, mask):
         return tf.reduce_sum(values, layer._reduction_axes, keepdims=True)
 
     total = sum_of(tf.where(kept, inputs, 0))
-    total, number = all_reduce_sum([total, sum_of(tf.cast(kept, inputs.dtype))])
+    total, number = step.add_up([total, sum_of(tf.cast(kept, inputs.dtype))], all_reduce_sum)
     number += keras.config.epsilon()
     mean = step.note_mean(total / number)
     difference = tf.where(kept, inputs - mean, 0)
-    (squares,) = all_reduce_sum([sum_of(tf.square(difference))])
+    (squares,) = step.add_up([sum_of(tf.square(difference))], all_reduce_sum)
     return tf.squeeze(mean), tf.squeeze(step.note_mean(squares / number))
 
 
@@ -286,11 +339,23 @@ def _assign(step, keras_function, variable, value):
         value = own_metrics.corrected(step, metric, variable, value)
     step.note_written(variable)
     native = variable._value
+    if not step.is_normalizing:
+        value = step.state_of_batch(variable, tf.convert_to_tensor(value, native.dtype))
     if step.has_copies and _is_kept_on_first_replica(native):
         step.local(native).assign(tf.cast(value, native.dtype))
     else:
-        keras_function(variable, value)
+        with step.assigning():
+            keras_function(variable, value)
     return None
+
+
+def _assign_raw(step, function, native, value, *args, **kwargs):
+    """Assigns or adds to a `tf.Variable` of the program."""
+    variable = RawVariable(native)
+    if not (step.applying or step.is_assigning):
+        step.note_written(variable)
+        value = step.state_of_batch(variable, tf.convert_to_tensor(value, native.dtype))
+    return function(native, value, *args, **kwargs)
 
 
 def _assign_add(step, keras_function, variable, value):
@@ -307,39 +372,34 @@ def _handle(variable):
     step = steps.current()
     if step is not None:
         return step.handle(variable)
-    try:
-        return variable.value.handle
-    except ValueError as error:
-        if not tf.distribute.in_cross_replica_context():
-            raise
-        raise _on_no_replica(repr(variable.path)) from error
+    return variable.value.handle
 
 
-def _explaining(method):
-    """Returns a method of a tape whose error about variables of TensorFlow says what to write."""
+def _check_gradient_between_replicas():
+    """Warns that a gradient is taken outside of replicas, or raises an error in multi-worker jobs.
 
-    @functools.wraps(method)
-    def explaining(*args, **kwargs):
-        try:
-            return method(*args, **kwargs)
-        except ValueError as error:
-            is_known = "outside the replica context" in str(error)
-            if not (is_known and tf.distribute.in_cross_replica_context()):
-                raise
-            raise _on_no_replica("a tf.Variable") from error
-
-    return explaining
-
-
-def _on_no_replica(variable):
+    On the devices of one process such a step computes what one device computes: on the first copy
+    of the variables, with the whole batch. The optimizer updates all copies.
+    """
     strategy = tf.distribute.get_strategy()
-    return ValueError(
-        f"{_users_line()}: a gradient with respect to {variable} is computed in the scope of "
-        f"{type(strategy).__name__}, but on none of its {strategy.num_replicas_in_sync} replicas, "
-        "which have a copy each. Call the step with `strategy.run(step, args=(x, y))` in a "
-        "`tf.function`, on the batches of `strategy.experimental_distribute_dataset(dataset)`. Or "
-        "override `train_step` of the model, and call `fit`. What one device computes, such as an "
-        "image that is optimized, belongs outside of the scope"
+    if is_multi_worker(strategy):
+        raise ValueError(_on_no_replica("The replicas would differ", strategy))
+    if strategy not in _WARNED:
+        _WARNED.add(strategy)
+        warnings.warn(
+            _on_no_replica("The numbers are right, but one device computes them all", strategy),
+            stacklevel=2,
+        )
+
+
+def _on_no_replica(consequence, strategy):
+    return (
+        f"{_users_line()}: a gradient is computed in the scope of {type(strategy).__name__}, but "
+        f"on none of its {strategy.num_replicas_in_sync} replicas. {consequence}. Call the step "
+        "with `strategy.run(step, args=(x, y))` in a `tf.function`, on the batches of "
+        "`strategy.experimental_distribute_dataset(dataset)`. Or override `train_step` of the "
+        "model, and call `fit`. What one device computes, such as an image that is optimized, "
+        "belongs outside of the scope"
     )
 
 
@@ -365,8 +425,8 @@ def _is_kept_on_first_replica(native):
 # Optimizers.
 
 
-def _build_first(optimizer, grads, trainable_variables=None):
-    """Builds an optimizer outside of the replicas, before a program's own loop calls `apply`.
+def _apply_outside(keras_function, optimizer, grads, trainable_variables=None):
+    """Applies gradients, and builds an optimizer outside of the replicas, before a program's own loop calls `apply`.
 
     Keras creates its variables within the replicas. If a `tf.function` calls them, TensorFlow may
     put its first call into a `tf.cond`, where collectives fail. Outside of the scope in which the
@@ -374,6 +434,28 @@ def _build_first(optimizer, grads, trainable_variables=None):
     """
     if not optimizer.built and isinstance(trainable_variables, list | tuple):
         _build(optimizer, list(trainable_variables))
+    return keras_function(optimizer, grads, trainable_variables)
+
+
+def _tf_apply_outside(keras_function, optimizer, grads, trainable_variables=None):
+    """Applies scaled gradients; between replicas, which Keras refuses, as on one device."""
+    if tf.distribute.in_cross_replica_context():
+        return optimizer._common_apply(grads, trainable_variables)
+    return keras_function(optimizer, grads, trainable_variables)
+
+
+def _scaled_outside(keras_function, value):
+    """Divides a loss by the number of replicas in these only, where the program adds losses up."""
+    return value if tf.distribute.in_cross_replica_context() else keras_function(value)
+
+
+# What hooks call instead outside of steps, by name.
+_OUTSIDE_OF_STEPS = {
+    "apply": _apply_outside,
+    "_tf_apply": _tf_apply_outside,
+    "scale_loss_for_distribution": _scaled_outside,
+    "unscale_loss_for_distribution": _scaled_outside,
+}
 
 
 def _build(optimizer, variables):

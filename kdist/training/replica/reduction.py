@@ -1,11 +1,15 @@
 """All-reduce over replicas that packs many small tensors into one message."""
 
+import contextlib
+import threading
 from collections import defaultdict
 
 import tensorflow as tf
 
 from kdist.compat.tensorflow import run_once
 from kdist.training.replica.colocation import device_of
+
+_this_thread = threading.local()
 
 # Name scope of the reduction, by which profiles separate its time from computation.
 SCOPE = "all_reduce_sum"
@@ -25,6 +29,53 @@ def all_reduce_sum(tensors):
     """
     with tf.name_scope(SCOPE):
         return _all_reduced(tensors)
+
+
+def gather_rows(tensors, share=None):
+    """Returns the rows of all replicas of each tensor, and where this replica's rows begin.
+
+    The result is a sum over replicas of each one's rows, padded with zeros to the size of all. Its
+    gradient is therefore the sum of the gradients, also if replicas have different numbers of rows.
+
+    Args:
+        tensors: list of tensors of shape (b, …), for b rows on this replica.
+        share: the `RowShare` of this replica, which may tell that all have the same number of rows.
+
+    Returns:
+        A pair of lists: tensors of shape (B, …), and indices of first rows.
+    """
+    if not tensors:
+        return [], []
+    context = tf.distribute.get_replica_context()
+    replicas = context.num_replicas_in_sync
+    replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+    parts, starts = [], []
+    around = _rows_around(tensors, replica, replicas, share)
+    for tensor, (before, after) in zip(tensors, around, strict=True):
+        # Collectives on GPUs support few integer types.
+        sent = tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.int64)
+        parts.append(tf.pad(sent, [[before, after], *[[0, 0]] * (tensor.shape.rank - 1)]))
+        starts.append(before)
+    gathered = [
+        tf.ensure_shape(tf.cast(whole, tensor.dtype), [None, *tensor.shape[1:]])
+        for tensor, whole in zip(tensors, all_reduce_sum(parts), strict=True)
+    ]
+    return gathered, starts
+
+
+def _rows_around(tensors, replica, replicas, share):
+    """Returns (rows of replicas before this one, rows of those after it) for each tensor."""
+    if share is not None and share.is_same_on_all(replicas):
+        sizes = [tensor.shape[0] for tensor in tensors]
+        if None not in sizes:
+            return [(replica * size, (replicas - 1 - replica) * size) for size in sizes]
+    own = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
+    rows = tf.pad(own[None], [[replica, replicas - 1 - replica], [0, 0]])
+    (rows,) = all_reduce_sum([rows])
+    before, after = (
+        tf.unstack(tf.reduce_sum(part, 0)) for part in (rows[:replica], rows[replica + 1 :])
+    )
+    return list(zip(before, after, strict=True))
 
 
 def sums_over_replicas(strategy, parts):
@@ -59,10 +110,38 @@ def _sums(tensors):
     kinds = [_kind(tensor) for tensor in tensors]
     for kind in dict.fromkeys(kinds):
         numbers = [number for number, other in enumerate(kinds) if other == kind]
-        totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[n] for n in numbers])
+        with _kept_attributes():
+            totals = context.all_reduce(tf.distribute.ReduceOp.SUM, [tensors[n] for n in numbers])
         for number, total in zip(numbers, totals, strict=True):
             sums[number] = total
     return sums
+
+
+@contextlib.contextmanager
+def attributes_of_replica(objects):
+    """Returns a context manager in which each replica has its own tensors in attributes of objects.
+
+    Replicas are traced in turns, in threads that change where they meet. What one of them has
+    stored, such as `self.batch_size = tf.shape(x)[0]`, would be another one's after that.
+    """
+    before, _this_thread.objects = getattr(_this_thread, "objects", ()), tuple(objects)
+    try:
+        yield
+    finally:
+        _this_thread.objects = before
+
+
+@contextlib.contextmanager
+def _kept_attributes():
+    kept = [
+        (vars(one), name, value)
+        for one in getattr(_this_thread, "objects", ())
+        for name, value in vars(one).items()
+        if isinstance(value, tf.Tensor) and hasattr(value, "graph")
+    ]
+    yield
+    for attributes, name, value in kept:
+        attributes[name] = value
 
 
 def _kind(tensor):

@@ -44,6 +44,7 @@ class RowShare:
         micro_rows: number of rows of all replicas in this micro-step.
         batch_rows: number of rows of all replicas in all micro-steps of the step.
         may_be_empty: `rows` may be 0.
+        is_repeated: every replica holds all rows, and those of the first one count.
         tensors: the tensors that hold the rows.
     """
 
@@ -51,6 +52,7 @@ class RowShare:
     micro_rows: Number
     batch_rows: Number
     may_be_empty: bool
+    is_repeated: bool = False
     tensors: tuple = dataclasses.field(default=(), compare=False)
 
     @property
@@ -77,12 +79,14 @@ class BatchDivision:
         starts: index of each replica's first row in the tensors that it receives.
         micro_steps: number of parts into which each replica's rows are divided.
         is_fixed: the tensors have no rows; every replica receives all of them.
+        is_repeated: every replica receives all rows, and those of the first one count.
     """
 
     sizes: tuple[Number, ...]
     starts: tuple[Number, ...]
     micro_steps: int
     is_fixed: bool = False
+    is_repeated: bool = False
 
     @classmethod
     def of(
@@ -91,6 +95,7 @@ class BatchDivision:
         strategy: tf.distribute.Strategy,
         micro_steps: int = 1,
         worker_slice: WorkerSlice | None = None,
+        is_repeated: bool = False,
     ) -> "BatchDivision":
         """Returns the division of a batch, which may already be divided among replicas.
 
@@ -101,6 +106,7 @@ class BatchDivision:
             micro_steps: number of parts into which each replica's rows are divided. Defaults to 1.
             worker_slice: the slice of a batch that `data` is; None if it is whole. The starts of
                 other workers' replicas are then meaningless.
+            is_repeated: whether every replica receives all rows. Defaults to False.
 
         Raises:
             ValueError: the tensors have different numbers of rows.
@@ -112,6 +118,9 @@ class BatchDivision:
         rows = _common_rows(data)
         if rows is None:
             return cls((micro_steps,) * replicas, (0,) * replicas, micro_steps, is_fixed=True)
+        if is_repeated:
+            sizes = (rows, *[0] * (replicas - 1))
+            return cls(sizes, (0,) * replicas, micro_steps, is_repeated=True)
         first = 0
         if worker_slice:
             rows, first = worker_slice.batch_rows, worker_slice.first_row
@@ -119,8 +128,15 @@ class BatchDivision:
         starts = [rows * replica // replicas - first for replica in range(replicas)]
         return cls(tuple(sizes), tuple(starts), micro_steps)
 
-    def take(self, data, replica: int, micro_step: Number):
-        """Returns (rows of `data`, their `RowShare`) of a replica in a micro-step."""
+    def take(self, data, replica: int, micro_step: Number, hides_rows: bool = False):
+        """Returns (rows of `data`, their `RowShare`) of a replica in a micro-step.
+
+        Args:
+            data: a batch.
+            replica: index of the replica.
+            micro_step: index of the micro-step.
+            hides_rows: whether the tensors have an unknown number of rows. Defaults to False.
+        """
         mine = self.sizes[replica]
         size = _size(mine, micro_step, self.micro_steps)
         micro_rows = sum(_size(rows, micro_step, self.micro_steps) for rows in self.sizes)
@@ -128,6 +144,9 @@ class BatchDivision:
         share = RowShare(size, micro_rows, sum(self.sizes), smallest < self.micro_steps)
         if self.is_fixed:
             return data, share
+        if self.is_repeated:
+            share = dataclasses.replace(share, is_repeated=True, may_be_empty=True)
+            return data, dataclasses.replace(share, tensors=_tensors_of(data))
         first, shown = self.starts[replica] + mine * micro_step // self.micro_steps, size
         if share.may_be_empty:
             rows = number_of_rows(data)
@@ -137,10 +156,13 @@ class BatchDivision:
             )
         with tf.device("CPU:0"):  # where the batch is; only a share is copied
             taken = keras.tree.map_structure(lambda leaf: _rows_of(leaf, first, shown), data)
-        if isinstance(size, int) and size == 1:
+        if hides_rows or (isinstance(size, int) and size == 1):
             taken = with_unknown_rows(taken)  # else a constant per row and one for all look alike
-        tensors = tf.nest.flatten(taken, expand_composites=True)
-        return taken, dataclasses.replace(share, tensors=tuple(filter(tf.is_tensor, tensors)))
+        return taken, dataclasses.replace(share, tensors=_tensors_of(taken))
+
+
+def _tensors_of(data):
+    return tuple(filter(tf.is_tensor, tf.nest.flatten(data, expand_composites=True)))
 
 
 def number_of_rows(data) -> Number | None:

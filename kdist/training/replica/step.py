@@ -21,10 +21,12 @@ few points where replicas interact:
 import contextlib
 import dataclasses
 import functools
+import logging
 import threading
 import types
 import warnings
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -41,6 +43,7 @@ from kdist.training.replica.batch_dependence import (
 )
 from kdist.training.replica.batch_functions import (
     FunctionOfBatch,
+    Kind,
     UnknownFunctionError,
     find_function,
 )
@@ -49,10 +52,23 @@ from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import RowShare
 from kdist.training.replica.slices import SplitSlices
 
+_logger = logging.getLogger(__name__)
 _this_thread = threading.local()
 
 # Large odd stride, so that per-replica seeds never collide.
 _SEED_STRIDE = 0x9E3779B1
+
+
+class KnownRowsError(Exception):
+    """The step has to be traced again, with a number of rows that is unknown until it runs.
+
+    A loss is computed from the rows of all replicas, and constants in its graph may have been
+    computed from the number of this replica's rows.
+    """
+
+
+class WholeBatchError(Exception):
+    """Every replica has to run the step on the whole batch, because a loss needs all its rows."""
 
 
 def current() -> "ReplicaStep | None":
@@ -101,6 +117,11 @@ class ReplicaStep:
             them before, or only linearly.
         needs_whole_gradients: the program changes gradients in another way, such as clipping.
         communicates: replicas interact in the step, and not only between steps.
+        hides_rows: the tensors of the step have an unknown number of rows. None if they have a
+            known one, and the step may raise `KnownRowsError`.
+        may_repeat: the step may raise `WholeBatchError`.
+        is_assigning: a Keras variable is being assigned.
+        is_normalizing: a BatchNormalization is being computed.
     """
 
     is_dry_run = False
@@ -111,6 +132,10 @@ class ReplicaStep:
     reduces_early = False
     needs_whole_gradients = False
     communicates = True
+    hides_rows: bool | None = False
+    may_repeat = False
+    is_assigning = False
+    is_normalizing = False
 
     def __init__(
         self,
@@ -134,7 +159,7 @@ class ReplicaStep:
         self.added: dict[int, list] = {}  # losses by the id of the layer that added them
         self._colocation = colocate_with_inputs if has_group else contextlib.nullcontext
         self._scaled_by: set[int] = set()
-        self._gathers = False
+        self._gathers = self._differentiates_sum = False
         self._graph = tf.compat.v1.get_default_graph()
         self._written: dict[int, keras.Variable] = {}
         self._functions: dict[int, tuple] = {}
@@ -153,7 +178,7 @@ class ReplicaStep:
         """
         self._scaled_by.add(id(optimizer))
         loss = tf.convert_to_tensor(loss)
-        if not loss.shape.rank:
+        if not loss.shape.rank or self.mixes_rows(loss):
             scaled = self.as_mean(loss) * tf.cast(self.weight, loss.dtype)
             return self._noted(scaled, SUM)
         self._check_not_gathered("a loss with one value per row")
@@ -171,8 +196,6 @@ class ReplicaStep:
             is_loss: whether to warn if the graph does not tell what `value` is. Defaults to True.
         """
         value = tf.convert_to_tensor(value)
-        if is_loss:
-            self.report_mixed_rows(value)
         if value.shape.rank:
             (*_, degree) = self._terms(value)[0]
             total = tf.reduce_sum(value)
@@ -223,9 +246,7 @@ class ReplicaStep:
         to_variables = any(map(_is_variable, flat))
         terms, is_function = [], False
         for one in targets:
-            if to_variables:
-                self.report_mixed_rows(one)
-            function = self._function_of_batch(one, True, False) if to_variables else None
+            function = self._function_of_target(one) if to_variables else None
             is_function |= function is not None
             terms += function.terms if function else self._terms(one, to_variables, to_variables)
         degrees = {degree for *_, degree in terms}
@@ -239,7 +260,9 @@ class ReplicaStep:
             found = gradient([t for _, t, _ in terms], sources, corrections)
             degrees = {0}
         else:
+            self._differentiates_sum = degrees == {1}
             found = gradient(target, sources, None)
+            self._differentiates_sum = False
         degree = degrees.pop() if len(degrees) == 1 else None
         self._note_gradients(flat, found, degree)
         if self._can_reduce_early():
@@ -305,16 +328,21 @@ class ReplicaStep:
         )
         self._gradient_dependence.note(gradient, of_gradient)
 
-    def note_layer(self, outputs):
-        """Records that a layer computes each row's output as it should, and returns the output.
+    def note_layer(self, inputs, outputs):
+        """Records that a layer computes each row of its outputs from the same row of its inputs.
 
-        BatchNormalization combines rows with their means, on purpose.
+        BatchNormalization combines rows with their means, on purpose. Loops hide what they compute.
         """
-        for tensor in keras.tree.flatten(outputs):
-            if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
-                found = dataclasses.replace(self._dependence.of(tensor), mixes_rows=False)
-                self._noted(tensor, found)
-        return outputs
+        sources = list(filter(_is_in_graph, keras.tree.flatten(inputs)))
+        found = [self._dependence.of(source) for source in sources]
+        is_by_row = all(f.is_fixed or (f.is_by_row and f.degree == 0) for f in found)
+        sizes = {source.shape[0] for source in sources if source.shape.rank}
+        for tensor in filter(_is_in_graph, keras.tree.flatten(outputs)):
+            if is_by_row and tensor.shape.rank and tensor.shape[0] in sizes:
+                self._noted(tensor, ROWS)
+            else:
+                as_found = self._dependence.of(tensor)
+                self._noted(tensor, dataclasses.replace(as_found, mixes_rows=False))
 
     @property
     def _can_exchange(self):
@@ -322,19 +350,51 @@ class ReplicaStep:
 
         After `kdist.gather_batch`, a program has the rows of all replicas where it needs them.
         """
-        is_divided = self.replicas > 1 and self.communicates
+        is_divided = self.replicas > 1 and self.communicates and not self.share.is_repeated
         return is_divided and not self._gathers and not self.is_dry_run
 
-    def report_mixed_rows(self, tensor):
-        """Warns if a loss combines rows of the batch, of which a replica has its own only."""
-        if self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows:
-            warnings.warn(
-                f"the loss {tensor.name!r} combines rows of the batch with each other, or with a "
-                "mean or sum over rows. Each replica sees its own rows only, so that the result is "
-                "not that of one device. Compile with gather_batch=True, or call "
-                "kdist.gather_batch on what is combined (docs/guides/strategies.md)",
-                stacklevel=2,
-            )
+    def mixes_rows(self, tensor) -> bool:
+        """Returns True if a tensor has rows that were combined with others of the batch.
+
+        A replica has its own rows only, so that its values are not those of one device.
+        """
+        return self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows
+
+    def _fall_back(self, problem, consequence):
+        """Lets every replica compute the whole batch, or warns if it does not have that.
+
+        Args:
+            problem: what cannot be computed from the rows of one replica, and what to change.
+            consequence: what happens otherwise.
+        """
+        if self.loss_reduction != "auto" or self.is_dry_run or self.share.is_repeated:
+            return
+        if self.may_repeat:
+            raise WholeBatchError(problem)
+        warnings.warn(f"{problem}. {consequence}", stacklevel=2)
+
+    def _fall_back_on_mixed_rows(self, tensor, noun="loss"):
+        self._fall_back(
+            f"the {noun} {tensor.name!r} combines rows of the batch with each other, or with a mean "
+            f"or sum over rows. Call kdist.gather_batch on what is combined, or accept the {noun} of "
+            'each replica\'s rows by compile(loss_reduction="mean") (docs/guides/strategies.md)',
+            "Each replica sees its own rows only, so that the result is not that of one device",
+        )
+
+    def _fall_back_on_unknown(self, loss, noun="loss"):
+        name = "" if _is_eager(loss) else f" {loss.name!r}"
+        where = "run_eagerly=True leaves no graph" if _is_eager(loss) else "its graph does not tell"
+        self._fall_back(
+            f"the {noun}{name} may be a mean or a sum over the rows of a batch; {where}. Use "
+            'compile(loss_reduction="mean"), or loss_reduction="sum" for a sum',
+            "It counts as a mean, whose gradients are averaged over replicas",
+        )
+
+    def check_outputs(self, outputs):
+        """Lets every replica predict the whole batch if predictions combine its rows."""
+        for output in filter(_is_in_graph, keras.tree.flatten(outputs)):
+            if self.mixes_rows(output):
+                self._fall_back_on_mixed_rows(output, "output")
 
     def has_rows(self, tensor) -> bool:
         """Returns False for a tensor that is known to have no axis of rows.
@@ -342,6 +402,13 @@ class ReplicaStep:
         Tensors of steps that gather rows have them: those of all replicas.
         """
         return self._gathers or _is_eager(tensor) or self._dependence.of(tensor).axis is not None
+
+    def begins_with_rows(self, tensor) -> bool:
+        """Returns False for a tensor whose first axis is known not to be that of rows."""
+        if self._gathers or _is_eager(tensor):
+            return True
+        axis = self._dependence.of(tensor).axis
+        return axis is not None and axis < 1
 
     def note_gathered(self, tensor):
         """Records that a tensor holds the rows of all replicas, and returns it."""
@@ -363,16 +430,26 @@ class ReplicaStep:
     @functools.cached_property
     def _gradient_dependence(self):
         """Follows what a program does to the gradients of its tapes, and no other values."""
-        known = self._static_rows, self._static_batch_rows
-        return BatchDependence(self.share.tensors, *known, rows_are_known=False)
+        numbers = self._static_rows, self._static_batch_rows
+        return BatchDependence(self.share.tensors, *numbers, rows_are_known=False)
 
     @property
     def _static_rows(self):
-        return self.share.rows if isinstance(self.share.rows, int) else None
+        share = self.share
+        return self._known(share.batch_rows if share.is_repeated else share.rows)
 
     @property
     def _static_batch_rows(self):
-        return self.share.batch_rows if isinstance(self.share.batch_rows, int) else None
+        return self._known(self.share.batch_rows)
+
+    def _known(self, rows):
+        return rows if isinstance(rows, int) and not self.hides_rows else None
+
+    def _function_of_target(self, value) -> FunctionOfBatch | None:
+        """Returns the function of the batch that the target of a tape is; None if it is linear."""
+        if self.mixes_rows(value) and self.has_rows(value):
+            value = tf.reduce_sum(value)  # which is what a tape differentiates
+        return self._function_of_batch(value, True, False)
 
     def _function_of_batch(self, value, is_loss, is_in_tape=True) -> FunctionOfBatch | None:
         """Returns `value` as a function of the rows of all replicas; None if it is linear."""
@@ -381,20 +458,40 @@ class ReplicaStep:
         if id(value) in self._functions:
             return self._functions[id(value)][1]
         try:
-            found = find_function(value, self._dependence)
-            is_here = tf.compat.v1.get_default_graph() is self._graph is value.graph
-            if found is not None and not (is_here and (is_in_tape or not is_recorded())):
-                raise UnknownFunctionError  # replicas cannot exchange its arguments here
-        except UnknownFunctionError:
-            if is_loss and self.loss_reduction == "auto":
-                _warn_unknown(value)
+            of_batch = self._found_function(value, is_in_tape)
+        except UnknownFunctionError as error:
+            _logger.debug("%s cannot be computed from all rows: %s", value.name, error)
+            self._check_rows_are_unknown()
+            if is_loss and self._dependence.of(value).mixes_rows:
+                self._fall_back_on_mixed_rows(value)
+            elif is_loss:
+                self._fall_back_on_unknown(value)
+            self._noted(value, {"sum": SUM}.get(self.loss_reduction, MEAN))
             return None
+        if of_batch is not None:
+            self._functions[id(value)] = value, of_batch
+        return of_batch
+
+    def _check_rows_are_unknown(self):
+        if self.hides_rows is None and self._static_rows is not None:
+            raise KnownRowsError from None
+
+    def _found_function(self, value, is_in_tape, kept=()):
+        """Returns a `FunctionOfBatch`, or None if `value` is linear in means and sums.
+
+        Raises:
+            UnknownFunctionError: the function cannot be computed.
+        """
+        found = find_function(value, self._dependence, kept)
         if found is None:
             return None
+        is_here = tf.compat.v1.get_default_graph() is self._graph is value.graph
+        if not (is_here and (is_in_tape or not is_recorded())):
+            raise UnknownFunctionError("replicas cannot exchange values in a nested function")
+        if found.has_rows and self._static_rows is not None:
+            raise UnknownFunctionError("the number of rows is known")
         with self._colocation():
-            of_batch = found.of_batch(self.share, self.zero_if_empty)
-        self._functions[id(value)] = value, of_batch
-        return of_batch
+            return found.of_batch(self.share, self.zero_if_empty)
 
     def _terms(self, value, warns=False, is_declared=False):
         """Returns [(factor, term, degree)] whose sum is `value`.
@@ -417,9 +514,11 @@ class ReplicaStep:
         else:
             terms = self._dependence.terms(value)
         degrees = [self._degree(term, dependence) for _, term, dependence in terms]
-        is_divided = self.replicas > 1 or self._accumulators is not None
-        if warns and None in degrees and default is None and is_divided and not self.is_dry_run:
-            _warn_unknown(value)
+        is_divided = self.replicas > 1 and not self.share.is_repeated
+        is_divided = is_divided or self._accumulators is not None
+        if warns and None in degrees and is_divided:
+            self._check_rows_are_unknown()
+            self._fall_back_on_unknown(value)
         known = [(default if warns else 0) or 0 if d is None else d for d in degrees]
         return [(f, t, d) for (f, t, _), d in zip(terms, known, strict=True)]
 
@@ -484,17 +583,29 @@ class ReplicaStep:
             )
         self._gathers |= not is_whole_loss
 
-    @contextlib.contextmanager
     def whole_loss(self):
         """Marks that the loss of the whole batch is computed, on each replica."""
-        self.is_whole_loss = True
+        return self._marked("is_whole_loss")
+
+    def assigning(self):
+        """Marks that a Keras variable is being assigned."""
+        return self._marked("is_assigning")
+
+    def normalizing(self):
+        """Marks that BatchNormalization computes, whose statistics are those of each replica."""
+        return self._marked("is_normalizing")
+
+    @contextlib.contextmanager
+    def _marked(self, name):
+        before = getattr(self, name)
+        setattr(self, name, True)
         try:
             yield
         finally:
-            self.is_whole_loss = False
+            setattr(self, name, before)
 
     def unscaled_gradient(self, gradient, undo=False):
-        """Returns the gradient of a gathered tensor, scaled by this replica's weight.
+        """Returns the gradient of an exchanged tensor, scaled by this replica's weight.
 
         It is returned as it is if the loss was scaled before it was differentiated. A custom
         `train_step` may not do that: its gradients are scaled later, each by the weight of the
@@ -504,10 +615,23 @@ class ReplicaStep:
             gradient: the gradient of this replica's loss.
             undo: whether to divide by the weight. Defaults to False.
         """
-        if self._scaled_by or self.share.is_same_on_all(self.replicas):
+        if self._scaled_by or self._differentiates_sum:
+            return gradient if undo else self.zero_gradient_if_empty(gradient)
+        if self.share.is_same_on_all(self.replicas):
             return gradient
         weight = tf.cast(self.weight, gradient.dtype)
         return tf.math.divide_no_nan(gradient, weight) if undo else gradient * weight
+
+    def add_up(self, tensors, exchange):
+        """Returns sums over replicas of tensors, which have the gradient of the global loss.
+
+        Args:
+            tensors: a list of tensors.
+            exchange: function that adds lists of tensors up, such as `all_reduce_sum`.
+        """
+        undo = functools.partial(self.unscaled_gradient, undo=True)
+        sums = exchange([_scaling_gradient(tensor, undo) for tensor in tensors])
+        return [_scaling_gradient(total, self.unscaled_gradient) for total in sums]
 
     def _check_not_gathered(self, what):
         if self._gathers:
@@ -574,9 +698,8 @@ class ReplicaStep:
         degree = {0.0: 0, 1.0: 1}.get(dependence.degree) if is_known else None
         if degree is None and not is_scaled:
             degree = 1 if self.loss_reduction == "sum" else None
-            is_told = dependence.is_of_gradient or dependence.is_fixed or _is_eager(gradient)
-            if self.loss_reduction == "auto" and not is_told:
-                _warn_unknown(_values(gradient), "gradient")
+            if not (dependence.is_of_gradient or dependence.is_fixed or _is_eager(gradient)):
+                self._fall_back_on_unknown(_values(gradient), "gradient")
         if degree == 1 or (degree is None and is_scaled):
             return None if is_scaled else self.sum_weight
         return self.weight
@@ -668,6 +791,27 @@ class ReplicaStep:
         if not self.applying:
             self._written.setdefault(id(variable), variable)
 
+    def state_of_batch(self, variable, value):
+        """Returns what a layer or a program assigns to a variable, given what this replica would.
+
+        Means over rows are averaged at the end of the step. Sums, functions of sums, and rows, as
+        in a queue of features, are those of the whole batch. Metrics are not changed.
+        """
+        is_shared = variable.value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+        is_state = is_shared or can_be_averaged(variable, of_any_type=True)
+        if self.applying or _is_eager(value) or not is_state:
+            return value
+        if not self._can_exchange or self._dependence.of(value).is_fixed:
+            return value
+        kept = [Kind.SUM, Kind.MEAN] if is_shared else [Kind.SUM]
+        try:
+            found = self._found_function(value, is_in_tape=True, kept=kept)
+        except UnknownFunctionError as error:
+            _logger.debug("state of %s is averaged: %s", variable.path, error)
+            self._check_rows_are_unknown()
+            return value
+        return value if found is None else tf.ensure_shape(found.value, value.shape)
+
     def local(self, variable):
         """Returns this replica's copy of a TensorFlow variable."""
         if isinstance(variable, tf.distribute.DistributedValues):
@@ -742,8 +886,10 @@ class ReplicaStep:
             number, rows = tf.get_static_value(term), self._static_rows
             if rows == 1 or (rows and number is not None and _are_multiples(number, rows)):
                 return value  # the number of rows is a constant, too
-            counts = self.replica == self.replicas - 1 and self.is_last  # it is never empty
-            return value if counts else tf.zeros_like(value)
+            # The last replica is never empty.
+            counting = 0 if self.share.is_repeated else self.replicas - 1
+            is_counted = self.replica == counting and self.is_last
+            return value if is_counted else tf.zeros_like(value)
         if dependence.degree == 0 and dependence.axis is None and value.dtype.is_floating:
             return value * self.batch_fraction(value.dtype)
         return value
@@ -769,15 +915,36 @@ class ReplicaStep:
         return seed + stride * tf.cast(self.replica, seed.dtype)
 
 
-def can_be_averaged(variable):
+class RawVariable(NamedTuple):
+    """A `tf.Variable` of a program, with what `can_be_averaged` asks of Keras variables."""
+
+    value: tf.Variable
+    synchronization: str = "auto"
+
+    @property
+    def path(self):
+        return self.value.name
+
+
+def can_be_averaged(variable, of_any_type=False):
     """Returns True for float state with a copy per replica, unlike counters and seeds."""
     value = variable.value
     return (
         isinstance(value, tf.distribute.DistributedValues)
-        and value.dtype.is_floating
+        and (of_any_type or value.dtype.is_floating)
         and value.aggregation in (tf.VariableAggregation.NONE, tf.VariableAggregation.MEAN)
         and variable.synchronization != "on_read"
     )
+
+
+def _scaling_gradient(tensor, scale):
+    """Returns `tensor`; its gradient is passed through `scale`."""
+
+    @tf.custom_gradient
+    def identity(x):
+        return tf.identity(x), scale
+
+    return identity(tensor) if tensor.dtype.is_floating else tensor
 
 
 def _with_shape_of(variable, gradient):
@@ -816,6 +983,10 @@ def _is_eager(tensor):
     return not hasattr(tensor, "graph")
 
 
+def _is_in_graph(tensor):
+    return isinstance(tensor, tf.Tensor) and not _is_eager(tensor)
+
+
 def _values(gradient):
     """Returns gradients with the values of `tf.IndexedSlices` instead of these."""
     if isinstance(gradient, tf.IndexedSlices):
@@ -825,17 +996,6 @@ def _values(gradient):
     if isinstance(gradient, dict):
         return {key: _values(one) for key, one in gradient.items()}
     return gradient
-
-
-def _warn_unknown(loss, noun="loss"):
-    name = "" if _is_eager(loss) else f" {loss.name!r}"
-    where = "run_eagerly=True leaves no graph" if _is_eager(loss) else "its graph does not tell"
-    warnings.warn(
-        f"the {noun}{name} may be a mean or a sum over the rows of a batch; {where}. It counts as "
-        'a mean, whose gradients are averaged over replicas. Use compile(loss_reduction="mean") to '
-        'confirm this, or loss_reduction="sum" for a sum',
-        stacklevel=2,
-    )
 
 
 def _scaled(gradient, factor):
