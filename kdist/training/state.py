@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import keras
 
 from kdist.cluster import heartbeat
-from kdist.training.replica.step import WholeBatchError
 from kdist.training.groups.monitors import AsynchronousMonitor, LossMonitor, Staleness
+from kdist.training.replica.step import WholeBatchError
 
 if TYPE_CHECKING:
     from kdist.training.groups.clock import StepClock

@@ -126,18 +126,21 @@ class Trainer(TensorFlowTrainer):
                 weights, and masks of the whole batch instead of those of one replica's rows. For
                 losses that compare rows with each other, such as contrastive ones; every loss may
                 be used. In each step, two more reductions of the size of the outputs take place,
-                and each replica computes the whole loss. Not stored in files. See
-                `kdist.gather_batch` for layers and custom steps. Defaults to False.
+                and each replica computes the whole loss. "step" gives every replica the whole
+                batch in each step, with the speed of one device, for programs that cannot run on
+                a part of it. Not stored in files. See `kdist.gather_batch` for layers and custom
+                steps. Defaults to False.
             loss_reduction: what the scalar losses that a custom `train_step` differentiates are
                 over the rows of a batch: "mean" or "sum". Gradients of means are averaged over
                 replicas, those of sums are added up. Losses of `compile` and `add_loss` do not
-                need it. Defaults to "auto": kdist reads it from the step's graph, and warns where
-                the graph does not tell.
+                need it. Defaults to "auto": kdist reads it from the step's graph. Where the graph
+                does not tell, every replica computes the whole batch, with a warning.
             **kwargs: further arguments of `keras.Model.compile`.
 
         Raises:
             ValueError: `accumulate` or `local_steps` is not a positive integer, `max_staleness`
-                is not a non-negative integer, `local_slots` or `loss_reduction` is unknown,
+                is not a non-negative integer, `local_slots`, `gather_batch`, or
+                `loss_reduction` is unknown,
                 `local_steps` is set under a strategy in which replicas share variables,
                 `gather_batch` is set without a loss or with one of these two, or the layout is for
                 split models and this one is not split.
@@ -158,9 +161,11 @@ class Trainer(TensorFlowTrainer):
                 f"loss_reduction must be one of {', '.join(_LOSS_REDUCTIONS)}, "
                 f"got {loss_reduction!r}"
             )
+        if gather_batch not in (False, True, "step"):
+            raise ValueError(f'gather_batch must be True, False, or "step", got {gather_batch!r}')
         if gather_batch and (accumulate > 1 or local_steps is not None):
             raise ValueError(
-                "gather_batch=True needs the whole batch in one step, which accumulate and "
+                f"gather_batch={gather_batch!r} needs the whole batch in one step, which accumulate and "
                 f"local_steps divide; got accumulate={accumulate}, local_steps={local_steps}"
             )
         check_no_distribution()
@@ -171,7 +176,7 @@ class Trainer(TensorFlowTrainer):
         state.average_replicas()
         is_auto = steps_per_execution == "auto"
         super().compile(*args, steps_per_execution=1 if is_auto else steps_per_execution, **kwargs)
-        if gather_batch:
+        if gather_batch is True:
             if self._compile_loss is None:
                 raise ValueError(
                     "gather_batch=True gathers the rows for compiled losses, and there is no loss. "
@@ -183,7 +188,8 @@ class Trainer(TensorFlowTrainer):
         state.loss_reduction = loss_reduction
         state.dispatcher = state.rounds = None
         state.dry_runs, state.reduces_early, state.hides_rows = set(), False, None
-        state.repeated_steps = set()
+        is_repeated = gather_batch == "step"
+        state.repeated_steps = {"train_step", "test_step", "predict_step"} if is_repeated else set()
         state.tuner = GroupTuner() if is_auto else None
         self._adopt_optimizers()
 

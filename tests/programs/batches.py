@@ -46,9 +46,7 @@ def barlow_twins():
     class Twins(_Trains):
         def loss_of(self, x):
             one, two = (ops.tanh(self(view)) for view in (x, x + 0.1 * ops.sin(x)))
-            one, two = (
-                (v - ops.mean(v, axis=0)) / (ops.std(v, axis=0) + 1e-3) for v in (one, two)
-            )
+            one, two = ((v - ops.mean(v, axis=0)) / (ops.std(v, axis=0) + 1e-3) for v in (one, two))
             rows = ops.cast(ops.shape(x)[0], "float32")
             correlation = ops.matmul(ops.transpose(one), two) / rows
             return ops.sum((correlation - ops.eye(3)) ** 2)
@@ -70,7 +68,9 @@ def hard_triplets():
             nearest = ops.min(ops.where(same, distances + 1e3, distances), axis=1)
             return ops.relu(farthest - nearest + 1.0)
 
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(4, activation="tanh"), layers.Dense(3)])
+    model = keras.Sequential(
+        [keras.Input((3,)), layers.Dense(4, activation="tanh"), layers.Dense(3)]
+    )
     model.compile(keras.optimizers.SGD(0.05), Triplets())
     y = np.arange(22)[:, None] % 3
     history = model.fit(
@@ -139,7 +139,9 @@ def constant_batch_size():
             noise = keras.random.normal((8, 3), seed=self.seeds)
             rates = keras.random.uniform((8, 1), seed=self.seeds)
             with tf.GradientTape() as tape:
-                found = self.network(ops.sqrt(rates) * x + ops.sqrt(1 - rates) * noise, training=True)
+                found = self.network(
+                    ops.sqrt(rates) * x + ops.sqrt(1 - rates) * noise, training=True
+                )
                 loss = ops.mean((found - noise) ** 2)
             weights = self.trainable_variables
             self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
@@ -164,9 +166,7 @@ def stateful_forecast():
     )
     model.compile(keras.optimizers.Adam(0.01), "mse")
     x, y = _data(12, 5)[..., None], _data(12, 1)
-    history = model.fit(
-        x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[Reset()]
-    )
+    history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0, callbacks=[Reset()])
     return outcome(history, model, predicted=model.predict(x, batch_size=4, verbose=0))
 
 

@@ -228,17 +228,47 @@ def test_a_loss_needs_no_gather_batch():
     )
 
 
-def test_without_it_the_numbers_of_a_layer_differ():
+def test_without_it_every_replica_computes_the_whole_batch():
+    """The layer is followed by weights, so that its rows cannot be exchanged."""
+
     def build(model_class, gather):
         model = encoder(model_class, Whitening(lambda x: x), keras.layers.Dense(1))
         model.compile(sgd(), "mse")
         return model
 
-    with (
-        pytest.warns(UserWarning, match="gather_batch"),
-        pytest.raises(AssertionError, match="differ"),
-    ):
+    with pytest.warns(UserWarning, match="every replica computes the whole batch.*gather_batch"):
         assert_equal_to_one_device(build, np.arange(ROWS) / ROWS)
+
+
+class Pairs(kdist.Model):
+    """Trains on batches of shape (2, …): anchors and positives, as in Keras's metric learning."""
+
+    def train_step(self, batch):
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean((self(batch[0]) - self(batch[1]) - 1) ** 2)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+        return {"loss": loss}
+
+
+def train_pairs(strategy, **options):
+    keras.utils.set_random_seed(3)
+    batches = [data()[:8].reshape(2, 4, FEATURES), data()[8:16].reshape(2, 4, FEATURES)]
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(batches), output_signature=tf.TensorSpec((None, None, FEATURES))
+    )
+    with strategy.scope():
+        model = encoder(Pairs)
+        model.compile(sgd(), **options)
+    model.fit(dataset, verbose=0)
+    return model.get_weights()
+
+
+def test_a_first_axis_without_rows(mirrored):
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        train_pairs(mirrored)
+    assert any('gather_batch="step"' in note for note in raised.value.__notes__)
+    expected = train_pairs(kdist.create_strategy("one_device"))
+    assert_same_weights(train_pairs(mirrored, gather_batch="step"), expected, 2e-6)
 
 
 def compiled(model, loss=None, **options):
@@ -279,6 +309,8 @@ def test_refusals(mirrored):
         kdist.gather_batch(tf.constant(1.0))
     with pytest.raises(ValueError, match="accumulate"):
         compiled(encoder(kdist.Model), accumulate=2, gather_batch=True)
+    with pytest.raises(ValueError, match="step"):
+        compiled(encoder(kdist.Model), gather_batch="all")
     with pytest.raises(ValueError, match="no loss"):
         encoder(kdist.Model).compile(gather_batch=True)
 

@@ -193,7 +193,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-policy, wrap, replicas = sys.argv[1], {"eager": lambda f: f, "function": tf.function}[sys.argv[2]], int(sys.argv[3])
+policy, replicas = sys.argv[1], int(sys.argv[3])
+wrap = {"eager": lambda f: f, "function": tf.function}[sys.argv[2]]
 scope = contextlib.nullcontext()
 if replicas:
     import kdist

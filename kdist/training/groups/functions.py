@@ -23,7 +23,7 @@ from kdist.training.local_sgd import LocalStep
 from kdist.training.parameter_server.central_step import CentralStep
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
 from kdist.training.replica.reduction import attributes_of_replica
-from kdist.training.replica.row_shares import BatchDivision
+from kdist.training.replica.row_shares import BatchDivision, is_distributed
 from kdist.training.replica.step import (
     KnownRowsError,
     ReplicaStep,
@@ -35,6 +35,15 @@ from kdist.training.step_timeout import step_timeout_of
 
 _logger = logging.getLogger(__name__)
 
+_HINT = (
+    "Each of {replicas} replicas computed a part of the batch's rows, which are its first axis. A "
+    "program that needs all of them, such as one whose first axis is not that of examples, runs "
+    'with model.compile(..., gather_batch="step").'
+)
+_NEEDS_WHOLE_BATCH = (
+    'gather_batch="step" needs the whole batch, and each worker or replica reads its own part of '
+    "the data. Pass a tf.data.Dataset that is not distributed, or use gather_batch=True"
+)
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
@@ -285,7 +294,10 @@ class ReplicatedStep:
                     break
                 except KnownRowsError:
                     state.hides_rows = True
-                except tf.errors.OpError:
+                except tf.errors.OpError as error:
+                    is_whole = self._replicas == 1 or self.is_repeated
+                    if isinstance(error, tf.errors.InvalidArgumentError) and not is_whole:
+                        error.add_note(_HINT.format(replicas=self._replicas))
                     raise
                 except Exception as error:
                     is_needed = isinstance(error, WholeBatchError)
@@ -316,8 +328,8 @@ class ReplicatedStep:
         if self.is_undivided:
             return self._strategy.run(self._step, args=(data,))
         self.may_repeat &= worker_slice is None
-        if self._refusal and worker_slice:
-            raise ValueError(self._refusal)
+        if self.is_repeated and (worker_slice or is_distributed(data)):
+            raise ValueError(self._refusal or _NEEDS_WHOLE_BATCH)
         division = BatchDivision.of(
             data, self._strategy, self._micro_steps, worker_slice, self.is_repeated
         )
@@ -356,9 +368,9 @@ class ReplicatedStep:
                 is_last,
                 self._has_groups,
             )
-            step.loss_reduction, step.hides_rows = state.loss_reduction, state.hides_rows
-            step.reduces_early = state.reduces_early
-            step.may_repeat = self.may_repeat and not self._trainer.run_eagerly
+            step.loss_reduction, step.reduces_early = state.loss_reduction, state.reduces_early
+            if not self._trainer.run_eagerly:  # a step that is traced can be traced again
+                step.hides_rows, step.may_repeat = state.hides_rows, self.may_repeat
             step.own_metrics = own_metric_variables(self._trainer.metrics)
             with attributes_of_replica(own_objects), step.running():
                 with step.undoing_if_empty(self._trainer.metrics_variables):

@@ -205,10 +205,15 @@ class AsynchronousStep(StepOnCopies):
         used = [optimizer for optimizer in optimizers if optimizer.built] or optimizers
         self._counter = _counter_of(used[0]) if used else None
         self._written_at = None  # the count of updates including its own first one
+        if trainer.training_state.repeated_steps:
+            self._check_has_one_device()
 
     def note_gather(self, is_whole_loss):
         """Raises an error if the worker has several devices: their gradients are not tested."""
         super().note_gather(is_whole_loss)
+        self._check_has_one_device()
+
+    def _check_has_one_device(self):
         if self.replicas > 1:
             raise ValueError(
                 f"gather_batch: with parameter servers a worker needs one device, not "

@@ -53,6 +53,7 @@ _ON_NUMBERS |= {"Pack": lambda *parts: np.stack(parts)}
 # Operations that lead from a shape to a number of rows.
 _OF_COUNTS = {"Cast", "Const", "GatherV2", "Identity", "Mul", "Pack", "Prod", "Reshape", "Shape"}
 _OF_COUNTS |= {"Size", "Squeeze", "StridedSlice"}
+_CONTROL_FLOW = {"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"}
 _STATEFUL_AND_FIXED = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 
 
@@ -125,6 +126,7 @@ class BatchDependence:
     def __init__(self, data, rows: int | None, batch_rows: int | None, rows_are_known: bool = True):
         self._rows, self._batch_rows = rows, batch_rows
         self._leaf = ROWS if rows_are_known else _ROWS_OF_UNKNOWN_DEGREE
+        self._unknown = dataclasses.replace(self._leaf, is_by_row=False)
         self._known: dict[tuple, Dependence] = {}
         self._noted: dict[tuple, Dependence] = {}
         self._kept: list = []  # ids of eager tensors are unique as long as these exist
@@ -160,7 +162,7 @@ class BatchDependence:
             try:
                 self._known[key] = self._rule(here[0], inputs)
             except (AttributeError, IndexError, TypeError, ValueError):  # an unusual operation
-                self._known[key] = self._leaf if here[0].shape.rank != 0 else UNKNOWN
+                self._known[key] = self._unknown if here[0].shape.rank != 0 else UNKNOWN
             waiting.pop()
         return self._look_up(tensor, None)
 
@@ -248,7 +250,7 @@ class BatchDependence:
         if kind == "Placeholder" or kind in _CALLS:
             if inputs and (kind == "Placeholder" or len(inputs) == 1):
                 return inputs[0]
-            return self._leaf if tensor.shape.rank != 0 else UNKNOWN
+            return self._unknown if tensor.shape.rank != 0 else UNKNOWN
         if kind == "PlaceholderWithDefault":
             return UNKNOWN  # such as the index of the row of which a Jacobian is computed
         if "Random" in kind or kind in ("Fill", "BroadcastTo"):
@@ -261,9 +263,8 @@ class BatchDependence:
         if kind == "Size" and not inputs[0].is_fixed:
             return MEAN if inputs[0].axis is None else SUM
         if all(i.is_fixed for i in inputs):
-            stateful = tensor.op.op_def is not None and tensor.op.op_def.is_stateful
-            if stateful and inputs and kind not in _STATEFUL_AND_FIXED:
-                return self._leaf if tensor.shape.rank != 0 else UNKNOWN
+            if inputs and not _is_equal_on_all(tensor.op):
+                return self._unknown if tensor.shape.rank != 0 else UNKNOWN
             return FIXED
         result = self._varying(tensor, kind, inputs)
         sized = kind in _SIZED_BY_VALUES or any(i.is_sized_by_values for i in inputs)
@@ -474,6 +475,27 @@ class _Frame:
     def argument(self, placeholder):
         """Returns (tensor, frame) that the call passes for a placeholder, or None."""
         return self._arguments.get(id(placeholder.op))
+
+
+def _is_equal_on_all(operation):
+    """Returns True if replicas compute the same from the same inputs, in functions, too."""
+    if operation.type not in _CONTROL_FLOW:
+        is_stateful = operation.op_def is not None and operation.op_def.is_stateful
+        return not is_stateful or operation.type in _STATEFUL_AND_FIXED
+    return all(
+        "Random" not in inner.type and _is_equal_on_all(inner)
+        for graph in _function_graphs(operation)
+        for inner in graph.get_operations()
+        if inner.type != "Placeholder"
+    )
+
+
+def _function_graphs(operation):
+    """Returns the graphs of the functions of a branch or a loop."""
+    attributes = operation.node_def.attr.values()
+    names = [a.func.name for a in attributes if a.func.name]
+    names += [function.name for a in attributes for function in a.list.func]
+    return [operation.graph._get_function(name).graph for name in names]
 
 
 def _multiplies_pairs(tensor, kind, inputs):

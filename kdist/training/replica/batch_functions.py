@@ -139,8 +139,8 @@ class BatchFunction:
         for place, (tensor, kind) in enumerate(self.arguments):
             if kind in (Kind.MEAN, Kind.SUM, Kind.SHAPE):
                 added[place] = zero_if_empty(self._part(tensor, kind, share))
-        for (place, part), total in zip(
-            added.items(), all_reduce_sum(list(added.values())) if added else [], strict=True
+        for place, total in zip(
+            added, all_reduce_sum(list(added.values())) if added else [], strict=True
         ):
             tensor, kind = self.arguments[place]
             if kind is Kind.SHAPE:
@@ -244,9 +244,7 @@ def find_function(
         waiting.extend(tensor.op.inputs)
     if is_linear:
         return None
-    return BatchFunction(
-        list(arguments.values()), value, list(operations.values()), dependence
-    )
+    return BatchFunction(list(arguments.values()), value, list(operations.values()), dependence)
 
 
 def _kind(tensor, dependence) -> Kind | None:

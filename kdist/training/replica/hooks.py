@@ -426,7 +426,7 @@ def _is_kept_on_first_replica(native):
 
 
 def _apply_outside(keras_function, optimizer, grads, trainable_variables=None):
-    """Applies gradients, and builds an optimizer outside of the replicas, before a program's own loop calls `apply`.
+    """Applies the gradients of a program's own loop with an optimizer that is built before.
 
     Keras creates its variables within the replicas. If a `tf.function` calls them, TensorFlow may
     put its first call into a `tf.cond`, where collectives fail. Outside of the scope in which the

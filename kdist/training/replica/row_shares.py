@@ -112,15 +112,15 @@ class BatchDivision:
             ValueError: the tensors have different numbers of rows.
         """
         replicas = strategy.num_replicas_in_sync
-        if any(isinstance(x, tf.distribute.DistributedValues) for x in keras.tree.flatten(data)):
+        if is_distributed(data):
             sizes = [_common_rows(part) for part in strategy.experimental_local_results(data)]
             return cls(tuple(sizes), (0,) * replicas, micro_steps)
         rows = _common_rows(data)
         if rows is None:
             return cls((micro_steps,) * replicas, (0,) * replicas, micro_steps, is_fixed=True)
         if is_repeated:
-            sizes = (rows, *[0] * (replicas - 1))
-            return cls(sizes, (0,) * replicas, micro_steps, is_repeated=True)
+            on_first = (rows, *[0] * (replicas - 1))
+            return cls(on_first, (0,) * replicas, micro_steps, is_repeated=True)
         first = 0
         if worker_slice:
             rows, first = worker_slice.batch_rows, worker_slice.first_row
@@ -186,6 +186,11 @@ _DIFFERENT_ROWS = (
     "the rows of each tensor, so that all tensors need the same number. For several unlabeled "
     "examples per labeled one, give each row an axis for them: (rows, examples per row, …)"
 )
+
+
+def is_distributed(data) -> bool:
+    """Returns True if a batch is already divided among replicas."""
+    return any(isinstance(x, tf.distribute.DistributedValues) for x in keras.tree.flatten(data))
 
 
 def _common_rows(data) -> Number | None:

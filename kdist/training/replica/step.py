@@ -358,7 +358,9 @@ class ReplicaStep:
 
         A replica has its own rows only, so that its values are not those of one device.
         """
-        return self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows
+        return (
+            self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows
+        )
 
     def _fall_back(self, problem, consequence):
         """Lets every replica compute the whole batch, or warns if it does not have that.
@@ -375,9 +377,10 @@ class ReplicaStep:
 
     def _fall_back_on_mixed_rows(self, tensor, noun="loss"):
         self._fall_back(
-            f"the {noun} {tensor.name!r} combines rows of the batch with each other, or with a mean "
-            f"or sum over rows. Call kdist.gather_batch on what is combined, or accept the {noun} of "
-            'each replica\'s rows by compile(loss_reduction="mean") (docs/guides/strategies.md)',
+            f"the {noun} {tensor.name!r} combines rows of the batch with each other, or with a "
+            f"mean or sum over rows. Call kdist.gather_batch on what is combined, or accept the "
+            f'{noun} of each replica\'s rows by compile(loss_reduction="mean") '
+            "(docs/guides/strategies.md)",
             "Each replica sees its own rows only, so that the result is not that of one device",
         )
 
@@ -665,7 +668,8 @@ class ReplicaStep:
             )
         ]
         if self._accumulators is not None:
-            gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)
+            with self._marked("applying"):  # its variables are no state of the program
+                gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)
             if not self.is_last:
                 return None
         reduced = self.reduced(gradients)
@@ -809,6 +813,9 @@ class ReplicaStep:
         except UnknownFunctionError as error:
             _logger.debug("state of %s is averaged: %s", variable.path, error)
             self._check_rows_are_unknown()
+            dependence = self._dependence.of(value)
+            if dependence.degree != 0 or dependence.mixes_rows:
+                self._fall_back_on_mixed_rows(value, f"new value of {variable.path}")
             return value
         return value if found is None else tf.ensure_shape(found.value, value.shape)
 
