@@ -246,29 +246,49 @@ class Pairs(kdist.Model):
     def train_step(self, batch):
         with tf.GradientTape() as tape:
             loss = keras.ops.mean((self(batch[0]) - self(batch[1]) - 1) ** 2)
-        self.optimizer.apply(tape.gradient(loss, self.trainable_variables))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
         return {"loss": loss}
 
 
-def train_pairs(strategy, **options):
+class Grouped(kdist.Model):
+    """Has a constant number of groups of rows."""
+
+    def call(self, x):
+        return keras.ops.reshape(super().call(x), (4, 2, 8))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
+        return keras.ops.mean(y_pred**2)
+
+
+def train_on_unknown_sizes(model_class, shape, strategy, **options):
     keras.utils.set_random_seed(3)
-    batches = [data()[:8].reshape(2, 4, FEATURES), data()[8:16].reshape(2, 4, FEATURES)]
+    batches = data()[:16].reshape(2, *shape)
     dataset = tf.data.Dataset.from_generator(
-        lambda: iter(batches), output_signature=tf.TensorSpec((None, None, FEATURES))
+        lambda: iter(batches),
+        output_signature=tf.TensorSpec([*[None] * (len(shape) - 1), FEATURES]),
     )
     with strategy.scope():
-        model = encoder(Pairs)
+        model = encoder(model_class)
         model.compile(sgd(), **options)
     model.fit(dataset, verbose=0)
     return model.get_weights()
 
 
 def test_a_first_axis_without_rows(mirrored):
+    train = functools.partial(train_on_unknown_sizes, Pairs, (2, 4, FEATURES))
+    expected = train(kdist.create_strategy("one_device"))
+    with pytest.warns(UserWarning, match="every replica computes the whole batch"):
+        assert_same_weights(train(mirrored), expected, 2e-6)
+
+
+def test_a_number_of_rows_that_is_constant(mirrored):
+    train = functools.partial(train_on_unknown_sizes, Grouped, (8, FEATURES))
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-        train_pairs(mirrored)
+        train(mirrored)
     assert any('gather_batch="step"' in note for note in raised.value.__notes__)
-    expected = train_pairs(kdist.create_strategy("one_device"))
-    assert_same_weights(train_pairs(mirrored, gather_batch="step"), expected, 2e-6)
+    expected = train(kdist.create_strategy("one_device"))
+    assert_same_weights(train(mirrored, gather_batch="step"), expected, 2e-6)
 
 
 def compiled(model, loss=None, **options):

@@ -423,13 +423,22 @@ def test_losses_of_outputs_count_a_smaller_last_batch(strategy):
         np.testing.assert_allclose(found[name], values, atol=1e-5)
 
 
-def test_stateful_layers_are_refused_on_several_devices(mirrored):
-    with mirrored.scope():
-        layers = [keras.Input(batch_shape=(4, 3, 1)), keras.layers.LSTM(2, stateful=True)]
-        model = kdist.Model.of(keras.Sequential(layers))
-        model.compile("sgd", "mse")
+def test_stateful_layers_see_the_whole_batch(mirrored):
+    def train(strategy, **options):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            layers = [keras.Input(batch_shape=(4, 3, 1)), keras.layers.LSTM(2, stateful=True)]
+            model = kdist.Model.of(keras.Sequential(layers))
+            model.compile(keras.optimizers.SGD(0.5), "mse", **options)
+        x = np.linspace(-1, 1, 24).reshape(8, 3, 1)
+        model.fit(x, np.ones((8, 2)), batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    expected = train(kdist.create_strategy("one_device"))
+    with pytest.warns(UserWarning, match="whole batch.*stateful"):
+        assert_same_weights(train(mirrored), expected, 1e-6)
     with pytest.raises(ValueError, match="stateful"):
-        model.fit(np.ones((4, 3, 1)), np.ones((4, 2)), batch_size=4, verbose=0)
+        train(mirrored, accumulate=2)
 
 
 class Keys(keras.callbacks.Callback):

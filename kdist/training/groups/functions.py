@@ -307,7 +307,7 @@ class ReplicatedStep:
                     elif self.may_repeat and not self.is_repeated:
                         first_error, self.is_repeated = error, True
                     else:
-                        raise first_error or error from None
+                        raise
             if first_error is not None:
                 self._repeat(first_error)
             return result
@@ -327,8 +327,8 @@ class ReplicatedStep:
         """
         if self.is_undivided:
             return self._strategy.run(self._step, args=(data,))
-        self.may_repeat &= worker_slice is None
-        if self.is_repeated and (worker_slice or is_distributed(data)):
+        self.may_repeat &= worker_slice is None and not is_distributed(data)
+        if self.is_repeated and not self.may_repeat:
             raise ValueError(self._refusal or _NEEDS_WHOLE_BATCH)
         division = BatchDivision.of(
             data, self._strategy, self._micro_steps, worker_slice, self.is_repeated

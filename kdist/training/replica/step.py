@@ -465,10 +465,13 @@ class ReplicaStep:
         except UnknownFunctionError as error:
             _logger.debug("%s cannot be computed from all rows: %s", value.name, error)
             self._check_rows_are_unknown()
-            if is_loss and self._dependence.of(value).mixes_rows:
-                self._fall_back_on_mixed_rows(value)
-            elif is_loss:
-                self._fall_back_on_unknown(value)
+            noun = "loss" if is_loss else "value"
+            if not (is_loss or self.may_repeat):
+                return None
+            if self._dependence.of(value).mixes_rows:
+                self._fall_back_on_mixed_rows(value, noun)
+            else:
+                self._fall_back_on_unknown(value, noun)
             self._noted(value, {"sum": SUM}.get(self.loss_reduction, MEAN))
             return None
         if of_batch is not None:
@@ -814,7 +817,8 @@ class ReplicaStep:
             _logger.debug("state of %s is averaged: %s", variable.path, error)
             self._check_rows_are_unknown()
             dependence = self._dependence.of(value)
-            if dependence.degree != 0 or dependence.mixes_rows:
+            is_unknown = dependence.degree != 0 or dependence.mixes_rows
+            if is_unknown and not self._gradient_dependence.of(value).is_of_weights:
                 self._fall_back_on_mixed_rows(value, f"new value of {variable.path}")
             return value
         return value if found is None else tf.ensure_shape(found.value, value.shape)
