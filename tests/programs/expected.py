@@ -4,13 +4,13 @@ Modes without an entry of their own share those of `two`.
 """
 
 STATEFUL = "refused: a stateful layer keeps one state per row of the global batch"
-EAGER = "an eager tape cannot be used in a scope"
+EAGER = "refused: the workers' weights would differ"
 
-_FAILS = {
-    "two": {
-        "stateful_lstm": STATEFUL,
-        "eager_tape_loop": EAGER,
-    },
+_FAILS: dict[str, dict[str, str]] = {
+    "two": {},
+    "accumulate": {"stateful_lstm": STATEFUL},
+    "workers": {"eager_tape_loop": EAGER},
+    "servers": {"stateful_lstm": STATEFUL, "eager_tape_loop": EAGER},
 }
 
 

@@ -206,7 +206,7 @@ def point_net():
     return _point_net(keras.regularizers.L2(0.01))
 
 
-@program(across="the published regularizer multiplies the transforms of all pairs of a batch")
+@program
 def orthogonal_point_net():
     """Point clouds with PointNet's orthogonal regularizer as published: tensordot over rows."""
     return _point_net(OrthogonalRegularizer(3))

@@ -155,7 +155,7 @@ class SimilarityModel(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program(across="every anchor is compared with the positives of all rows of the batch")
+@program
 def metric_learning():
     """Metric learning: cross-entropy over the similarities of all pairs of a batch."""
     pairs = np.stack([_points(32), _points(32, 1)], 1)
@@ -221,7 +221,7 @@ class SimCLR(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program(across="the negatives of an image are the other images of the batch")
+@program
 def simclr():
     """SimCLR: two views, in-batch negatives, and a linear probe in the same step."""
     labels = np.random.default_rng(3).integers(0, 3, 32)
@@ -240,7 +240,7 @@ class SupervisedContrastiveLoss(keras.losses.Loss):
         return -ops.sum(shares * ops.log_softmax(logits, axis=1), axis=1)
 
 
-@program(across="the loss compares the features of all rows with equal labels")
+@program
 def supervised_contrastive():
     """Supervised contrastive loss through compile and fit, then a frozen encoder."""
     x, y = _points(32), np.random.default_rng(4).integers(0, 3, (32, 1))

@@ -337,7 +337,7 @@ class Running(layers.Layer):
         return x - self.mean
 
 
-@program(across="the moving mean is that of the replica's rows when the layer subtracts it")
+@program
 def layer_with_state():
     """Layer with weights that are not trained: a moving mean and a counter."""
     x, y = _data(48)

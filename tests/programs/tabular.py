@@ -249,7 +249,7 @@ def collaborative_filtering():
     return outcome(history, model, predicted=model.predict(x, verbose=0))
 
 
-@program(across="TensorFlow's tensordot over all axes adds the products of all rows")
+@program
 def recommender_by_tensordot():
     """Recommendations where tensordot sums over the batch too, as often published."""
 
@@ -312,7 +312,7 @@ class Retrieval(TwoTower):
         return ops.mean(losses)
 
 
-@program(across="movies of the other rows are the negatives")
+@program
 def two_tower_retrieval():
     """Two towers with in-batch negatives."""
     rng = np.random.default_rng(0)

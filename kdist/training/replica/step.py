@@ -466,8 +466,9 @@ class ReplicaStep:
             _logger.debug("%s cannot be computed from all rows: %s", value.name, error)
             self._check_rows_are_unknown()
             noun = "loss" if is_loss else "value"
-            if not (is_loss or self.may_repeat):
-                return None
+            is_of_weights = self._gradient_dependence.of(value).is_of_weights
+            if not is_loss and (is_of_weights or not self.may_repeat):
+                return None  # such as the norm of a gradient, which is that of the batch
             if self._dependence.of(value).mixes_rows:
                 self._fall_back_on_mixed_rows(value, noun)
             else:
@@ -801,8 +802,8 @@ class ReplicaStep:
     def state_of_batch(self, variable, value):
         """Returns what a layer or a program assigns to a variable, given what this replica would.
 
-        Means over rows are averaged at the end of the step. Sums, functions of sums, and rows, as
-        in a queue of features, are those of the whole batch. Metrics are not changed.
+        Means and sums over rows, their functions, and rows, as in a queue of features, are those of
+        the whole batch. Within micro-steps, means are averaged at the end. Metrics are not changed.
         """
         is_shared = variable.value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
         is_state = is_shared or can_be_averaged(variable, of_any_type=True)
@@ -810,8 +811,8 @@ class ReplicaStep:
             return value
         if not self._can_exchange or self._dependence.of(value).is_fixed:
             return value
-        kept = [Kind.SUM, Kind.MEAN] if is_shared else [Kind.SUM]
         try:
+            kept = Kind.SUM, Kind.MEAN  # the step may read the variable
             found = self._found_function(value, is_in_tape=True, kept=kept)
         except UnknownFunctionError as error:
             _logger.debug("state of %s is averaged: %s", variable.path, error)
