@@ -165,7 +165,7 @@ class Trainer(TensorFlowTrainer):
             raise ValueError(f'gather_batch must be True, False, or "step", got {gather_batch!r}')
         if gather_batch and (accumulate > 1 or local_steps is not None):
             raise ValueError(
-                f"gather_batch={gather_batch!r} needs the whole batch in one step, which accumulate "
+                f"gather_batch={gather_batch!r} needs a whole batch in one step, which accumulate "
                 f"and local_steps divide; got accumulate={accumulate}, local_steps={local_steps}"
             )
         check_no_distribution()

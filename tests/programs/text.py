@@ -537,7 +537,8 @@ def image_captions():
     cnn.trainable = False
     picture, text = keras.Input((6, 6, 1)), keras.Input((5,), dtype="int64")
     z = TokenAndPositionEmbedding(5, 12, 8)(text)
-    z = layers.LayerNormalization()(z + layers.MultiHeadAttention(1, 4)(z, cnn(picture)))
+    attention = layers.MultiHeadAttention(1, 4, use_bias=False)  # Lion follows the sign of noise
+    z = layers.LayerNormalization()(z + attention(z, cnn(picture)))
     model = keras.Model((picture, text), layers.Dense(12)(z))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Lion(1e-3), loss, metrics=["accuracy"])

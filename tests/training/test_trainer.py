@@ -291,6 +291,32 @@ def test_xla_computes_the_same_weights():
     assert_same_weights(model.get_weights(), reference.get_weights(), 1e-5)
 
 
+def test_xla_divides_batches(mirrored):
+    """The graph of a compiled forward pass is hidden, and its losses are means nevertheless."""
+    x, y = np.linspace(-1, 1, 64).reshape(16, 4), np.arange(16) % 3
+    with mirrored.scope():
+        model = linear(jit_compile=True)
+    reference = linear(keras.Model, jit_compile=False)
+    for trained in (model, reference):
+        trained.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    assert_same_weights(model.get_weights(), reference.get_weights(), 1e-6)
+
+
+def test_a_batch_of_one_row_is_not_taken_for_its_second_axis(mirrored):
+    def attention(model_class):
+        inputs = keras.Input((3, 4))
+        outputs = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
+        return model_class(inputs, outputs)
+
+    x = np.linspace(-1, 1, 12).reshape(1, 3, 4)
+    expected = attention(keras.Model)
+    with mirrored.scope():
+        model = attention(kdist.Model)
+    model.set_weights(expected.get_weights())
+    found = model.predict(x, batch_size=1, verbose=0)
+    np.testing.assert_allclose(found, expected.predict(x, verbose=0), rtol=1e-5)
+
+
 def normalised(synchronized):
     inputs = keras.Input((4,))
     x = keras.layers.BatchNormalization(synchronized=synchronized)(keras.layers.Dense(8)(inputs))

@@ -784,6 +784,8 @@ def _reshaped(tensor, inputs):
         return Dependence(i.degree)
     if i.axis != 0 or not rank:
         return Dependence(i.degree if rank else None, _SOME_AXIS if rank else None)
+    if tensor.op.inputs[0].shape[0] == 1:  # one row
+        return Dependence(i.degree, 0)
     ones = 0
     for size in tensor.shape.as_list():
         if size != 1:

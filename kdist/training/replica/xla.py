@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.keras import loss_module
+from kdist.training.replica import step as steps
 
 
 def train_step(model, data):
@@ -25,6 +26,7 @@ def train_step(model, data):
         return loss, y_pred, tape.gradient(scaled, weights)
 
     loss, y_pred, gradients = _compiled(forward_and_backward)(x, y, sample_weight)
+    loss = steps.current().note_mean(loss)  # Keras's losses are, and its graph is hidden
     rows = tf.shape(keras.tree.flatten(x)[0])[0]
     model._loss_tracker.update_state(loss_module.unscale_loss_for_distribution(loss), rows)
     if weights:
