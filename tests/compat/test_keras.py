@@ -61,6 +61,7 @@ PARAMETERS_OF_HOOKED = {
     "_moments": ["self", "inputs", "mask"],
     "_compute_moments_sync": ["x", "axes", "keepdims"],
     "draw_seed": ["seed"],
+    "conv": ["inputs", "kernel", "strides", "padding", "data_format", "dilation_rate"],
     "Layer.__call__": ["self", "args", "kwargs"],
     "Function.__call__": ["self", "args", "kwds"],
     "DistributedVariable.assign": ["self", "value", "use_locking", "name", "read_value"],

@@ -6,6 +6,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 import kdist
 from kdist.testing import assert_same_weights
+from tests.forked import python
 
 
 def linear(model_class=kdist.Model, **compile_arguments):
@@ -289,6 +290,31 @@ def test_xla_computes_the_same_weights():
     reference.fit(endless(), steps_per_epoch=10, verbose=0)
     assert model.jit_compile
     assert_same_weights(model.get_weights(), reference.get_weights(), 1e-5)
+
+
+STRIDED = """
+import kdist
+strategy = kdist.create_strategy("mirrored", int(sys.argv[1])) if sys.argv[1] != "0" else None
+import keras, numpy as np
+kdist.patch_keras()
+keras.utils.set_random_seed(0)
+with strategy.scope() if strategy else contextlib.nullcontext():
+    layers = [keras.Input((16, 16, 4)), keras.layers.Conv2D(4, 3, padding="same")]
+    layers += [keras.layers.Conv2D(6, 1, strides=2), keras.layers.Conv2D(6, 1, 2, padding="same")]
+    layers += [keras.layers.Reshape((4, 24)), keras.layers.Conv1D(3, 1, strides=3)]
+    model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.default_rng(0).normal(size=(24, 16, 16, 4))
+model.fit(x, x[:, 0, 0, :1], batch_size=8, epochs=5, verbose=0, shuffle=False)
+print(json.dumps([weight.tolist() for weight in model.get_weights()]))
+"""
+
+
+def test_strided_convolutions_by_1_x_1_kernels():
+    """Two devices on two cores have one thread for each operation, for which oneDNN has a bug."""
+    code = "import contextlib, json, sys\n" + STRIDED
+    one, two = (python(code, [str(devices)]) for devices in (0, 2))
+    assert_same_weights([*map(np.array, two)], [*map(np.array, one)], 1e-5)
 
 
 def test_xla_divides_batches(mirrored):

@@ -72,6 +72,8 @@ _BY_ROW = (
     keras.layers.TimeDistributed,
 )
 
+# oneDNN computes 16 channels at a time with AVX-512, and 8 with AVX2.
+_FEW_CHANNELS = 16
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 
 # Functions that save a model. Any other way to save it, such as pickle, calls one of them.
@@ -92,6 +94,7 @@ def hooks():
         (loss_module, "unscale_loss_for_distribution", _unscaled),
         (loss_module, "reduce_weighted_values", _reduced),
         (keras.metrics.Mean, "update_state", _mean_update),
+        (nn_module, "conv", _conv),
         (nn_module, "_compute_moments_sync", _moments),
         (keras.layers.Layer, "__call__", _layer),
         (type(tf.function(len)), "__call__", _function),
@@ -285,6 +288,22 @@ def _on_own_losses(step, keras_function, layer, *args):
         return keras_function(layer, *args)
     finally:
         layer.__dict__["_losses"] = shared
+
+
+def _conv(step, keras_function, inputs, kernel, strides=1, padding="valid", *others, **options):
+    """Computes a strided convolution by a 1 × 1 kernel from the pixels that it keeps.
+
+    With few channels and one thread per operation, oneDNN's gradient of the kernel writes beyond
+    its memory, and the process dies: https://github.com/uxlfoundation/oneDNN/issues/6035.
+    """
+    *sizes, channels, _ = kernel.shape
+    data_format = others[0] if others else options.get("data_format")
+    is_last = (data_format or keras.config.image_data_format()) == "channels_last"
+    if is_last and set(sizes) == {1} and channels < _FEW_CHANNELS and strides != 1:
+        each = [strides] * len(sizes) if isinstance(strides, int) else strides
+        inputs = inputs[(slice(None), *(slice(None, None, stride) for stride in each))]
+        strides = 1
+    return keras_function(inputs, kernel, strides, padding, *others, **options)
 
 
 def _moments(step, keras_function, x, axes, keepdims):
