@@ -404,9 +404,7 @@ class BatchDependence:
             return bool(self._rows) and size % self._rows == 0
         if shape.elements and shape.elements[0].degree == 1:
             return True
-        first = operand.op.inputs[0] if operand.op.type == "Pack" else operand
-        value = tf.get_static_value(first)
-        return value is not None and value.reshape(-1)[0] == -1
+        return _first_number(operand) == -1
 
     def _shape(self, tensor, dependence):
         rank = tensor.shape.rank
@@ -579,13 +577,20 @@ def _slices_others(tensor, inputs):
     """Returns True if a slice holds all rows."""
     operation = tensor.op
     if operation.type == "Slice":
-        begin, size = (tf.get_static_value(operation.inputs[n]) for n in (1, 2))
-        return begin is not None and size is not None and begin[0] == 0 and size[0] == -1
+        begin, size = (_first_number(operation.inputs[n]) for n in (1, 2))
+        sizes = inputs[2].elements
+        return begin == 0 and (size == -1 or bool(sizes and sizes[0].degree == 1))
     masks = [operation.get_attr(name) & 1 for name in ("begin_mask", "end_mask")]
     strides = tf.get_static_value(operation.inputs[3])
     is_whole = all(masks) and strides is not None and strides[0] == 1
     others = operation.get_attr("shrink_axis_mask") | operation.get_attr("new_axis_mask")
     return (is_whole and not others & 1) or bool(operation.get_attr("ellipsis_mask") & 1)
+
+
+def _first_number(tensor):
+    """Returns the first number of a shape or a position, if it is constant, else None."""
+    value = tf.get_static_value(tensor.op.inputs[0] if tensor.op.type == "Pack" else tensor)
+    return None if value is None else int(value.reshape(-1)[0])
 
 
 def _gathers_by_row(tensor, inputs):
@@ -784,8 +789,14 @@ def _reshaped(tensor, inputs):
         return Dependence(i.degree)
     if i.axis != 0 or not rank:
         return Dependence(i.degree if rank else None, _SOME_AXIS if rank else None)
-    if tensor.op.inputs[0].shape[0] == 1:  # one row
+    rows = tensor.op.inputs[0].shape[0]
+    if rows == 1:
         return Dependence(i.degree, 0)
+    axes = [axis for axis, size in enumerate(inputs[1].elements or ()) if size.degree == 1]
+    if len(axes) == 1:
+        return Dependence(i.degree, axes[0])
+    if rows is None and tensor.shape[0] not in (None, 1):
+        return Dependence(i.degree, _SOME_AXIS)
     ones = 0
     for size in tensor.shape.as_list():
         if size != 1:
