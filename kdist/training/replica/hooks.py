@@ -354,11 +354,12 @@ def _assign(step, keras_function, variable, value):
     """Assigns a variable; counters that TensorFlow keeps on the first replica are kept on each."""
     if step.is_dry_run:
         return step.note_use([value])
-    if metric := step.own_metrics.get(id(variable)):
+    metric = step.own_metrics.get(id(variable))
+    if metric is not None:
         value = own_metrics.corrected(step, metric, variable, value)
     step.note_written(variable)
     native = variable._value
-    if not step.is_normalizing:
+    if metric is None and not step.is_normalizing:
         value = step.state_of_batch(variable, tf.convert_to_tensor(value, native.dtype))
     if step.has_copies and _is_kept_on_first_replica(native):
         step.local(native).assign(tf.cast(value, native.dtype))
