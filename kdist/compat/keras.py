@@ -31,7 +31,6 @@ from keras.src.models.functional import operation_fn as with_call_context
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from keras.src.saving import object_registration, saving_lib
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.array_slicing import train_validation_split
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils.python_utils import is_default, pythonify_logs
@@ -39,7 +38,6 @@ from keras.src.utils.traceback_utils import filter_traceback
 
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
-    "ArrayDataAdapter",
     "BaseOptimizer",
     "EpochIterator",
     "Functional",

@@ -60,7 +60,7 @@ class MicroBatches:
             tensor[: micro.micro_share.rows] if micro.micro_share.may_be_empty else tensor
             for tensor, micro in zip(tensors, self.steps, strict=True)
         ]
-        return tf.concat(own, 0)
+        return self._step.note_in_order(tf.concat(own, 0))
 
     def _divisor(self, number):
         """Returns (divisor of all of the replica's rows, correction) of the loss `number`."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import tensorflow as tf
 
-from kdist.compat.keras import ArrayDataAdapter, EpochIterator, TFEpochIterator
+from kdist.compat.keras import EpochIterator, TFEpochIterator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +119,6 @@ class StepGroups(TFEpochIterator):
 
     @functools.cached_property
     def _length_is_certain(self):
-        if isinstance(self.data_adapter, ArrayDataAdapter):
-            return True  # TensorFlow does not know how many batches its dataset makes of the arrays
         cardinality = self.data_adapter.get_tf_dataset().cardinality
         number = int(cardinality() if callable(cardinality) else cardinality)
         return number != tf.data.UNKNOWN_CARDINALITY

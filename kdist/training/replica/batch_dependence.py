@@ -929,7 +929,8 @@ def _padded(tensor, inputs):
 
 
 def _ranged(tensor, inputs):
-    return Dependence(0.0, 0)
+    counts_rows = any(i.degree == 1 for i in inputs)  # and not the steps of the longest row
+    return Dependence(0.0, 0 if counts_rows else _SOME_AXIS)
 
 
 def _tiled(tensor, inputs):

@@ -417,6 +417,14 @@ class ReplicaStep:
         """Records that a tensor holds the rows of all replicas, and returns it."""
         return self._noted(tensor, FIXED)
 
+    def note_in_order(self, tensor):
+        """Records that parts of the rows were joined in the order of the batch; returns them."""
+        if _is_eager(tensor):
+            return tensor
+        return self._noted(
+            tensor, dataclasses.replace(self._dependence.of(tensor), is_permuted=False)
+        )
+
     def note_mean(self, value):
         """Records that a value is a mean over rows, or has been corrected like one; returns it."""
         return self._noted(value, MEAN)
