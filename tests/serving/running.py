@@ -51,7 +51,7 @@ def unharmed(ask):
     yield
     done.set()
     thread.join(SECONDS)
-    assert not wrong
+    assert not wrong, wrong
     assert count >= 20
 
 
