@@ -99,16 +99,14 @@ def call_loaded_functions_between_replicas():
     def call(function, args, captured_inputs):
         if tf.distribute.in_cross_replica_context():
             captured_inputs = [
-                one._get_on_device_or_primary().handle if _has_copies(one) else one
+                one._get_on_device_or_primary().handle
+                if isinstance(one, DistributedVariable)
+                else one
                 for one in captured_inputs
             ]
         return call_flat(function, args, captured_inputs)
 
     saved_model_load._WrapperFunction._call_flat = call
-
-
-def _has_copies(captured):
-    return isinstance(captured, DistributedVariable)
 
 
 def keep_scopes():

@@ -139,11 +139,10 @@ class Trainer(TensorFlowTrainer):
 
         Raises:
             ValueError: `accumulate` or `local_steps` is not a positive integer, `max_staleness`
-                is not a non-negative integer, `local_slots`, `gather_batch`, or
-                `loss_reduction` is unknown,
-                `local_steps` is set under a strategy in which replicas share variables,
-                `gather_batch` is set without a loss or with one of these two, or the layout is for
-                split models and this one is not split.
+                is not a non-negative integer, `local_slots`, `gather_batch`, or `loss_reduction`
+                is unknown, `local_steps` is set under a strategy in which replicas share
+                variables, `gather_batch` is True without a loss or set with `accumulate` or
+                `local_steps`, or the layout is for split models and this one is not split.
             RuntimeError: a `keras.distribution` is set.
 
         Example:

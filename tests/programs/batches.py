@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import ACROSS_ROWS, outcome, program
 
 
 def _data(rows=22, columns=3, seed=0):
@@ -30,7 +30,7 @@ class _Trains(keras.Model):
             loss = self.loss_of(x)
         weights = self.trainable_variables
         self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-        return {"loss": loss}
+        return {"objective": loss}
 
 
 def _train(model, data=None, batch_size=8, **options):
@@ -39,7 +39,7 @@ def _train(model, data=None, batch_size=8, **options):
     return model.fit(data, batch_size=batch_size, epochs=2, verbose=0, shuffle=False, **options)
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def barlow_twins():
     """Barlow Twins: the correlation of two views' features over the batch."""
 
@@ -55,7 +55,7 @@ def barlow_twins():
     return outcome(_train(model), model)
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def hard_triplets():
     """Triplets of the farthest row of the same class and the nearest one of another class."""
 
@@ -79,7 +79,7 @@ def hard_triplets():
     return outcome(history, model)
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def in_batch_negatives_of_sequences():
     """Retrieval from sequences: the targets of the other rows are negatives; own accuracy."""
 
@@ -106,7 +106,7 @@ def in_batch_negatives_of_sequences():
     return outcome(model.fit(data, epochs=2, verbose=0), model)
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def minibatch_deviation():
     """Layer that appends the standard deviation over the batch, as in StyleGAN."""
 
@@ -125,7 +125,7 @@ def minibatch_deviation():
     return outcome(history, model)
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def constant_batch_size():
     """Diffusion whose noise has the batch size of the program, with random numbers and dropout."""
 
@@ -145,7 +145,7 @@ def constant_batch_size():
                 loss = ops.mean((found - noise) ** 2)
             weights = self.trainable_variables
             self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
-            return {"loss": loss}
+            return {"objective": loss}
 
     model = Diffusion()
     data = tf.data.Dataset.from_tensor_slices(_data(26)).batch(8, drop_remainder=True)
@@ -153,7 +153,7 @@ def constant_batch_size():
     return outcome(model.fit(data, epochs=2, verbose=0), model.network)
 
 
-@program(differs={"accumulate": "refused: a micro-batch has only some rows of the state"})
+@program(differs=ACROSS_ROWS)
 def stateful_forecast():
     """Stateful GRU, whose state belongs to the rows of a batch, reset after each epoch."""
 
@@ -170,7 +170,7 @@ def stateful_forecast():
     return outcome(history, model, predicted=model.predict(x, batch_size=4, verbose=0))
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def feature_queue():
     """MoCo: a queue of the features of earlier batches, and a moving average of a statistic."""
 
@@ -200,7 +200,7 @@ def feature_queue():
     return outcome(history, model, queue=model.queue.numpy(), largest=model.largest.numpy())
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def attributes_of_a_step():
     """Step that stores tensors in attributes, and calls `tf.function`s with tapes and loops."""
 
@@ -247,7 +247,7 @@ def attributes_of_a_step():
     return outcome(history, model)
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def metrics_across_rows():
     """Own metrics of pairs of rows, of a mean plus a sum, of two batches, and of the first row."""
 
@@ -287,7 +287,7 @@ def metrics_across_rows():
     return outcome(_train(model), model)
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def synchronized_statistics():
     """GAN-like step without a scaled loss, over synchronized BatchNormalization, odd batches."""
 

@@ -10,7 +10,6 @@ _FAILS: dict[str, dict[str, str]] = {
     "two": {},
     "accumulate": {"stateful_lstm": STATEFUL},
     "workers": {"eager_tape_loop": EAGER},
-    "servers": {"stateful_lstm": STATEFUL, "eager_tape_loop": EAGER},
 }
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import ACROSS_ROWS, outcome, program
 
 
 def _graph(nodes=24, edges=60, features=5, seed=0):
@@ -206,7 +206,7 @@ def point_net():
     return _point_net(keras.regularizers.L2(0.01))
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def orthogonal_point_net():
     """Point clouds with PointNet's orthogonal regularizer as published: tensordot over rows."""
     return _point_net(OrthogonalRegularizer(3))

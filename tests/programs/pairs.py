@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import ACROSS_ROWS, outcome, program
 
 
 def _encoder(width=6):
@@ -155,7 +155,7 @@ class SimilarityModel(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def metric_learning():
     """Metric learning: cross-entropy over the similarities of all pairs of a batch."""
     pairs = np.stack([_points(32), _points(32, 1)], 1)
@@ -221,7 +221,7 @@ class SimCLR(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def simclr():
     """SimCLR: two views, in-batch negatives, and a linear probe in the same step."""
     labels = np.random.default_rng(3).integers(0, 3, 32)
@@ -240,7 +240,7 @@ class SupervisedContrastiveLoss(keras.losses.Loss):
         return -ops.sum(shares * ops.log_softmax(logits, axis=1), axis=1)
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def supervised_contrastive():
     """Supervised contrastive loss through compile and fit, then a frozen encoder."""
     x, y = _points(32), np.random.default_rng(4).integers(0, 3, (32, 1))

@@ -21,6 +21,8 @@ SUBJECTS = (
     "batches",
     "tuning",
 )
+# Of programs that combine the rows of a batch.
+ACROSS_ROWS = {"accumulate": "a micro-step has only some rows of the batch"}
 _PROGRAMS: dict[str, "Program"] = {}
 
 

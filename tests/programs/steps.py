@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import ACROSS_ROWS, outcome, program
 
 _LOG = "Keras logs 0 instead of a loss that no metric follows"
 NO_METRIC = {"servers": _LOG, "workers": _LOG}
@@ -337,7 +337,7 @@ class Running(layers.Layer):
         return x - self.mean
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def layer_with_state():
     """Layer with weights that are not trained: a moving mean and a counter."""
     x, y = _data(48)

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import ACROSS_ROWS, outcome, program
 
 COLORS = np.array(["red", "green", "blue", "white"])
 
@@ -249,7 +249,7 @@ def collaborative_filtering():
     return outcome(history, model, predicted=model.predict(x, verbose=0))
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def recommender_by_tensordot():
     """Recommendations where tensordot sums over the batch too, as often published."""
 
@@ -312,7 +312,7 @@ class Retrieval(TwoTower):
         return ops.mean(losses)
 
 
-@program
+@program(differs=ACROSS_ROWS)
 def two_tower_retrieval():
     """Two towers with in-batch negatives."""
     rng = np.random.default_rng(0)

@@ -92,7 +92,11 @@ class StepFunction:
         self._run_one = traced(self._fetch_and_step)
         self._run_loop = self._run_each if trainer.run_eagerly else self._traced(self._loop)
         self._run_batch = traced(self._only_step)
-        self._read_metrics = traced(trainer.get_metrics_result)
+        self._read_metrics = (
+            trainer.get_metrics_result
+            if trainer.run_eagerly
+            else _function(trainer.get_metrics_result)
+        )
 
     def __call__(self, iterator):
         """Runs one step group of an iterator and returns its logs, as Keras's functions do."""
@@ -279,7 +283,7 @@ class ReplicatedStep:
         return self._replicas * self._micro_steps == 1 and not self._has_groups
 
     def traced(self, function):
-        """Returns a `tf.function` that calls the step, which is traced again if that is needed.
+        """Returns `function`, which calls the step, such that it is traced again where needed.
 
         Losses that are computed from all rows need an unknown number of rows. A program may fail
         then, or on the rows of one replica: in that case every replica has the whole batch.

@@ -4,7 +4,6 @@ import contextlib
 import functools
 
 import keras
-import tensorflow as tf
 
 from kdist.compat.keras import (
     convert_to_np_if_not_ragged,
@@ -103,15 +102,9 @@ def _without_foreign_rows(step):
     def on_rows(rows):
         outputs = step(rows)
         running = steps.current()
-        if running is not None:
-            running.check_outputs(outputs)
-        if running is None or not running.share.may_be_empty:
+        if running is None:
             return outputs
-        return keras.tree.map_structure(lambda output: _own_rows(output, running), outputs)
+        running.check_outputs(outputs)
+        return keras.tree.map_structure(running.share.own_rows, outputs)
 
     return on_rows
-
-
-def _own_rows(output, running):
-    has_rows = tf.cast(running.share.rows > 0, tf.int32)
-    return output[: tf.shape(output)[0] * has_rows]

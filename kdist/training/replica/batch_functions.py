@@ -11,7 +11,6 @@ With those of the whole batch, A, the loss is f(A), and its gradient is the sum 
 
 import dataclasses
 import enum
-from collections.abc import Collection
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -127,8 +126,6 @@ class BatchFunction:
         """Returns the arguments of the whole batch, and {place: function that slices own rows}."""
         rows = [place for place, (_, kind) in enumerate(self.arguments) if kind is Kind.ROWS]
         own = [tf.stop_gradient(self.arguments[place][0]) for place in rows]
-        if share.may_be_empty:  # it holds a row of another replica
-            own = [tensor[: zero_if_empty(tf.shape(tensor)[0])] for tensor in own]
         gathered, starts = gather_rows(own, share)
         whole = dict(zip(rows, gathered, strict=True))
         slices = {
@@ -208,20 +205,22 @@ class FunctionOfBatch(NamedTuple):
 
 
 def find_function(
-    value, dependence: BatchDependence, kept: Collection[Kind] = ()
+    value, dependence: BatchDependence, may_be_linear: bool = False
 ) -> BatchFunction | None:
-    """Returns the function of the batch that `value` is; None if it is linear in means and sums.
+    """Returns the function of the batch that `value` is; None if it needs none.
+
+    A value that is linear in means and sums over rows is the mean of replicas' values.
 
     Args:
         value: a scalar of the step's graph, or a tensor that is no part for each row.
         dependence: the `BatchDependence` of the step's tensors.
-        kept: kinds of arguments in which a function may be linear, and is returned nevertheless.
-            Defaults to none.
+        may_be_linear: whether to return linear functions of means and sums, too. Defaults to False.
 
     Raises:
         UnknownFunctionError: the function is not linear, and cannot be divided in this way.
     """
     arguments, operations, begun = {}, {}, set()
+    linear_kinds = {Kind.FIXED} if may_be_linear else {Kind.FIXED, Kind.MEAN, Kind.SUM}
     waiting, is_linear = [value], True
     while waiting:
         tensor = waiting[-1]
@@ -233,8 +232,7 @@ def find_function(
             continue
         kind = _kind(tensor, dependence)
         if kind is not None:
-            is_linear = is_linear and kind not in (Kind.ROWS, Kind.SHAPE)
-            is_linear = is_linear and kind not in kept
+            is_linear = is_linear and kind in linear_kinds
             arguments[key] = tensor, kind
             continue
         is_linear = is_linear and _is_linear(tensor.op, dependence)

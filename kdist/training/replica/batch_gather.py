@@ -125,7 +125,5 @@ def _check(leaf):
 def _rows_of_all_replicas(tensors, step):
     if step is None:
         return gather_rows(tensors)[0]
-    if step.share.may_be_empty:  # it holds a row of another replica
-        tensors = [x[: step.zero_if_empty(tf.shape(x)[0])] for x in tensors]
     gathered = step.add_up(tensors, lambda parts: gather_rows(parts, step.share)[0])
     return [step.note_gathered(tensor) for tensor in gathered]

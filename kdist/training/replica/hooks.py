@@ -5,9 +5,9 @@ checks whether a step of kdist runs in this thread (`kdist.training.replica.step
 as always outside a kdist model's `fit`, `evaluate`, and `predict`, it calls the original function.
 Most of these functions are private: `tests/compat/test_keras.py` fails if one of them changes.
 
-Four hooks act outside of steps: models are saved outside a multi-worker scope, optimizers are
-built outside of replicas, a gradient that is taken between replicas is that of one device, and a
-program that clears Keras's session stays in its scope.
+Some hooks act outside of steps: models are saved outside a multi-worker scope, optimizers are built
+outside of replicas, gradients and functions of SavedModels between replicas are those of one
+device, and a program that clears Keras's session stays in its scope.
 """
 
 import functools
@@ -46,7 +46,6 @@ from kdist.compat.tensorflow import (
 from kdist.training.replica import batch_norm, own_metrics, unseeded
 from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import all_reduce_sum
-from kdist.training.replica.step import RawVariable
 from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
 
 # Optimizer methods that Keras implements once for one device and once for tf.distribute.
@@ -371,8 +370,8 @@ def _assign(step, keras_function, variable, value):
 
 def _assign_raw(step, function, native, value, *args, **kwargs):
     """Assigns or adds to a `tf.Variable` of the program."""
-    variable = RawVariable(native)
     if not (step.applying or step.is_assigning):
+        variable = steps.RawVariable(native)
         step.note_written(variable)
         value = step.state_of_batch(variable, tf.convert_to_tensor(value, native.dtype))
     return function(native, value, *args, **kwargs)

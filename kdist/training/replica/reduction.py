@@ -46,6 +46,8 @@ def gather_rows(tensors, share=None):
     """
     if not tensors:
         return [], []
+    if share is not None:
+        tensors = [share.own_rows(tensor) for tensor in tensors]
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync
     replica = int(tf.get_static_value(context.replica_id_in_sync_group))

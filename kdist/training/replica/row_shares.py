@@ -69,6 +69,13 @@ class RowShare:
         """Returns True if all replicas are known to have the same number of rows."""
         return isinstance(self.micro_rows, int) and self.micro_rows == self.rows * replicas
 
+    def own_rows(self, tensor):
+        """Returns `tensor` without the row that an empty replica borrows from another."""
+        if not self.may_be_empty:
+            return tensor
+        has_rows = tf.cast(self.rows > 0, tf.int32)
+        return tensor[: tf.shape(tensor)[0] * has_rows]
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchDivision:
@@ -145,8 +152,8 @@ class BatchDivision:
         if self.is_fixed:
             return data, share
         if self.is_repeated:
-            share = dataclasses.replace(share, is_repeated=True, may_be_empty=True)
-            return data, dataclasses.replace(share, tensors=_tensors_of(data))
+            repeated = {"is_repeated": True, "may_be_empty": True, "tensors": _tensors_of(data)}
+            return data, dataclasses.replace(share, **repeated)
         first, shown = self.starts[replica] + mine * micro_step // self.micro_steps, size
         if share.may_be_empty:
             rows = number_of_rows(data)

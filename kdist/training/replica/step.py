@@ -43,7 +43,6 @@ from kdist.training.replica.batch_dependence import (
 )
 from kdist.training.replica.batch_functions import (
     FunctionOfBatch,
-    Kind,
     UnknownFunctionError,
     find_function,
 )
@@ -305,7 +304,7 @@ class ReplicaStep:
     def note_use(self, tensors):
         """Records whether a program changes gradients of tapes, given what it computes of them."""
         for tensor in tensors:
-            if isinstance(tensor, tf.Tensor) and not _is_eager(tensor):
+            if _is_in_graph(tensor):
                 found = self._gradient_dependence.of(tensor)
                 is_changed = found.is_nonlinear or found.degree not in (0, 1)
                 self.needs_whole_gradients |= found.is_of_weights and is_changed
@@ -317,7 +316,7 @@ class ReplicaStep:
 
     def _note_gradient(self, source, gradient, degree):
         axis = None
-        if isinstance(source, tf.Tensor) and not _is_eager(source):
+        if _is_in_graph(source):
             axis = self._dependence.of(source).axis
         if degree is not None and axis is not None:
             degree -= 1
@@ -378,7 +377,7 @@ class ReplicaStep:
     def _fall_back_on_mixed_rows(self, tensor, noun="loss"):
         self._fall_back(
             f"the {noun} {tensor.name!r} combines rows of the batch with each other, or with a "
-            f"mean or sum over rows. Call kdist.gather_batch on what is combined, or accept the "
+            "mean or sum over rows. Call kdist.gather_batch on what is combined, or accept the "
             f'{noun} of each replica\'s rows by compile(loss_reduction="mean") '
             "(docs/guides/strategies.md)",
             "Each replica sees its own rows only, so that the result is not that of one device",
@@ -491,13 +490,13 @@ class ReplicaStep:
         if self.hides_rows is None and self._static_rows is not None:
             raise KnownRowsError from None
 
-    def _found_function(self, value, is_in_tape, kept=()):
-        """Returns a `FunctionOfBatch`, or None if `value` is linear in means and sums.
+    def _found_function(self, value, is_in_tape, may_be_linear=False):
+        """Returns a `FunctionOfBatch`, or None as `find_function` does.
 
         Raises:
             UnknownFunctionError: the function cannot be computed.
         """
-        found = find_function(value, self._dependence, kept)
+        found = find_function(value, self._dependence, may_be_linear)
         if found is None:
             return None
         is_here = tf.compat.v1.get_default_graph() is self._graph is value.graph
@@ -820,8 +819,8 @@ class ReplicaStep:
         if not self._can_exchange or self._dependence.of(value).is_fixed:
             return value
         try:
-            kept = Kind.SUM, Kind.MEAN  # the step may read the variable
-            found = self._found_function(value, is_in_tape=True, kept=kept)
+            # Also means, as the step may read the variable.
+            found = self._found_function(value, is_in_tape=True, may_be_linear=True)
         except UnknownFunctionError as error:
             _logger.debug("state of %s is averaged: %s", variable.path, error)
             self._check_rows_are_unknown()
