@@ -16,7 +16,7 @@ BENCH_FLAGS ?=
 
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
-.PHONY: help env data train test test-unit test-tensorflow test-slow fuzz keras-suite doctest lint format notebooks bench bench-clusters \
+.PHONY: help env data train test test-unit test-tensorflow test-slow test-exhaustive fuzz keras-suite doctest lint format notebooks bench bench-clusters \
 	bench-serving constraints clean
 
 help: ## this list
@@ -59,8 +59,11 @@ test-tensorflow: env ## tests that use TensorFlow, and short ones that start pro
 	$(PYTEST) -m tensorflow --ignore=tests/unit tests
 
 test-slow: env ## jobs of several processes, long trainings, and the notebooks
-	$(PYTEST_SLOW) -m slow tests
+	$(PYTEST_SLOW) -m "slow and not exhaustive" tests
 	$(NOTEBOOKS)
+
+test-exhaustive: env ## all cases of the large matrices, before a release
+	$(PYTEST_SLOW) -m exhaustive tests
 
 # Cases that fail are printed; they belong into tests/equivalence/test_random_models.py.
 CASES ?= 3000

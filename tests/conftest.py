@@ -3,6 +3,7 @@
 * `unit`: the tests in `tests/unit`. They import no TensorFlow and start no processes.
 * `tensorflow`: all other tests without a mark. TensorFlow has four logical CPU devices in them.
 * `slow`: marked by hand, also in `tests/unit`. They start jobs, train, or compute for long.
+* `exhaustive`: marked by `tests/tiers.py`. Further cases of large matrices, for releases.
 """
 
 import contextlib
@@ -39,11 +40,13 @@ def _start_tensorflow():
 
     find_devices(4)
     gc.freeze()  # Spares later collections TensorFlow's and Keras's own objects.
+    # Traces are many objects that stay: looking for cycles in them took a tenth of the time.
+    gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") or item.get_closest_marker("exhaustive"):
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(_SLOW_TEST_SECONDS))
         else:
@@ -61,7 +64,7 @@ def _same_weights_and_names_in_every_test(request):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     yield
-    if request.node.get_closest_marker("slow"):
+    if request.node.get_closest_marker("slow") or request.node.get_closest_marker("exhaustive"):
         _free_memory()
 
 

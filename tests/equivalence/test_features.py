@@ -12,6 +12,7 @@ import pytest
 import kdist
 from benchmarks.equivalence import trial
 from benchmarks.equivalence.features import FEATURES
+from tests.tiers import seldom
 
 
 @functools.cache
@@ -25,11 +26,15 @@ def verdict(name, model_class, strategy):
     return feature.judge(trial.run(feature, model_class, strategy), reference(name))
 
 
-# `scripts/compare.py` runs all of them on four.
-ON_FOUR = [pytest.param(name, 4, marks=pytest.mark.slow) for name in list(FEATURES)[::3]]
+ON_FOUR = list(FEATURES)[::9]
+REPLICAS = [
+    *((name, 2) for name in FEATURES),
+    *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ON_FOUR),
+    *seldom([(name, 4) for name in FEATURES if name not in ON_FOUR]),
+]
 
 
-@pytest.mark.parametrize(("name", "replicas"), [*((name, 2) for name in FEATURES), *ON_FOUR])
+@pytest.mark.parametrize(("name", "replicas"), REPLICAS)
 def test_feature_is_that_of_one_device(name, replicas):
     says = verdict(name, kdist.Model, kdist.create_strategy("mirrored", replicas))
     assert says.kind == "works", f"{name} on {replicas} replicas: {says}"
@@ -38,10 +43,7 @@ def test_feature_is_that_of_one_device(name, replicas):
 _FAST = ("Adam", "custom train_step", "synchronised BatchNorm, uneven batch")
 
 
-# `scripts/compare.py` runs all of them.
-@pytest.mark.parametrize(
-    "name", [*_FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in list(FEATURES)[::6])]
-)
+@pytest.mark.parametrize("name", [*_FAST, *seldom(FEATURES, other_than=_FAST)])
 def test_feature_is_that_of_one_device_with_central_storage(name):
     says = verdict(name, kdist.Model, kdist.create_strategy("central_storage", 2))
     assert says.kind == "works", f"{name}: {says}"

@@ -13,6 +13,7 @@ from tests.parallel.in_place import (
     assert_updates_in_place,
     parts_of,
 )
+from tests.tiers import covering
 
 ROWS, BATCH = 90, 16  # twelve steps in two epochs; the last batch of each is smaller
 
@@ -125,15 +126,17 @@ def test_the_ways_of_training(arguments):
     assert_same_weights(model.get_weights(), plain.get_weights(), 1e-5)
 
 
-@pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"global_clipnorm": 0.05},
-        {"clipnorm": 0.05},
-        {"weight_decay": 0.01},
-        {"use_ema": True, "ema_momentum": 0.9},
-    ],
+    ("data", "options"),
+    covering(
+        [2, 1],
+        [
+            {"global_clipnorm": 0.05},
+            {"clipnorm": 0.05},
+            {"use_ema": True, "ema_momentum": 0.9},
+            {"weight_decay": 0.01},
+        ],
+    ),
     ids=str,
 )
 def test_what_optimizers_do_besides(options, data):

@@ -208,15 +208,28 @@ OUTSIDE = {
 }
 
 
+SOME_CASES = (  # in CI
+    "lenet 28 64 float32 sgd",
+    "mlp 28 64 float32 adam",
+    "transformer 128 32 float32 adamw",
+    "resnet18 28 16 float32 adam",
+    "MobileNetV2 96 32 float32 rmsprop",
+    "ResNet50 64 8 float32 adam",
+    "DenseNet121 64 8 float32 sgd",
+    "EfficientNetB0 96 8 float32 adam",
+)
+
+
 def _marks(case):
     reason = OUTSIDE.get(case.model) or OUTSIDE.get(str(case))
-    return [pytest.mark.xfail(reason=reason)] if reason else []
+    yield pytest.mark.slow if str(case) in SOME_CASES else pytest.mark.exhaustive
+    if reason:
+        yield pytest.mark.xfail(reason=reason)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, id=str(case), marks=_marks(case)) for case in measure_memory.CASES],
+    [pytest.param(case, id=str(case), marks=[*_marks(case)]) for case in measure_memory.CASES],
 )
 def test_prediction_is_within_a_tenth_above_the_measurement(case, library):
     """Takes the maximum of several runs, as the concurrency of operations is random.

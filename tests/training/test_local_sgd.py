@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.testing import assert_same_weights
+from tests.tiers import covering
 
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.2),
@@ -118,12 +119,13 @@ def assert_weights_are_equal(strategy, model):
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("slots", ["keep", "average", "reset"])
 @pytest.mark.parametrize(
-    ("replicas", "optimizer"), [*((2, name) for name in OPTIMIZERS), (3, "momentum")]
+    ("of", "slots"),
+    covering([*((2, name) for name in OPTIMIZERS), (3, "momentum")], ["keep", "average", "reset"]),
 )
-def test_replicas_are_averaged_after_k_steps(replicas, slots, optimizer):
+def test_replicas_are_averaged_after_k_steps(of, slots):
     """The end of an epoch of ten batches ends the third round of 4."""
+    replicas, optimizer = of
     options = {"epochs": 2, "optimizer": optimizer}
     model, strategy, _ = trained(replicas, local_steps=4, local_slots=slots, **options)
     weights, slots_by_hand = by_hand(replicas, 4, slots, **options)

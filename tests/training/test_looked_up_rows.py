@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.testing import assert_same_weights
+from tests.tiers import seldom
 
 WORDS, LENGTH = 7, 5
 _draw = np.random.default_rng(0)
@@ -116,9 +117,15 @@ def test_a_table_of_words_and_positions():
     assert_equal("constant", "Adagrad", is_shared=True, accumulate=2)
 
 
-@pytest.mark.slow
+SOME_OPTIMIZERS = [("Adafactor", 3), ("AMSGrad", 2), ("Ftrl", 3), ("Muon", 2), ("RMSprop", 3)]
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "replicas"), zip(OPTIMIZERS, itertools.cycle([2, 3]), strict=False)
+    ("optimizer", "replicas"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SOME_OPTIMIZERS),
+        *seldom(zip(OPTIMIZERS, itertools.cycle([2, 3])), other_than=SOME_OPTIMIZERS),
+    ],
 )
 def test_optimizers_see_the_slices_of_one_device(optimizer, replicas):
     assert_equal("length", optimizer, replicas, is_shared=True)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.testing import assert_same_weights
+from tests.tiers import seldom
 
 _draw = np.random.default_rng(0)
 X = _draw.normal(size=(22, 3))
@@ -283,12 +284,8 @@ def assert_equal(step, replicas=2, data=(X, Y), tolerance=1e-6, warns=None, **op
     assert_same_weights(weights, expected, tolerance)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_are_those_of_one_device(loss):
-    assert_equal(own_step(LOSSES[loss]))
-
-
 LAYOUTS = {
+    "2 replicas": (2, (X, Y), {}),
     "3 replicas": (3, (X, Y), {}),
     "static": (2, (X_STATIC, Y_STATIC), {}),
     "accumulate": (2, (X, Y), {"accumulate": 2}),
@@ -303,11 +300,11 @@ PAIRS = [
     *zip([n for n in LOSSES if n not in FUNCTIONS], itertools.cycle(LAYOUTS), strict=False),
     *zip(FUNCTIONS, itertools.cycle(LAYOUTS_OF_FUNCTIONS), strict=False),
 ]
+PAIRS += seldom([(loss, "2 replicas") for loss in LOSSES], other_than=PAIRS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "layout"), PAIRS)
-def test_gradients_in_other_layouts(loss, layout):
+def test_gradients_are_those_of_one_device(loss, layout):
     replicas, data, options = LAYOUTS[layout]
     assert_equal(own_step(LOSSES[loss]), replicas, data, **options)
 
@@ -448,7 +445,7 @@ class Added(keras.layers.Layer):
     [lambda x: x**2, lambda x: tf.reduce_sum(x**2), lambda x: tf.reduce_mean(x**2), tf.nn.l2_loss],
     ids=["tensor", "sum", "mean", "l2_loss"],
 )
-@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [2, *seldom([3])])
 def test_added_losses(added, replicas):
     def make(x):
         return keras.layers.Dense(1, kernel_regularizer="l2")(Added(added)(x))

@@ -7,6 +7,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 import kdist
 from kdist.testing import assert_same_weights
 from tests.forked import python
+from tests.tiers import covering
 
 
 def linear(model_class=kdist.Model, **compile_arguments):
@@ -47,8 +48,9 @@ class Steps(keras.callbacks.Callback):
         self.ends.append(batch)
 
 
-@pytest.mark.parametrize("k", [1, 7, 40])
-@pytest.mark.parametrize("data", ["endless", "finite", "arrays", "unknown length"])
+@pytest.mark.parametrize(
+    ("k", "data"), covering([1, 7, 40], ["endless", "finite", "arrays", "unknown length"])
+)
 def test_an_epoch_has_its_steps_with_any_group_length(mirrored, k, data):
     with mirrored.scope():
         model = linear(steps_per_execution=k)
@@ -152,8 +154,9 @@ def padded(number, batch):
     return tf.data.Dataset.from_tensor_slices((x, y, np.arange(rows) < number)).batch(batch)
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("number", [1, 5, 8, 9, 11, 16])
+@pytest.mark.parametrize(
+    ("number", "run_eagerly"), covering([1, 5, 8, 9, 11, 16], [False, True, False])
+)
 def test_padding_counts_nowhere(strategy, number, run_eagerly):
     with strategy.scope():
         model = linear()
@@ -175,8 +178,7 @@ def test_padding_counts_nowhere(strategy, number, run_eagerly):
     np.testing.assert_allclose(model.predict(padded(number, 8), verbose=0), predicted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("number", [16, 17, 18, 31])
-@pytest.mark.parametrize("data", ["arrays", "padded"])
+@pytest.mark.parametrize(("number", "data"), covering([16, 17, 18, 31], ["padded", "arrays"]))
 def test_convolutions_accept_batches_smaller_than_the_replicas(strategy, number, data):
     """17 examples in batches of 8 leave one, so that some replicas have none."""
     x = np.random.default_rng(0).normal(size=(number, 8, 8, 1)).astype("float32")
@@ -575,8 +577,10 @@ def several():
     )
 
 
-@pytest.mark.parametrize("where", ["optimizer", "compile", "attribute"])
-@pytest.mark.parametrize("new", [decaying, averaging, several])
+@pytest.mark.parametrize(
+    ("where", "new"),
+    covering(["optimizer", "compile", "attribute"], [decaying, averaging, several]),
+)
 def test_an_optimizer_may_be_created_outside_of_the_scope(mirrored, new, where):
     def train(model_class, strategy):
         keras.utils.set_random_seed(3)
