@@ -9,11 +9,14 @@ if __name__ == "__main__":
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from absl import app, flags
+
+from kdist.run_directory import check_local
 
 FLAGS = flags.FLAGS
 
@@ -104,6 +107,8 @@ def _run_guarded(main, arguments, positional):
         return _fail(name, f"unknown argument {arguments[1]!r}; flags are --name=value (--help)")
     if len(arguments) == 1 and positional:
         return _fail(name, f"missing argument: {positional} (--help)")
+    if wrong := [text for flag in _own_flags().values() if (text := _objection(flag))]:
+        return _fail(name, wrong[0])
     try:
         return main(arguments)
     except KeyboardInterrupt:
@@ -113,6 +118,20 @@ def _run_guarded(main, arguments, positional):
         if os.environ.get("KDIST_TRACEBACK"):
             raise
         return _fail(name, str(error) or type(error).__name__)
+
+
+def _objection(flag):
+    """Returns what is wrong with a flag's value whatever it means; None if nothing is."""
+    values = flag.value if isinstance(flag.value, list) else [flag.value]
+    for value in values:
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"--{flag.name}={value}: give a finite number"
+        if isinstance(value, str):
+            try:
+                check_local(value.rpartition("=")[2])  # also that of NAME=DIRECTORY
+            except ValueError as error:
+                return f"--{flag.name}={value}: {error}"
+    return None
 
 
 def _fail(name, message):

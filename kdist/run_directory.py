@@ -11,19 +11,24 @@ runs/first/
   summary.json      results, written once at the end
 """
 
+import contextlib
 import datetime
 import json
+import logging
 import math
 import os
 import pathlib
-import tempfile
-from collections.abc import Mapping, Sequence
+import re
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+_logger = logging.getLogger(__name__)
 
 # Environment variable with the run directory that a launcher chose for all tasks of a job.
 RUN_DIR = "KDIST_RUN_DIR"
@@ -65,10 +70,74 @@ def new_run_path(name: str) -> pathlib.Path:
     return pathlib.Path("runs") / f"{now}-{name}"
 
 
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike, is_new: bool = False) -> Iterator[Any]:
+    """Opens a text file that gets its name when it is complete, and never if writing fails.
+
+    Args:
+        path: the file to write or to replace.
+        is_new: whether to fail if the file exists. Defaults to False.
+
+    Yields:
+        The file, open for writing.
+
+    Raises:
+        FileExistsError: `is_new`, and the file exists; also if another process creates it now.
+        OSError: the file cannot be written; the error names it.
+
+    Example:
+
+        with replacing("runs/first/notes.json") as file:
+            json.dump(notes, file)
+    """
+    path = pathlib.Path(path)
+    unfinished = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        # File names may be invalid Unicode, which the report shows as bytes.
+        with open(unfinished, "x", encoding="utf-8", errors="backslashreplace") as file:
+            yield file
+        if is_new:
+            _create(path, unfinished)
+        os.replace(unfinished, path)
+    except OSError as error:
+        # A full disk is reported without a name, and the others name the temporary file.
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _create(path, unfinished):
+    """Claims a name; unlike a rename, this fails if the file exists."""
+    try:
+        os.link(unfinished, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: for a moment the file is empty
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+
+
+def check_local(path: str | os.PathLike):
+    """Raises a ValueError if a path is a URL such as gs://bucket/run, which is not supported.
+
+    Python would write to a local directory named "gs:".
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
+        raise ValueError(
+            f"{os.fspath(path)} is a URL, and object stores are not supported; give a path of the "
+            "file system, on which a bucket can be mounted"
+        )
+
+
 class RunDirectory:
-    """Paths and files of a run in the directory `path`; `create` starts a new one."""
+    """Paths and files of a run in the directory `path`; `create` starts a new one.
+
+    Raises:
+        ValueError: the path is a URL.
+    """
 
     def __init__(self, path: str | os.PathLike):
+        check_local(path)
         self.path = pathlib.Path(path)
 
     def is_interrupted(self) -> bool:
@@ -83,9 +152,19 @@ class RunDirectory:
     def check_same_config(self, config: Mapping[str, Any], names: Sequence[str]):
         """Raises a ValueError unless the existing run has the same configuration.
 
-        Values of `names` must be equal, where the existing run has them.
+        Values of `names` must be equal, where the existing run has them. A damaged configuration is
+        logged: `create` writes it again, and checkpoints of the run are used.
         """
-        existing = json.loads(self.config.read_text(encoding="utf-8"))
+        try:
+            existing = self._read_config()
+        except ValueError as error:
+            _logger.warning(
+                "%s is damaged (%s), as after a full disk or a power failure. It is written again "
+                "with the flags of now; the run goes on from its newest checkpoint, if it has one",
+                self.config,
+                error,
+            )
+            return
         for name in names:
             if name in existing and existing[name] != config.get(name):
                 raise ValueError(
@@ -117,21 +196,40 @@ class RunDirectory:
         run = cls(path)
         if resume:
             run._lock()
+            run._mend_config(config)
             return run
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            # The mode "x" fails for one of two runs that start at the same moment.
-            with open(run.config, "x", encoding="utf-8") as file:
+            # One of two runs that start at the same moment fails.
+            with replacing(run.config, is_new=True) as file:
                 json.dump(finite(config), file, indent=2)
         except FileExistsError as error:
             raise run._already_exists() from error
         except OSError as error:
             raise OSError(
-                f"cannot write the run directory {run.path} ({error.strerror}); use a --run_dir "
-                "that you have permission to write"
+                f"cannot write the run directory {run.path} ({error.strerror}); use another "
+                "--run_dir, with free space and the permission to write"
             ) from error
         run._lock()
         return run
+
+    def _read_config(self):
+        """Returns the configuration; raises a ValueError if it is no JSON object."""
+        config = json.loads(self.config.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it is JSON, but {type(config).__name__} instead of an object")
+        return config
+
+    def _mend_config(self, config):
+        """Writes a damaged configuration again, while the run is locked."""
+        try:
+            self._read_config()
+        except ValueError:
+            damaged = self._config_lock
+            with replacing(self.config) as file:
+                json.dump(finite(config), file, indent=2)
+            self._lock()
+            damaged.release()
 
     def _lock(self):
         """Locks the run's configuration until the process ends, even if it is killed."""
@@ -179,27 +277,13 @@ class RunDirectory:
                 continue
             lines = path.read_bytes().splitlines(keepends=True)
             kept = b"".join(line for line in lines if _is_up_to(step, line))
-            unfinished = path.with_name(f".{path.name}-unfinished")
-            unfinished.write_bytes(kept)
-            os.replace(unfinished, path)
+            with replacing(path) as file:
+                file.write(kept.decode())
 
     def write_summary(self, summary: Mapping[str, Any]):
-        """Writes `summary.json` atomically."""
-        unfinished = None
-        try:
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.path, prefix=".summary-", delete=False, encoding="utf-8"
-            ) as file:
-                unfinished = file.name
-                json.dump(finite(summary), file, indent=2)
-            # Temporary files are private; give the file the permissions of the user's umask.
-            if self.config.exists():
-                os.chmod(unfinished, self.config.stat().st_mode)
-            os.replace(unfinished, self.summary)
-        except BaseException:
-            if unfinished is not None:
-                pathlib.Path(unfinished).unlink(missing_ok=True)
-            raise
+        """Writes `summary.json`; the file is complete, or missing."""
+        with replacing(self.summary) as file:
+            json.dump(finite(summary), file, indent=2)
 
     def _already_exists(self):
         return FileExistsError(
@@ -212,7 +296,7 @@ class RunDirectory:
             return "a file"
         state = "a finished run" if self.summary.exists() else "another run"
         try:
-            config = json.loads(self.config.read_text(encoding="utf-8"))
+            config = self._read_config()
             return f"{state} ({config['model']} on {config['dataset']})"
         except (OSError, ValueError, KeyError):
             return state

@@ -18,6 +18,8 @@ with program.flag_group("Advanced"):
     flags.DEFINE_boolean("flush", False, "Flush the disk cache.")
     flags.DEFINE_enum("mode", "fast", ["fast", "safe"], "Copy mode.")
 flags.DEFINE_integer("level", 3, "Compression level.")
+flags.DEFINE_float("seconds", 1.0, "Time limit.")
+flags.DEFINE_list("folders", [], "Directories.")
 with program.flag_group("Common"):
     flags.DEFINE_boolean("atomic", True, "Rename at the end.")
 
@@ -71,6 +73,24 @@ def test_user_errors_are_one_line(run):
     process = run("--source=value")
     assert (process.returncode, process.stderr) == (1, "copy_file.py: no such file\n")
     assert run("stray").stderr.startswith("copy_file.py: unknown argument 'stray'")
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e999"])
+def test_numbers_are_finite(run, number):
+    process = run("--source=value", f"--seconds={number}")
+    assert process.returncode == 1
+    assert process.stderr.endswith(": give a finite number\n")
+    assert process.stderr.startswith("copy_file.py: --seconds=")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--source=gs://bucket/a", "--source=name=s3://bucket/a", "--folders=a,hdfs://b/c"]
+)
+def test_urls_are_refused(run, flag):
+    process = run("--source=value", flag)
+    assert process.returncode == 1
+    assert "is a URL, and object stores are not supported; give a path" in process.stderr
+    assert len(process.stderr.splitlines()) == 1
 
 
 def test_defects_keep_their_traceback(run):

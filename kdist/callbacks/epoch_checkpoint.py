@@ -1,5 +1,6 @@
 """Model files at the end of each epoch, written atomically."""
 
+import contextlib
 import logging
 import math
 import os
@@ -11,12 +12,15 @@ from kdist.telemetry import JsonlWriter
 
 _logger = logging.getLogger(__name__)
 
+_UNFINISHED = "unfinished-epoch-"
+
 
 class EpochCheckpoint(keras.callbacks.Callback):
     """Saves the model with its optimizer after each epoch, as `epoch-0001.keras` and so on.
 
     The state before the first step is `epoch-0000.keras`. A file is complete as soon as it has its
-    name. A model with a NaN or infinite loss is not saved.
+    name. A model with a NaN or infinite loss is not saved. A file that cannot be written, as on a
+    full disk, is logged, and training continues.
 
     Args:
         directory: directory of the files; created if missing.
@@ -60,6 +64,8 @@ class EpochCheckpoint(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         self._directory.mkdir(parents=True, exist_ok=True)
+        for left in self._directory.glob(f"{_UNFINISHED}*"):  # by a process that was killed
+            left.unlink()
         if self.newest() is None:
             self._save(0)
 
@@ -72,8 +78,19 @@ class EpochCheckpoint(keras.callbacks.Callback):
 
     def _save(self, epoch):
         target = self._directory / f"epoch-{epoch:04d}.keras"
-        unfinished = target.with_name(f"unfinished-{target.name}")
-        self.model.save(unfinished)
-        os.replace(unfinished, target)
+        unfinished = self._directory / f"{_UNFINISHED}{epoch:04d}.keras"
+        try:
+            self.model.save(unfinished)
+            os.replace(unfinished, target)
+        except (OSError, RuntimeError) as error:  # HDF5 reports a full disk by a RuntimeError, too
+            _logger.warning(
+                "cannot write %s (%s); training continues, and the next epoch's model will be "
+                "tried. Free disk space, or use another directory",
+                target,
+                error,
+            )
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            return
         for old in self._files()[: -self._keep]:
             old.unlink()

@@ -183,6 +183,9 @@ class CheckpointFiles:
             os.rename(path, _original(path))
         for path in self.directory.glob(f"{_REPLACED}*"):
             shutil.rmtree(path, ignore_errors=True)
+        # Of writes during which the process was killed; one process alone writes here.
+        for path in self.directory.glob(f"{_UNFINISHED}{CHECKPOINT_PREFIX}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self, best):
         *old, _ = paths = self.paths()
@@ -224,8 +227,8 @@ def open_checkpoint(path: str | os.PathLike) -> SavedCheckpoint:
     """
     path = pathlib.Path(path)
     try:
-        expected = json.loads((path / _CHECKSUMS).read_bytes())
-        state = json.loads((path / _STATE).read_bytes())
+        expected = _read_json(path / _CHECKSUMS)
+        state = _read_json(path / _STATE)
         found = _checksums(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a complete checkpoint ({error})") from error
@@ -253,6 +256,21 @@ def _write_json(path, value):
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
+def _read_json(path):
+    """Returns a JSON object; raises a ValueError for other files, which may be damaged."""
+    value = json.loads(_regular(path).read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(f"{path.name} is no JSON object")
+    return value
+
+
+def _regular(path):
+    """Returns the path; raises a ValueError for a pipe or a device, on which reading may wait."""
+    if not path.is_file() and path.exists():
+        raise ValueError(f"{path.name} is not a regular file")
+    return path
+
+
 def _checksums(directory):
     names = sorted(path.name for path in directory.iterdir() if path.name != _CHECKSUMS)
     return {name: _checksum(directory / name) for name in names}
@@ -260,7 +278,7 @@ def _checksums(directory):
 
 def _checksum(path):
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
+    with open(_regular(path), "rb") as file:
         while block := file.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
@@ -277,6 +295,6 @@ def _sync(path):
 
 def _is_best(path):
     try:
-        return json.loads((path / _STATE).read_bytes()).get("is_best", False)
+        return _read_json(path / _STATE).get("is_best", False)
     except (OSError, ValueError):
         return False

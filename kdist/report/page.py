@@ -18,6 +18,7 @@ from kdist.report.plots import COMMON_LAYOUT, Style, figure_html, points_per_lin
 from kdist.report.progress_plots import progress_plots
 from kdist.report.runs import Prices, check_names, read_runs
 from kdist.report.timing_plots import breakdown_plot, share_plots, step_time_plots
+from kdist.run_directory import replacing
 
 # Verdicts and names of more runs are collapsed, so that the page does not start with pages of them.
 _MAX_RUNS_UNFOLDED = 5
@@ -106,8 +107,8 @@ def save(text: str, output: str | os.PathLike) -> pathlib.Path:
     """Returns the path of a page after writing it; raises OSError if that fails."""
     path = pathlib.Path(output)
     try:
-        # File names may be invalid Unicode, which the page shows as bytes.
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        with replacing(path) as file:
+            file.write(text)
     except OSError as error:
         raise OSError(
             f"cannot write the page {path} ({error.strerror}); give a file in a "

@@ -1,5 +1,6 @@
 import json
 import math
+import resource
 
 import keras
 import numpy as np
@@ -149,6 +150,29 @@ def test_checkpoints_keep_the_newest(tmp_path):
     assert np.array_equal(newest.get_weights()[0], model.get_weights()[0])
     with pytest.raises(ValueError, match="keep=0"):
         EpochCheckpoint(tmp_path, keep=0)
+
+
+def test_training_goes_on_when_a_model_cannot_be_written(tmp_path, caplog):
+    """Files above a size cannot be written, as on a full disk."""
+    model = linear()
+    checkpoint = EpochCheckpoint(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Limit(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000 if epoch == 1 else -1, limits[1]))
+
+    (tmp_path / "unfinished-epoch-0003.keras").touch()  # of a process that was killed
+    try:
+        model.fit(X, Y, epochs=3, verbose=0, callbacks=[Limit(), checkpoint])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "epoch-0001.keras",
+        "epoch-0003.keras",
+    ]
+    assert caplog.text.count(f"cannot write {tmp_path / 'epoch-0002.keras'}") == 1
+    assert "training continues" in caplog.text
 
 
 def test_a_model_with_a_bad_loss_is_not_saved(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 
 import ml_dtypes
@@ -80,7 +81,19 @@ def truncate(file):
     file.write_bytes(file.read_bytes()[:-3])
 
 
-@pytest.mark.parametrize("harm", [flip_a_bit, truncate, lambda file: file.unlink()])
+def make_pipe(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def make_json_list(file):
+    file.write_text("[1, 2]")
+
+
+@pytest.mark.timeout(60)  # opening a pipe waits for a writer
+@pytest.mark.parametrize(
+    "harm", [flip_a_bit, truncate, make_pipe, make_json_list, lambda file: file.unlink()]
+)
 @pytest.mark.parametrize(
     "name", ["state.json", "checksums.json", "tensors.index", "tensors.data-00000-of-00001"]
 )
@@ -103,6 +116,23 @@ def test_unfinished_checkpoints_are_ignored_and_replaced(tmp_path):
     write(tmp_path, 2)
     assert steps(files) == [1, 2]
     assert list(tmp_path.glob("unfinished*")) == []
+
+
+def test_what_killed_writes_leave_is_removed(tmp_path):
+    for name in ("unfinished-step-0000000001", "unfinished-step-0000000005"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tensors.index").touch()
+    model = tmp_path / "unfinished-epoch-0001.keras"  # a file of EpochCheckpoint
+    model.touch()
+    assert steps(write(tmp_path, 7)) == [7]
+    assert list(tmp_path.glob("unfinished*")) == [model]
+
+
+def test_a_pipe_among_old_checkpoints_does_not_hang(tmp_path):
+    files = write(tmp_path, 1)
+    make_pipe(tmp_path / "step-0000000001" / "state.json")
+    write(tmp_path, 2)
+    assert files.newest().step == 2
 
 
 def test_nothing_is_unpickled(tmp_path):

@@ -30,7 +30,10 @@ SECONDS = 60  # that anything may take before a test fails
 
 @contextlib.contextmanager
 def unharmed(ask):
-    """Sends requests during the block; all must have the same response."""
+    """Sends requests during the block; all must have the same response.
+
+    `ask` rounds: in a batch with requests of others, sums are taken in another order.
+    """
     wanted, wrong, count = ask(), [], 0
     done = threading.Event()
 

@@ -3,11 +3,13 @@
 import contextlib
 import json
 import socket
+import time
 
+import numpy as np
 import pytest
 import requests
 
-from tests.serving.running import SECONDS, unharmed
+from tests.serving.running import SECONDS, received, unharmed
 
 PREDICT = "/v1/models/first:predict"
 GOOD = {"instances": [[0.5, 1, 2, 3]]}
@@ -20,9 +22,8 @@ def neighbour(served):
 
     def ask():
         response = served.post(PREDICT, GOOD)
-        return response.status_code, response.json()
+        return response.status_code, np.round(response.json()["predictions"], 4).tolist()
 
-    assert ask() == (200, served.predict("first", GOOD))
     with unharmed(ask):
         yield
 
@@ -191,6 +192,22 @@ HEADERS = {
     "a large header": (b"X: " + b"x" * 200_000, b"", 431, "head"),
     "many headers": (b"X: x\r\n" * 40_000 + b"X: x", b"", 431, "head"),
     "a header without a colon": (b"nonsense", b"", 400, "HTTP"),
+    "a length and parts": (
+        *(b"Content-Length: 2\r\nTransfer-Encoding: chunked", b"2\r\n{}\r\n0\r\n\r\n"),
+        *(400, "HTTP"),
+    ),
+    "parts in another encoding": (b"Transfer-Encoding: xchunked", b"2\r\n{}", 400, "HTTP"),
+    "parts twice": (b"Transfer-Encoding: chunked, chunked", b"2\r\n{}", 400, "HTTP"),
+    "length with a sign": (b"Content-Length: +2", b"{}", 400, "HTTP"),
+    "lengths in one header": (b"Content-Length: 2, 2", b"{}", 400, "HTTP"),
+    "a folded header": (b"X: a\r\n Content-Length: 2", b"{}", 400, "HTTP"),
+    "a space before the colon": (b"Content-Length : 2", b"{}", 400, "HTTP"),
+    "lines that end in LF alone": (b"X: a\nContent-Length: 2", b"{}", 400, "HTTP"),
+    "a CR within a header": (b"X: a\rContent-Length: 2", b"{}", 400, "HTTP"),
+    "a part whose length is signed": (b"Transfer-Encoding: chunked", b"+2\r\n{}", 400, "HTTP"),
+    "a part that is longer than said": (
+        *(b"Transfer-Encoding: chunked", b"2\r\n{}}\r\n0\r\n\r\n", 400, "HTTP"),
+    ),
     "body that stops": (b"Content-Length: 50", b"{", 408, "did not arrive within 1 s"),
     "body that never begins": (b"Content-Length: 50", b"", 408, "did not arrive within 1 s"),
     "part that stops": (b"Transfer-Encoding: chunked", b"5\r\n{", 408, "did not arrive within 1 s"),
@@ -202,6 +219,67 @@ def test_headers(served, kind):
     header, body, status, says = HEADERS[kind]
     data = b"POST %s HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n%s" % (PREDICT.encode(), header, body)
     refused(_Raw(served.raw(data)), status, says)
+
+
+UPGRADES = {
+    "h2c": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk",
+    "h2c, as Java asks": b"Connection: Upgrade, HTTP2-Settings, keep-alive\r\nUpgrade: h2c",
+    "WebSocket": b"Connection: keep-alive, upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: x",
+    "something unknown": b"Upgrade: x/1\r\nConnection: upgrade",
+}
+
+
+@pytest.mark.parametrize("in_parts", [False, True], ids=["length", "parts"])
+@pytest.mark.parametrize("kind", UPGRADES)
+def test_requests_to_upgrade_are_answered_as_if_they_did_not(served, kind, in_parts):
+    """The body is that of the request, also in a packet of its own, and never another request."""
+    wanted = served.predict("first", GOOD)["predictions"]
+    body = json.dumps(GOOD).encode()
+    hidden = b"GET /v1/models/hidden HTTP/1.1\r\nHost: x\r\n\r\n"
+    body = body[:-1] + b" " * len(hidden) + body[-1:]
+    length = b"Content-Length: %d" % len(body)
+    if in_parts:
+        length, body = b"Transfer-Encoding: chunked", b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    head = b"POST %s HTTP/1.1\r\nHost: x\r\n%s\r\n%s\r\n\r\n"
+    head = head % (PREDICT.encode(), UPGRADES[kind], length)
+    with socket.create_connection(("127.0.0.1", served.port), 10) as client:
+        for packets in ([head + body], [head, body], [head[:-3], head[-3:] + body[:9], body[9:]]):
+            for packet in packets:
+                client.sendall(packet)
+                time.sleep(0.05)
+            response = _Raw(received(client))
+            assert response.status_code == 200, response.text
+            np.testing.assert_allclose(response.json()["predictions"], wanted, atol=1e-6)
+        # One that is refused: what was announced as its body is no request, either.
+        client.sendall(head.replace(b"first:", b"none:"))
+        time.sleep(0.05)
+        client.sendall(body.replace(b" " * len(hidden), hidden))
+        text = _all_of(client)
+    assert "'none' is not served" in text
+    assert "hidden" not in text
+
+
+def test_many_requests_to_upgrade_in_one_packet(served):
+    head = b"GET /healthz HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n" % UPGRADES["h2c"]
+    close = head.replace(b"Upgrade,", b"close, Upgrade,")
+    with socket.create_connection(("127.0.0.1", served.port), 10) as client:
+        client.sendall(head * 1500 + close)
+        assert _all_of(client).count("HTTP/1.1 200 OK") == 1501
+
+
+def test_no_tunnel(served):
+    data = b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nHost: x\r\n\r\n"
+    refused(_Raw(served.raw(data)), 501, "CONNECT is not supported")
+
+
+def _all_of(client):
+    """Returns what a server sends until it closes the connection, or is silent for a second."""
+    client.settimeout(1)
+    data = b""
+    with contextlib.suppress(TimeoutError):
+        while part := client.recv(65536):
+            data += part
+    return data.decode("latin-1")
 
 
 @pytest.mark.parametrize(

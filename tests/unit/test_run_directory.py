@@ -1,9 +1,12 @@
+import errno
 import json
 import os
+import pathlib
 
 import pytest
 
-from kdist.run_directory import RunDirectory
+from kdist import run_directory
+from kdist.run_directory import RunDirectory, replacing
 from kdist.telemetry import JsonlWriter
 
 
@@ -34,6 +37,72 @@ def test_file_instead_of_a_directory(tmp_path):
     with pytest.raises(OSError, match="cannot write the run directory"):
         RunDirectory.create(tmp_path / "file" / "below", {})
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def fill_disk(monkeypatch):
+    """Lets the disk be full after the first character of a JSON file."""
+
+    def dump(value, file, **options):
+        file.write("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_directory.json, "dump", dump)
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        fill_disk(patch)
+        with pytest.raises(OSError, match=r"cannot write the run directory .*No space left"):
+            RunDirectory.create(tmp_path, {"model": "mlp"})
+    assert list(tmp_path.iterdir()) == []
+    run = RunDirectory.create(tmp_path, {"model": "mlp"})
+    run.write_summary({"accuracy": 0.5})
+    before = run.summary.read_bytes()
+    with monkeypatch.context() as patch:
+        fill_disk(patch)
+        with pytest.raises(OSError, match=r"No space left on device: .*summary\.json"):
+            run.write_summary({})
+    assert run.summary.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "summary.json"]
+
+
+def test_one_of_two_runs_that_start_together_fails(tmp_path):
+    """Both have found the directory empty."""
+
+    def start_second():
+        with replacing(tmp_path / "config.json", is_new=True) as file:
+            RunDirectory.create(tmp_path, {"model": "first"})
+            file.write("{}")
+
+    with pytest.raises(FileExistsError, match="config.json"):
+        start_second()
+    assert json.loads((tmp_path / "config.json").read_text()) == {"model": "first"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"model": "ml', "\x00" * 20])
+def test_a_damaged_configuration_is_written_again(tmp_path, text, caplog):
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "checkpoints").mkdir()
+    run = RunDirectory(tmp_path)
+    assert run.is_interrupted()
+    run.check_same_config({"model": "mlp"}, ["model"])
+    assert f"{run.config} is damaged" in caplog.text
+    first = RunDirectory.create(tmp_path, {"model": "mlp"}, resume=True)
+    assert json.loads(first.config.read_text()) == {"model": "mlp"}
+    with pytest.raises(FileExistsError, match="another process is using"):
+        RunDirectory.create(tmp_path, {"model": "mlp"}, resume=True)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "config.json"]
+
+
+@pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket", "file:///tmp/a", "gs:/bucket"])
+def test_urls_are_refused(path):
+    with pytest.raises(ValueError, match="is a URL, and object stores are not supported"):
+        RunDirectory(path)
+
+
+@pytest.mark.parametrize("path", ["runs/a", "/tmp/a:b/c", "C:/runs", "./gs://a", "a b/c"])
+def test_paths_are_no_urls(path):
+    assert RunDirectory(path).path == pathlib.Path(path)
 
 
 def test_lines_are_written_immediately(tmp_path):

@@ -7,10 +7,14 @@ import struct
 import termios
 from http import HTTPStatus
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kdist.serving.core.settings import ServerLimits
+
+# Headers, and tokens of the header Connection, that ask for another protocol.
+_OF_UPGRADES = (b"upgrade", b"http2-settings")
 
 
 def connection_factory(limits: ServerLimits):
@@ -50,7 +54,8 @@ class HttpConnection(HttpToolsProtocol):
         """Counts bytes outside of bodies, and enforces their limit."""
         self.is_silent = False
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         if self._head_bytes > self._limits.head_bytes:
             self._respond_and_close(
                 431, f"the head is larger than {self._limits.head_bytes:,} bytes"
@@ -58,8 +63,42 @@ class HttpConnection(HttpToolsProtocol):
         elif self._awaits_head and self._head_timer is None:
             self._start_head_timer()
 
+    def _parse(self, data):
+        """Feeds the parser; the head of a request to upgrade is fed once more, without that.
+
+        The protocol may be refused by going on in HTTP/1.1 (RFC 9110, 7.8), as Java's client
+        expects, which asks for HTTP/2 (h2c) with each request. The parser, however, takes what
+        follows such a head for another protocol, and the body after it for the next request.
+        """
+        while data and not self.transport.is_closing():
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":
+                    self._respond_and_close(501, "CONNECT is not supported")
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _head_without_upgrade(self):
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(each for each in tokens if each.lower() not in _OF_UPGRADES)
+            if name not in _OF_UPGRADES:
+                lines.append(b"%s: %s" % (name, value))
+        return b"\r\n".join([*lines, b"", b""])
+
     def on_headers_complete(self):
         """Stops the timer of the head when the request starts."""
+        if self.parser.should_upgrade():  # see `_parse`
+            return
         self._head_bytes = 0
         self._stop_head_timer()
         super().on_headers_complete()
@@ -68,6 +107,11 @@ class HttpConnection(HttpToolsProtocol):
         """Resets the count of bytes outside of bodies."""
         self._head_bytes = 0
         super().on_body(body)
+
+    def on_message_complete(self):
+        """Ends the request, unless its head is parsed again."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_chunk_header(self):
         """Resets the count at the start of a chunk."""
