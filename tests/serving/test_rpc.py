@@ -33,7 +33,11 @@ def predict(stubs):
 def neighbour(predict):
     """Sends valid requests during all tests."""
     request = predict_request("first", inputs=X)
-    with unharmed(lambda: predict(request)):
+
+    def ask():
+        return np.round(tf.make_ndarray(predict(request).outputs["outputs"]), 4).tolist()
+
+    with unharmed(ask):
         yield
 
 
@@ -73,12 +77,8 @@ def test_values_that_are_not_in_tensor_content(predict):
     assert predict(request).outputs == wanted
 
 
-@pytest.mark.parametrize(
-    ("shape", "says"),
-    [((1, 250_000), "takes (any, 4)"), ((60_000, 4), "a request of 60,000 rows")],
-    ids=["shape", "rows"],
-)
-def test_nothing_is_made_of_few_bytes_that_say_much(predict, monkeypatch, shape, says):
+def _made(monkeypatch):
+    """Returns a list that receives the shapes of all arrays that are made of messages."""
     made, make = [], tf.make_ndarray
 
     def noted(proto):
@@ -86,6 +86,16 @@ def test_nothing_is_made_of_few_bytes_that_say_much(predict, monkeypatch, shape,
         return make(proto)
 
     monkeypatch.setattr(tf, "make_ndarray", noted)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [((1, 250_000), "takes (any, 4)"), ((60_000, 4), "a request of 60,000 rows")],
+    ids=["shape", "rows"],
+)
+def test_nothing_is_made_of_few_bytes_that_say_much(predict, monkeypatch, shape, says):
+    made = _made(monkeypatch)
     request = changed(tensor(tensor_content=b"", float_val=[1.0], shape=shape))
     with pytest.raises(grpc.RpcError) as error:
         predict(request)
@@ -101,6 +111,38 @@ def test_what_few_bytes_stand_for_is_held(served, predict):
         hold((1 << 30) - 900_000)
         with pytest.raises(grpc.RpcError, match="other requests in flight hold"):
             predict(request)
+
+
+def test_one_string_that_stands_for_all_is_counted_as_often(served, predict, monkeypatch):
+    """300 kB of text in a thousand rows are 300 MB in TensorFlow, of 1 MiB for a request."""
+    request = changed(tensor(string_val=[b"x" * 300_000], shape=(1000,)), **TEXT)
+    assert request.ByteSize() < 310_000
+    made = _made(monkeypatch)
+    with pytest.raises(grpc.RpcError) as error:
+        predict(request)
+    assert [1000] not in made
+    assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "of shape [1000] is larger than 1,048,576 bytes" in error.value.details()
+
+
+@pytest.mark.parametrize(("length", "held"), [(0, 65_000), (300, 365_000)])
+def test_strings_are_held_with_what_they_need_besides(served, predict, length, held):
+    request = changed(tensor(string_val=[b"x" * length], shape=(1000,)), **TEXT)
+    assert len(predict(request).outputs["upper"].string_val) == 1000
+    with served.models.body_memory.request() as hold:
+        hold((1 << 30) - held + 5000)
+        with pytest.raises(grpc.RpcError, match="other requests in flight hold"):
+            predict(request)
+
+
+def test_strings_of_rest_are_held_too(served):
+    body = {"signature_name": "text", "instances": [""] * 1000}
+    assert served.post("/v1/models/mixed:predict", body).status_code == 200
+    with served.models.body_memory.request() as hold:
+        hold((1 << 30) - 60_000)
+        response = served.post("/v1/models/mixed:predict", body)
+    assert response.status_code == 429, response.text
+    assert "other requests in flight hold" in response.text
 
 
 def test_predictions_alone_are_counted(served, stubs, predict):

@@ -1,7 +1,7 @@
 """Rows of a request, and the memory that the bodies of all requests use."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,36 @@ def count_rows(arrays: Arrays) -> int:
             f"rows of a request: {shown or 'none'}; send the same number for each input, at least 1"
         )
     return first
+
+
+# A string's pointer and object in Python, and its object in TensorFlow, besides its bytes.
+_BYTES_PER_STRING = 8 + 33 + 24
+
+
+def bytes_of_strings(
+    lengths: Iterable[int], count: int, bytes_per_string: int = _BYTES_PER_STRING
+) -> int:
+    """Returns the memory of strings, of which each input has an array and TensorFlow a copy.
+
+    Args:
+        lengths: bytes of each string; the last one stands for all that are missing, as in a
+            TensorProto.
+        count: number of strings.
+        bytes_per_string: memory of a string besides its bytes.
+    """
+    lengths = list(lengths)
+    missing = max(0, count - len(lengths)) * (lengths[-1] if lengths else 0)
+    return count * bytes_per_string + sum(lengths) + missing
+
+
+def bytes_of_arrays(arrays: Arrays) -> int:
+    """Returns the memory of the inputs of a request."""
+    return sum(
+        bytes_of_strings(map(len, array.flat), array.size)
+        if array.dtype == object
+        else array.nbytes
+        for array in arrays.values()
+    )
 
 
 def pad_rows(parts: Sequence[np.ndarray], padding: int) -> np.ndarray:

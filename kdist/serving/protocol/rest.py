@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kdist.serving.core.errors import RequestError, to_request_error
+from kdist.serving.core.requests import bytes_of_arrays
 from kdist.serving.engine.models import Models
 from kdist.serving.protocol import json_bodies
 
@@ -85,6 +86,7 @@ class _Predict:
             # Looked up again, as the version may have been replaced. From here on it is drained.
             version = model.version(number)
             request = json_bodies.parse_request(body, version.signature)
+            reserve(max(0, bytes_of_arrays(request.arrays) - len(body)))
             prediction = version.predict(request.arrays, request.signature_name)
             outputs = await _while_connected(receive, prediction)
             return json_bodies.format_response(outputs, request)

@@ -19,7 +19,7 @@ from tensorflow.core.framework import types_pb2
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
 
 from kdist.serving.core.errors import RequestError, to_request_error
-from kdist.serving.core.requests import count_rows
+from kdist.serving.core.requests import bytes_of_strings, count_rows
 from kdist.serving.core.settings import ServerLimits
 from kdist.serving.core.signature import SERVING_DEFAULT
 from kdist.serving.engine.models import Models
@@ -68,10 +68,10 @@ class _Calls:
         async def handle(body, context):
             since, name, status = time.perf_counter(), "", "OK"
             try:
-                request = _parsed(request_type, body)
-                name = self._models.model(request.model_spec.name).name
                 with self._models.body_memory.request() as reserve:
                     reserve(len(body))
+                    request = _parsed(request_type, body)
+                    name = self._models.model(request.model_spec.name).name
                     async with asyncio.timeout(self._models.limits.request_seconds):
                         return await answer(request, reserve)
             except asyncio.CancelledError:  # by the client or its deadline
@@ -99,7 +99,7 @@ class _Calls:
         for key, spec in signature.inputs.items():
             shapes[key] = _shape(key, request.inputs[key], spec, self._models.limits)
             version.batcher(name).check_room(max([1, *shapes[key][:1]]))
-            size += _byte_size(shapes[key], spec)
+            size += _byte_size(request.inputs[key], shapes[key], spec)
         reserve(max(0, size - request.ByteSize()))
         arrays = {
             key: _array(key, request.inputs[key], spec, shapes[key])
@@ -168,16 +168,20 @@ def _shape(name, proto, spec, limits: ServerLimits):
     shape = [size.size for size in proto.tensor_shape.dim]
     if proto.tensor_shape.unknown_rank or min(shape, default=0) < 0:
         raise ValueError(f"input {name!r} has the shape {shape}: give every size")
-    # A few bytes can represent any number of equal values.
-    if _byte_size(shape, spec) > limits.body_bytes:
+    # Strings count little besides their bytes, as in REST, which limits the body.
+    if _byte_size(proto, shape, spec, bytes_per_string=8) > limits.body_bytes:
         message = f"input {name!r} of shape {shape} is larger than {limits.body_bytes:,} bytes"
         raise RequestError("too_large", message)
     spec.check(name, shape)
     return shape
 
 
-def _byte_size(shape, spec):
-    return math.prod(shape) * spec.dtype.itemsize
+def _byte_size(proto, shape, spec, **options):
+    """Returns the memory of a tensor: a few bytes can stand for any number of equal values."""
+    count = math.prod(shape)
+    if spec.is_text:
+        return bytes_of_strings(map(len, proto.string_val), count, **options)
+    return count * spec.dtype.itemsize
 
 
 def _array(name, proto, spec, shape):
