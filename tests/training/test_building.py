@@ -11,6 +11,7 @@ import tensorflow as tf
 import kdist
 from kdist.strategies import create_strategy
 from tests.forked import python_tasks
+from tests.tiers import seldom
 from tests.training import published_models as published
 
 X = np.ones((8, 4), "float32")
@@ -208,12 +209,11 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "tasks"),
     [
-        ("multi_worker", {"worker": 2}),
-        ("parameter_server", {"chief": 1, "worker": 2, "ps": 1}),
+        pytest.param("multi_worker", {"worker": 2}, marks=pytest.mark.slow),
+        *seldom([("parameter_server", {"chief": 1, "worker": 2, "ps": 1})]),
     ],
 )
 def test_equals_keras_over_several_processes(strategy, tasks, request):

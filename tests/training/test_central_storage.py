@@ -37,9 +37,9 @@ def training(strategy, rows=21, **compile_arguments):
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(4, {"steps_per_execution": 3}, marks=pytest.mark.slow),
-        pytest.param(4, {"accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param(2, {}, marks=pytest.mark.exhaustive),
+        pytest.param(4, {"steps_per_execution": 3}, marks=pytest.mark.exhaustive),
+        pytest.param(4, {"accumulate": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -66,7 +66,7 @@ class HttpConnection(HttpToolsProtocol):
     def _parse(self, data):
         """Feeds the parser; the head of a request to upgrade is fed once more, without that.
 
-        The protocol may be refused by going on in HTTP/1.1 (RFC 9110, 7.8), as Java's client
+        The protocol may be refused by continuing in HTTP/1.1 (RFC 9110, 7.8), as Java's client
         expects, which asks for HTTP/2 (h2c) with each request. The parser, however, takes what
         follows such a head for another protocol, and the body after it for the next request.
         """
