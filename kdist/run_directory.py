@@ -160,7 +160,7 @@ class RunDirectory:
         except ValueError as error:
             _logger.warning(
                 "%s is damaged (%s), as after a full disk or a power failure. It is written again "
-                "with the flags of now; the run continues from its newest checkpoint, if it has one",
+                "with the flags of now; the run continues from its newest checkpoint, if any",
                 self.config,
                 error,
             )
