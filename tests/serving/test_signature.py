@@ -232,6 +232,111 @@ def test_what_loading_calls_touches_no_files(tmp_path, initialize):
         assert read_signatures(tmp_path)
 
 
+def of_tensorflow_1(path, change=lambda: None, initialize=None):
+    """Saves a graph of TensorFlow 1 with a variable; `change` adds to the graph."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph, v1.Session(graph=graph) as session:
+        x = v1.placeholder(tf.float32, (None,))
+        weight = v1.get_variable("w", (), use_resource=False)
+        session.run(v1.global_variables_initializer())
+        change()
+        builder = v1.saved_model.Builder(str(path))
+        signature = v1.saved_model.predict_signature_def({"x": x}, {"y": x * weight})
+        builder.add_meta_graph_and_variables(
+            session,
+            ["serve"],
+            {"serving_default": signature},
+            main_op=initialize() if initialize else None,
+        )
+        builder.save()
+
+
+def writes():
+    return tf.raw_ops.SaveV2(
+        prefix="/tmp/kdist-never-written",
+        tensor_names=["x"],
+        shape_and_slices=[""],
+        tensors=[tf.constant(1)],
+    )
+
+
+def removes():
+    return tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=["/tmp/kdist-never-written"], destination_prefix="/tmp/kdist-x"
+    )
+
+
+def test_graphs_of_tensorflow_1(tmp_path):
+    of_tensorflow_1(tmp_path / "1", initialize=lambda: tf.compat.v1.tables_initializer())
+    assert read_signatures(tmp_path / "1")
+    assert tf.saved_model.load(str(tmp_path / "1"))
+
+
+@pytest.mark.parametrize("initialize", [writes, removes])
+def test_initializers_of_tensorflow_1_touch_no_files(tmp_path, initialize):
+    of_tensorflow_1(tmp_path / "1", initialize=lambda: tf.group(initialize()))
+    with pytest.raises(ValueError, match=r"\['(SaveV2|MergeV2Checkpoints)'\] would run"):
+        read_signatures(tmp_path / "1")
+
+
+def edited(path, change):
+    """Changes the SavedModel in a directory."""
+    file = path / "saved_model.pb"
+    proto = saved_model_pb2.SavedModel.FromString(file.read_bytes())
+    change(proto.meta_graphs[0])
+    file.write_bytes(proto.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"), [(writes, "SaveV2"), (removes, "MergeV2Checkpoints")], ids=["save", "merge"]
+)
+def test_restoring_in_tensorflow_1_reads_alone(tmp_path, harm, says):
+    of_tensorflow_1(tmp_path / "1", change=lambda: tf.group(harm(), name="harm"))
+
+    def change(graph):
+        (restore,) = (
+            node for node in graph.graph_def.node if node.name == graph.saver_def.restore_op_name
+        )
+        restore.input.append("^harm")
+
+    edited(tmp_path / "1", change)
+    with pytest.raises(ValueError, match=rf"\['{says}'\] would run"):
+        read_signatures(tmp_path / "1")
+
+
+def test_restoring_in_tensorflow_1_reads_the_models_own_variables(tmp_path):
+    of_tensorflow_1(tmp_path / "1", change=lambda: tf.constant("/other/model", name="other"))
+
+    def change(graph):
+        for node in graph.graph_def.node:
+            if node.op == "RestoreV2":
+                node.input[0] = "other"
+
+    edited(tmp_path / "1", change)
+    with pytest.raises(ValueError, match=r"\['RestoreV2'\] would run"):
+        read_signatures(tmp_path / "1")
+
+
+def test_a_dataset_service_is_not_asked(tmp_path):
+    def registers(x):
+        tf.raw_ops.RegisterDatasetV2(
+            dataset=tf.data.Dataset.range(3)._variant_tensor,
+            address="127.0.0.1:1",
+            protocol="grpc",
+            external_state_policy=0,
+            element_spec="",
+            requested_dataset_id="",
+            metadata="",
+        )
+        return {"y": tf.strings.length(x)}
+
+    module = tf.Module()
+    module.f = tf.function(registers, input_signature=[tf.TensorSpec((None,), tf.string)])
+    tf.saved_model.save(module, str(tmp_path), signatures={"serving_default": module.f})
+    with pytest.raises(ValueError, match=r"\['RegisterDatasetV2'\] would run"):
+        read_signatures(tmp_path)
+
+
 def test_only_predictions_are_signatures(tmp_path):
     module = tf.Module()
     tf.saved_model.save(module, str(tmp_path))

@@ -10,11 +10,14 @@ _UNSAFE = re.compile(
     ".*(PyFunc|ReadFile|WriteFile|MatchingFiles|TextLine|TFRecord|FixedLengthRecord|"
     r"(CSV|LMDB|Sql|Load|Save|Cache|DataService|Snapshot\w*)Dataset)|"
     "WholeFileReader|LMDBReader|GenerateVocabRemapping|LoadAndRemapMatrix|ImmutableConst|"
-    "CreateSummary|Debug(Identity|NanCount|NumericSummary$)|Rpc(Call|Client|Server)"
+    "CreateSummary|Debug(Identity|NanCount|NumericSummary$)|Rpc(Call|Client|Server)|RegisterDataset"
 )
 # Every SavedModel uses these to load and save its variables; a prediction does not need them.
 _CHECKPOINT_OPS = re.compile("Save|Restore|MergeV2Checkpoints")
 _TABLE_OPS = re.compile("InitializeTableFromTextFile")
+# Collections, and the signature, with the operations that initialize a graph of TensorFlow 1.
+_INITIALIZERS = ("saved_model_main_op", "legacy_init_op")
+_INITIALIZER_SIGNATURE = "__saved_model_init_op"
 # Functions of resources that TensorFlow calls while it loads or frees a model.
 _LOADING_FUNCTIONS = {"_create_resource", "_initialize", "_destroy_resource"}
 
@@ -23,16 +26,20 @@ def check_safe(path: str | os.PathLike, graph, signatures: Mapping) -> None:
     """Raises ValueError if the MetaGraphDef of the SavedModel at `path` is not safe to load.
 
     It is safe if none of its operations runs Python code or accesses files, and all assets lie
-    inside the model. Checkpoint operations are allowed unless `signatures` ({name: SignatureDef})
-    need them.
+    inside the model. Checkpoint operations are allowed unless `signatures` ({name: SignatureDef}),
+    or what TensorFlow calls while it loads the model, need them; the restore operation of a graph
+    of TensorFlow 1 may read the model's own variables.
     """
     bodies = [graph.graph_def.node, *(each.node_def for each in graph.graph_def.library.function)]
     nodes = [node for body in bodies for node in body]
     unsafe = {node.op for node in nodes if _UNSAFE.match(node.op) or _names_a_file(node)}
     assets = {asset.tensor_info.name.partition(":")[0] for asset in graph.asset_file_def}
     unsafe |= {node.op for body in bodies for node in _tables_of_outside_files(body, assets)}
-    called = _called(graph.graph_def, signatures, _called_while_loading(graph.object_graph_def))
+    outputs = [info.name for each in signatures.values() for info in each.outputs.values()]
+    loading = _called_while_loading(graph.object_graph_def)
+    called = _called(graph.graph_def, outputs + _initializers(graph), loading)
     unsafe |= {node.op for node in called if _CHECKPOINT_OPS.match(node.op)}
+    unsafe |= {node.op for node in _unsafe_restores(graph)}
     if unsafe:
         raise ValueError(
             f"{path} is not loaded: its operations {sorted(unsafe)} would run Python code or touch "
@@ -68,19 +75,47 @@ def _tables_of_outside_files(nodes, assets):
 def _called_while_loading(objects):
     """Yields the names of the resource functions that the loader itself calls."""
     for node in objects.nodes:
-        for child in node.children:
-            if child.local_name in _LOADING_FUNCTIONS:
-                function = objects.nodes[child.node_id]
+        called = [
+            child.node_id for child in node.children if child.local_name in _LOADING_FUNCTIONS
+        ]
+        called += [saveable.restore_function for saveable in node.saveable_objects.values()]
+        for number in called:
+            if 0 <= number < len(objects.nodes):
+                function = objects.nodes[number]
                 yield from function.function.concrete_functions
                 yield function.bare_concrete_function.concrete_function_name
 
 
-def _called(graph_def, signatures, extra_functions: Iterable[str]):
-    """Returns all nodes that signatures or extra functions depend on, across function calls."""
+def _initializers(graph):
+    """Returns the names of nodes that are run after the variables are restored."""
+    names = []
+    if signature := graph.signature_def.get(_INITIALIZER_SIGNATURE):
+        names += [info.name for info in signature.outputs.values()]
+    for name in _INITIALIZERS:
+        if collection := graph.collection_def.get(name):
+            names += collection.node_list.value
+    return names
+
+
+def _unsafe_restores(graph):
+    """Yields what the restore operation would do besides reading the model's own variables."""
+    saver = graph.saver_def
+    file = saver.filename_tensor_name.partition(":")[0]
+    in_main_graph = {node.name for node in graph.graph_def.node}
+    for node in _called(graph.graph_def, [saver.restore_op_name], ()):
+        if node.op == "RestoreV2":
+            # In a function, the name is an argument, which the caller has from `file`.
+            if node.name in in_main_graph and node.input[0].partition(":")[0] != file:
+                yield node
+        elif _CHECKPOINT_OPS.match(node.op):
+            yield node
+
+
+def _called(graph_def, names: Iterable[str], extra_functions: Iterable[str]):
+    """Returns all nodes that nodes or extra functions depend on, across function calls."""
     by_name = {node.name: node for node in graph_def.node}
     functions = {function.signature.name: function for function in graph_def.library.function}
-    outputs = [info.name for each in signatures.values() for info in each.outputs.values()]
-    names, seen, called = [*outputs], set(), []
+    names, seen, called = [*names], set(), []
     while names:
         name = names.pop().removeprefix("^").partition(":")[0]
         if name not in seen and name in by_name:
