@@ -107,8 +107,8 @@ def _run_guarded(main, arguments, positional):
         return _fail(name, f"unknown argument {arguments[1]!r}; flags are --name=value (--help)")
     if len(arguments) == 1 and positional:
         return _fail(name, f"missing argument: {positional} (--help)")
-    if wrong := [text for flag in _own_flags().values() if (text := _objection(flag))]:
-        return _fail(name, wrong[0])
+    if wrong := next(filter(None, map(_objection, _own_flags().values())), None):
+        return _fail(name, wrong)
     try:
         return main(arguments)
     except KeyboardInterrupt:

@@ -44,9 +44,13 @@ def _start_tensorflow():
     gc.set_threshold(20_000, 10, 10)
 
 
+def _is_slow(item):
+    return any(item.get_closest_marker(tier) for tier in ("slow", "exhaustive"))
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.get_closest_marker("slow") or item.get_closest_marker("exhaustive"):
+        if _is_slow(item):
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(_SLOW_TEST_SECONDS))
         else:
@@ -64,7 +68,7 @@ def _same_weights_and_names_in_every_test(request):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     yield
-    if request.node.get_closest_marker("slow") or request.node.get_closest_marker("exhaustive"):
+    if _is_slow(request.node):
         _free_memory()
 
 

@@ -133,7 +133,6 @@ class CheckpointFiles:
         self.directory.mkdir(parents=True, exist_ok=True)
         target = self.directory / f"{CHECKPOINT_PREFIX}{step:010d}"
         unfinished = self.directory / f"{_UNFINISHED}{target.name}"
-        shutil.rmtree(unfinished, ignore_errors=True)
         try:
             self._repair()
             unfinished.mkdir()
@@ -178,12 +177,12 @@ class CheckpointFiles:
         return [p for p in self.directory.glob(f"{_REPLACED}*") if not _original(p).exists()]
 
     def _repair(self):
-        """Repairs the directory after a process was killed while replacing a checkpoint."""
+        """Repairs the directory after a process was killed while writing to it."""
         for path in self._replaced():
             os.rename(path, _original(path))
         for path in self.directory.glob(f"{_REPLACED}*"):
             shutil.rmtree(path, ignore_errors=True)
-        # Of writes during which the process was killed; one process alone writes here.
+        # Unfinished writes; one process alone writes here.
         for path in self.directory.glob(f"{_UNFINISHED}{CHECKPOINT_PREFIX}*"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -13,6 +13,7 @@ from kdist.checkpoint import CheckpointError, CheckpointFiles
 from kdist.checkpoint.snapshot import capture, restore
 from kdist.parallel import column, heads, row, split, stage
 from kdist.testing import assert_same_weights, largest_difference
+from tests.tiers import seldom
 
 layers = keras.layers
 
@@ -164,7 +165,7 @@ def ids(pair):
     [
         *PAIRS,
         *(pytest.param(pair, marks=pytest.mark.slow) for pair in MORE_PAIRS),
-        *(pytest.param(pair, marks=pytest.mark.exhaustive) for pair in RARE_PAIRS),
+        *seldom([(pair,) for pair in RARE_PAIRS]),
     ],
     ids=ids,
 )

@@ -106,8 +106,7 @@ def floatx(request):
 
 
 # Momentum and Adam show all that SGD does, and float64 all that float32 does: every layout meets
-# the former, the latter are met by a few.
-# Each layout in float64, and the usual optimizer in float32 on every second.
+# one of the former, the latter are met by a few.
 OFTEN = [
     *zip(LAYOUTS, itertools.cycle(["adam", "momentum"]), itertools.repeat("float64"), strict=False),
     *((layout, "adam", "float32") for layout in list(LAYOUTS)[1::2]),
@@ -117,6 +116,9 @@ OFTEN = [
 ALL = [
     *itertools.product(LAYOUTS, ["momentum", "adam"], ["float64"]),
     *itertools.product(LAYOUTS, ["adam"], ["float32"]),
+    ("2 x 32", "sgd", "float64"),
+    ("4 x 4, accumulated four times", "sgd", "float64"),
+    ("2 x 16, accumulated twice, 7 steps a call", "momentum", "float32"),
 ]
 CASES = [*OFTEN, *seldom(ALL, other_than=OFTEN)]
 

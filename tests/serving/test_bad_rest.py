@@ -267,6 +267,13 @@ def test_many_requests_to_upgrade_in_one_packet(served):
         assert _all_of(client).count("HTTP/1.1 200 OK") == 1501
 
 
+def test_data_after_the_last_request_do_not_void_its_answer(served):
+    head = b"GET /healthz HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n" % UPGRADES["h2c"]
+    text = served.raw(head.replace(b"Upgrade,", b"close, Upgrade,") + b"GET /healthz").decode()
+    assert text.startswith("HTTP/1.1 200 OK")
+    assert text.count("HTTP/1.1") == 1
+
+
 def test_no_tunnel(served):
     data = b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nHost: x\r\n\r\n"
     refused(_Raw(served.raw(data)), 501, "CONNECT is not supported")

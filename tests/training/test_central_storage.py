@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.testing import assert_same_weights
+from tests.tiers import seldom
 
 
 def training(strategy, rows=21, **compile_arguments):
@@ -36,11 +37,7 @@ def training(strategy, rows=21, **compile_arguments):
 
 @pytest.mark.parametrize(
     ("devices", "options"),
-    [
-        pytest.param(2, {}, marks=pytest.mark.exhaustive),
-        pytest.param(4, {"steps_per_execution": 3}, marks=pytest.mark.exhaustive),
-        pytest.param(4, {"accumulate": 2}, marks=pytest.mark.exhaustive),
-    ],
+    seldom([(2, {}), (4, {"steps_per_execution": 3}), (4, {"accumulate": 2})]),
     ids=str,
 )
 def test_it_computes_what_mirrored_computes(devices, options):

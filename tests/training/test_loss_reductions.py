@@ -294,13 +294,19 @@ LAYOUTS = {
 }
 
 
-# A function of a micro-batch's sums is another number: docs/guides/strategies.md.
-LAYOUTS_OF_FUNCTIONS = [name for name in LAYOUTS if name != "accumulate"]
-PAIRS = [
-    *zip([n for n in LOSSES if n not in FUNCTIONS], itertools.cycle(LAYOUTS), strict=False),
-    *zip(FUNCTIONS, itertools.cycle(LAYOUTS_OF_FUNCTIONS), strict=False),
-]
-PAIRS += seldom([(loss, "2 replicas") for loss in LOSSES], other_than=PAIRS)
+def in_turn(layouts):
+    """Returns each loss with the next of the layouts."""
+    # A function of a micro-batch's sums is another number: docs/guides/strategies.md.
+    of_functions = [name for name in layouts if name != "accumulate"]
+    return [
+        *zip([n for n in LOSSES if n not in FUNCTIONS], itertools.cycle(layouts), strict=False),
+        *zip(FUNCTIONS, itertools.cycle(of_functions), strict=False),
+    ]
+
+
+OFTEN = in_turn(list(LAYOUTS))
+MORE = [(loss, "2 replicas") for loss in LOSSES] + in_turn(list(LAYOUTS)[1:])
+PAIRS = [*OFTEN, *seldom(MORE, other_than=OFTEN)]
 
 
 @pytest.mark.parametrize(("loss", "layout"), PAIRS)

@@ -33,7 +33,7 @@ def check_safe(path: str | os.PathLike, graph, signatures: Mapping) -> None:
     bodies = [graph.graph_def.node, *(each.node_def for each in graph.graph_def.library.function)]
     nodes = [node for body in bodies for node in body]
     unsafe = {node.op for node in nodes if _UNSAFE.match(node.op) or _names_a_file(node)}
-    assets = {asset.tensor_info.name.partition(":")[0] for asset in graph.asset_file_def}
+    assets = {_node_name(asset.tensor_info.name) for asset in graph.asset_file_def}
     unsafe |= {node.op for body in bodies for node in _tables_of_outside_files(body, assets)}
     outputs = [info.name for each in signatures.values() for info in each.outputs.values()]
     loading = _called_while_loading(graph.object_graph_def)
@@ -51,6 +51,11 @@ def check_safe(path: str | os.PathLike, graph, signatures: Mapping) -> None:
             raise ValueError(f"{path} is not loaded: its asset {asset.filename!r} leads out of it")
 
 
+def _node_name(tensor):
+    """Returns the name of the node of a tensor, or of a control input."""
+    return tensor.removeprefix("^").partition(":")[0]
+
+
 def _names_a_file(node):
     if node.op == "PrintV2":
         return node.attr["output_stream"].s.startswith(b"file:")
@@ -66,7 +71,7 @@ def _tables_of_outside_files(nodes, assets):
     by_name = {node.name: node for node in nodes}
     for node in nodes:
         if _TABLE_OPS.match(node.op):
-            name = node.input[1].partition(":")[0]
+            name = _node_name(node.input[1])
             file_node = by_name.get(name)  # None for an argument
             if file_node is not None and name not in assets:
                 yield node
@@ -100,12 +105,12 @@ def _initializers(graph):
 def _unsafe_restores(graph):
     """Yields what the restore operation would do besides reading the model's own variables."""
     saver = graph.saver_def
-    file = saver.filename_tensor_name.partition(":")[0]
+    file = _node_name(saver.filename_tensor_name)
     in_main_graph = {node.name for node in graph.graph_def.node}
     for node in _called(graph.graph_def, [saver.restore_op_name], ()):
         if node.op == "RestoreV2":
             # In a function, the name is an argument, which the caller has from `file`.
-            if node.name in in_main_graph and node.input[0].partition(":")[0] != file:
+            if node.name in in_main_graph and _node_name(node.input[0]) != file:
                 yield node
         elif _CHECKPOINT_OPS.match(node.op):
             yield node
@@ -117,7 +122,7 @@ def _called(graph_def, names: Iterable[str], extra_functions: Iterable[str]):
     functions = {function.signature.name: function for function in graph_def.library.function}
     names, seen, called = [*names], set(), []
     while names:
-        name = names.pop().removeprefix("^").partition(":")[0]
+        name = _node_name(names.pop())
         if name not in seen and name in by_name:
             seen.add(name)
             called.append(by_name[name])

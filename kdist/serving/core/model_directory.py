@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+from kdist.run_directory import replacing
 from kdist.serving.core.settings import BatchSettings, padded_sizes
 
 METADATA = pathlib.PurePath("assets.extra", "kdist.json")
@@ -140,11 +141,6 @@ def write_serving_files(directory: str | os.PathLike, settings: BatchSettings) -
         "  }",
         "}",
     ]
-    _write_atomically(directory / BATCHING_PARAMETERS, parameters)
-    _write_atomically(directory / MODEL_CONFIG, config)
-
-
-def _write_atomically(path, lines):
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text("\n".join(lines) + "\n")
-    os.replace(draft, path)
+    for name, lines in ((BATCHING_PARAMETERS, parameters), (MODEL_CONFIG, config)):
+        with replacing(directory / name) as file:
+            file.write("\n".join(lines) + "\n")

@@ -80,6 +80,8 @@ class HttpConnection(HttpToolsProtocol):
                     return
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
+                # As uvicorn's: data after "Connection: close" do not void the answer.
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             except httptools.HttpParserError:
                 self.send_400_response("Invalid HTTP request received.")
                 return
