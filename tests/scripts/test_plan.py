@@ -91,8 +91,8 @@ def test_flag_that_contradicts_the_plan_is_an_error(tmp_path):
         ((*RESNET, "--source_image=big"), "--source_image=big is neither"),
         ((*RESNET, "--page=nowhere/plan.html"), "cannot write the page"),
         ((*RESNET, "--learn=nowhere"), "nowhere holds no finished planned run"),
-        ((*RESNET, "--epochs=inf"), "epochs has to be above 0, not inf"),
-        ((*RESNET, "--max_usd=nan"), "max_usd has to be above 0, not nan"),
+        ((*RESNET, "--epochs=inf"), "--epochs=inf: give a finite number"),
+        ((*RESNET, "--max_usd=nan"), "--max_usd=nan: give a finite number"),
         (
             ("--model=bert_large_seq128", "--examples=9", "--source_image=500x375"),
             "no image input",
