@@ -21,7 +21,7 @@ from absl import flags
 
 import kdist
 from kdist import program
-from kdist.serving.core.settings import BatchSettings, Objective
+from kdist.serving.core.settings import TRUST_MODELS, BatchSettings, Objective
 
 FLAGS = flags.FLAGS
 # Characters that a URL needs no escapes for. A colon would start the method.
@@ -51,6 +51,12 @@ with program.flag_group("Common"):
         "Number of versions of a model to serve, newest first. If none of them loads, an older "
         "one is served.",
         1,
+    )
+    flags.DEFINE_boolean(
+        "trust_models",
+        False,
+        "Also load models that could run code or touch files of this machine: the server then "
+        "does what their authors want. By default it refuses them and names the operations.",
     )
 
 with program.flag_group("Batching"):
@@ -108,6 +114,8 @@ with program.flag_group("Write a file instead of serving"):
 def main(_):
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     models = parse_directories(FLAGS.model_dir)
+    if FLAGS.trust_models:
+        os.environ[TRUST_MODELS] = "1"  # worker processes inherit it
     if FLAGS.kubernetes:
         print(kdist.serving.write_manifests(single(models), FLAGS.kubernetes))
     elif FLAGS.tune:

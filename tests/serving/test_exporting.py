@@ -190,7 +190,7 @@ def in_python(x):
             {"preprocessing": tf.function(lambda x: x, [tf.TensorSpec((8, 8, 1))])},
             "first size must be None",
         ),
-        (small, {"preprocessing": in_python}, "its operations .'EagerPyFunc'. would run Python"),
+        (small, {"preprocessing": in_python}, "its operations .'EagerPyFunc'. could run code"),
         (small, {"preprocessing": decoded}, "guessed"),
         (
             small,

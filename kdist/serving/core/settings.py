@@ -2,6 +2,10 @@
 
 import dataclasses
 
+# Environment variable that allows every operation, if it is "1". Set it for models whose authors
+# you trust as you trust programs that you run.
+TRUST_MODELS = "KDIST_TRUST_MODELS"
+
 
 @dataclasses.dataclass(frozen=True)
 class BatchSettings:

@@ -70,7 +70,7 @@ def read_signatures(version_directory: str | os.PathLike):
     """Returns the signatures for predictions as ({name: Signature}, {name: SignatureDef}).
 
     Raises ValueError if `saved_model.pb` in the directory is not a SavedModel, has no such
-    signatures, or would run Python code or access files of the server.
+    signatures, or could run code or touch files of the server (unless `TRUST_MODELS` allows it).
     """
     path = pathlib.Path(version_directory, "saved_model.pb")
     proto = saved_model_pb2.SavedModel()
