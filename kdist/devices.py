@@ -10,12 +10,11 @@ error reports what can no longer be set.
 
 import logging
 import os
-import re
 from collections.abc import Sequence
 
 import tensorflow as tf
 
-from kdist.hardware import CORES_VARIABLE, count_cores
+from kdist.hardware import CORES_VARIABLE, count_cores, parse_devices
 
 _logger = logging.getLogger(__name__)
 
@@ -40,14 +39,13 @@ def find_devices(request: int | Sequence[str] | None = None) -> tuple[str, ...]:
         ValueError: If fewer devices exist, or a name is invalid or given twice.
         RuntimeError: If TensorFlow has already started with fewer logical CPU devices.
     """
+    names = parse_devices(request)
     _enable_memory_growth()
     gpus = _physical_names("GPU")
-    if request is None:
+    if names is None:
         return gpus or ("CPU:0",)
-    if isinstance(request, int):
-        return _take_gpus(request, gpus) if gpus else _take_cpus(_at_least_one(request))
-    names = tuple(_device_name(name) for name in request)
-    _check_distinct(names)
+    if isinstance(names, int):
+        return _take_gpus(names, gpus) if gpus else _take_cpus(names)
     wanted_cpus = [int(name.split(":")[1]) for name in names if name.startswith("CPU:")]
     if wanted_cpus:
         _take_cpus(max(wanted_cpus) + 1)
@@ -66,14 +64,8 @@ def _available_text(gpus):
     )
 
 
-def _at_least_one(number):
-    if number < 1:
-        raise ValueError(f"--num_devices (devices=) must be at least 1, got {number}")
-    return number
-
-
 def _take_gpus(number, gpus):
-    if _at_least_one(number) > len(gpus):
+    if number > len(gpus):
         raise ValueError(
             f"{number} devices requested. {_available_text(gpus)}; request at most {len(gpus)}, or "
             "hide the GPUs (CUDA_VISIBLE_DEVICES=-1) to train on logical CPU devices"
@@ -132,20 +124,3 @@ def _physical_names(kind):
 
 def _numbered(kind, number):
     return tuple(f"{kind}:{index}" for index in range(number))
-
-
-def _device_name(text):
-    match = re.fullmatch(r"(?:/?device:|/)?(CPU|GPU):(\d+)", str(text), re.IGNORECASE)
-    if not match:
-        raise ValueError(f"{text!r} is not a device name; write it as 'GPU:0' or 'CPU:1'")
-    return f"{match[1].upper()}:{int(match[2])}"
-
-
-def _check_distinct(names):
-    if not names:
-        raise ValueError("the list of devices is empty; name at least one, or leave it out for all")
-    duplicates = {name for name in names if names.count(name) > 1}
-    if duplicates:
-        raise ValueError(f"named twice: {', '.join(sorted(duplicates))}; name each device once")
-    if len({name.split(":")[0] for name in names}) > 1:
-        raise ValueError(f"{', '.join(names)}: replicas must be on devices of one kind, GPU or CPU")

@@ -200,6 +200,23 @@ class Layout:
                 "use the strategy parameter_server"
             )
 
+    def check_mesh(self):
+        """Checks that a JAX mesh supports the layout.
+
+        Raises:
+            ValueError: If the layout has stages or branches, or a field that only a plan can have.
+        """
+        self.check_only_degrees()
+        refused = [
+            f"{name}={n}" for name in ("pipeline", "branch") if (n := getattr(self, name)) > 1
+        ]
+        if refused:
+            raise ValueError(
+                f"{' and '.join(refused)}: on a JAX mesh all devices of a replica compute every "
+                "layer, and a layout has data and tensor alone. Remove the other degrees, or use "
+                "Keras's TensorFlow backend and kdist.create_strategy (--backend=tensorflow)"
+            )
+
     def groups(self, hosts: Sequence[Sequence[str]]) -> list[list[str]]:
         """Returns the devices of each replica.
 

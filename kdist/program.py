@@ -2,21 +2,26 @@
 
 with program.flag_group("Data"):
     flags.DEFINE_string("dataset", "digits", "Dataset to train on.")
+    flags.DEFINE_string("output", None, "File for the result.")
+
+program.writes_file("output")
 
 if __name__ == "__main__":
     program.run(main)
 """
 
 import contextlib
+import difflib
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from absl import app, flags
 
-from kdist.run_directory import check_local
+from kdist.run_directory import check_local, check_writable
 
 FLAGS = flags.FLAGS
 
@@ -24,6 +29,21 @@ FLAGS = flags.FLAGS
 _USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ArithmeticError, ImportError)
 _OTHER = "Other"
 _EXIT_INTERRUPTED = 130  # what shells expect after Ctrl-C
+
+# Last words of a number's name -> its unit, and the largest number that makes sense in it. Larger
+# ones overflow timers, or fill the memory, long after the start.
+_UNITS = {
+    "usd_per_hour": ("US dollars per hour", 1e6),
+    "usd": ("US dollars", 1e9),
+    "hours": ("hours", 1e6),
+    "minutes": ("minutes", 1e6),
+    "seconds": ("seconds", 1e8),
+    "timeout": ("seconds", 1e8),
+    "ms": ("milliseconds", 1e8),
+    "us": ("microseconds", 1e8),
+    "mb": ("megabytes", 1e6),
+}
+_LARGEST_INTEGER = 10**12  # without a unit
 
 # Heading -> names of its flags, both in the order in which `--help` shows them.
 _groups: dict[str, list[str]] = {}
@@ -39,7 +59,7 @@ def flag_group(heading: str) -> Iterator[None]:
     defined_before = set(FLAGS)
     yield
     names = _groups.setdefault(heading, [])
-    names.extend(name for name in _own_flags() if name not in defined_before)
+    names.extend(name for name in own_flags() if name not in defined_before)
 
 
 def run(main: Callable[[Sequence[str]], int | None], positional: str | None = None):
@@ -60,7 +80,7 @@ def run(main: Callable[[Sequence[str]], int | None], positional: str | None = No
 
 def help_text() -> str:
     """Returns the running program's docstring and its flags, grouped by subject."""
-    own = _own_flags()
+    own = own_flags()
     grouped = {name for names in _groups.values() for name in names}
     groups = {**_groups, _OTHER: [name for name in own if name not in grouped]}
     parts = [(sys.modules["__main__"].__doc__ or "").strip("\n")]
@@ -73,7 +93,7 @@ def help_text() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _own_flags():
+def own_flags():
     """Returns {name: flag} of the flags that the running program defines itself."""
     return {flag.name: flag for flag in FLAGS.flags_by_module_dict().get(sys.argv[0], ())}
 
@@ -107,7 +127,7 @@ def _run_guarded(main, arguments, positional):
         return _fail(name, f"unknown argument {arguments[1]!r}; flags are --name=value (--help)")
     if len(arguments) == 1 and positional:
         return _fail(name, f"missing argument: {positional} (--help)")
-    if wrong := next(filter(None, map(_objection, _own_flags().values())), None):
+    if wrong := next(filter(None, map(objection, own_flags().values())), None):
         return _fail(name, wrong)
     try:
         return main(arguments)
@@ -120,18 +140,121 @@ def _run_guarded(main, arguments, positional):
         return _fail(name, str(error) or type(error).__name__)
 
 
-def _objection(flag):
-    """Returns what is wrong with a flag's value whatever it means; None if nothing is."""
+def objection(flag: flags.Flag) -> str | None:
+    """Returns what is wrong with a flag's value, whatever it means; None if nothing is.
+
+    Numbers must be finite, not negative unless the flag has a lower bound that is, and not larger
+    than makes sense in the unit that ends the flag's name. URLs are not supported.
+    """
     values = flag.value if isinstance(flag.value, list) else [flag.value]
     for value in values:
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"--{flag.name}={value}: give a finite number"
-        if isinstance(value, str):
-            try:
-                check_local(value.rpartition("=")[2])  # also that of NAME=DIRECTORY
-            except ValueError as error:
-                return f"--{flag.name}={value}: {error}"
+        if isinstance(value, bool) or value is None:
+            continue
+        if isinstance(value, int | float):
+            problem = _number_problem(flag.name, value, getattr(flag.parser, "lower_bound", None))
+        else:
+            problem = _url_problem(str(value))
+        if problem:
+            return f"--{flag.name}={value}: {problem}"
     return None
+
+
+def _number_problem(name, number, lower_bound):
+    if not math.isfinite(number):
+        return "give a finite number"
+    if number < 0 and lower_bound is None:
+        return "give 0 or more"
+    ending = next((ending for ending in _UNITS if f"_{name}".endswith(f"_{ending}")), None)
+    unit, largest = _UNITS[ending] if ending else ("", _LARGEST_INTEGER)
+    if number > largest and (unit or isinstance(number, int)):
+        return f"give at most {largest:,.0f} {unit}".rstrip()
+    return None
+
+
+def _url_problem(text):
+    try:
+        check_local(text.rpartition("=")[2])  # also that of NAME=DIRECTORY
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def read_numbers(name: str, lower_bound: int = 1) -> tuple[int, ...] | None:
+    """Returns the integers of a list flag such as `--input_shape=224,224,3`; None without it.
+
+    Raises:
+        ValueError: an item is not an integer, or is outside of the bounds.
+    """
+    texts = FLAGS[name].value
+    if texts is None:
+        return None
+    if not all(re.fullmatch(r"[+-]?[0-9]{1,12}", text.strip()) for text in texts):
+        raise ValueError(f"--{name}={','.join(texts)} is not a list of integers")
+    numbers = tuple(map(int, texts))
+    if not numbers or min(numbers) < lower_bound:
+        raise ValueError(
+            f"--{name}={','.join(texts)}: give at least one number, and none below {lower_bound}"
+        )
+    return numbers
+
+
+def check_name(kind: str, name: str, names: Sequence[str]):
+    """Raises a ValueError that lists `names`, and names the closest, unless `name` is one of them.
+
+    `kind` is what the names are for, such as "model".
+    """
+    if name in names:
+        return
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    raise ValueError(f"unknown {kind} {name!r}{hint} Available are {', '.join(names)}")
+
+
+def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):
+    """Makes the parser refuse a value of flag `name` at which there is no file.
+
+    Args:
+        name: the flag; without a value nothing is checked.
+        remedy: what to do about it, such as "create it with scripts/plan.py --output".
+        unless: values that are not paths.
+    """
+
+    def check(path):
+        if not path or path in unless:
+            return
+        check_local(path)
+        if os.path.isdir(path) or not os.path.exists(path):
+            raise ValueError(f"there is no such file; {remedy}")
+
+    _add_validator(name, check)
+
+
+def writes_file(name: str):
+    """Makes the parser refuse a value of flag `name` at which no file can be written."""
+
+    def check(path):
+        if not path:
+            return
+        check_local(path)
+        if os.path.isdir(path):
+            raise ValueError("this is a directory; give the path of a file")
+        directory = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(directory):
+            raise ValueError("cannot write the file; give one in a directory that exists")
+        check_writable(path)
+
+    _add_validator(name, check)
+
+
+def _add_validator(name, check):
+    def validate(value):
+        try:
+            check(value)
+        except (ValueError, OSError) as error:
+            raise flags.ValidationError(str(error)) from error
+        return True
+
+    flags.register_validator(name, validate)
 
 
 def _fail(name, message):

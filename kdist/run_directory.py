@@ -129,6 +129,26 @@ def check_local(path: str | os.PathLike):
         )
 
 
+def check_writable(path: str | os.PathLike):
+    """Raises an OSError if a file or directory cannot be created at a path, as far as is known.
+
+    Directories that are missing on the way to it are ignored. Nothing is created.
+    """
+    parent = os.path.abspath(path)
+    while not os.path.lexists(parent) and parent != os.path.dirname(parent):
+        parent = os.path.dirname(parent)
+    if os.path.isdir(parent) and not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"no permission to write in {parent}; give another path")
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a file in place of a directory, a name that is too long, …
+        raise type(error)(
+            f"{os.fspath(path)} cannot be written ({error.strerror}); give another path"
+        ) from error
+
+
 class RunDirectory:
     """Paths and files of a run in the directory `path`; `create` starts a new one.
 

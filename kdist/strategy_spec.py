@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from kdist.cluster import Cluster
 from kdist.cluster.remote_access import check_remote_access
+from kdist.hardware import parse_devices
 from kdist.layout import Layout
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def resolve(
         name.check_only_degrees()
     elif not isinstance(name, str):
         name, devices, cluster = _from_plan(name, devices, cluster)
+    devices = parse_devices(devices)
     layout = name if isinstance(name, Layout) else None
     if layout is not None:
         name = "layout"
@@ -102,7 +104,7 @@ def resolve(
         raise ValueError(_unknown(name))
     spec = StrategySpec(
         name,
-        devices if devices is None or isinstance(devices, int) else tuple(devices),
+        devices,
         reduction,
         num_packs,
         layout,
@@ -138,6 +140,7 @@ def _with_layout_devices(spec):
                 f"{spec.layout} is for {spec.layout.devices} devices, which cannot be divided over "
                 f"{tasks} tasks: use another layout or another number of tasks"
             )
+        parse_devices(devices)
     names = [f"device {n}" for n in range(devices)] if isinstance(devices, int) else devices
     spec.layout.groups([names] * tasks)
     return dataclasses.replace(spec, devices=devices)

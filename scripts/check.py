@@ -23,6 +23,9 @@ from absl import flags
 
 import kdist
 from kdist import program, testing
+from kdist.hardware import parse_devices
+from kdist.strategy_spec import resolve
+from training.checks import MODELS, check_data, check_split
 
 FLAGS = flags.FLAGS
 
@@ -90,11 +93,19 @@ print(json.dumps(gpus))
 """
 
 
+program.reads_file("split", "write the placement to it, or use --split=auto", unless=["auto"])
+
+
 def main(_):
+    if FLAGS.input and FLAGS.layout is not None:
+        raise ValueError("--input and --layout are two different checks; pass one of them")
     if FLAGS.input:
         return check_input()
     if FLAGS.layout is not None:
         return check_layout()
+    parse_devices(FLAGS.num_devices)
+    for name in FLAGS.strategies or ():
+        resolve(name)
     print(f"python {platform.python_version()} on {platform.platform()}")
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
     gpus = testing.python(DEVICES)
@@ -112,6 +123,7 @@ def main(_):
 
 def check_input():
     """Reads batches for --seconds and prints the throughput."""
+    check_data(FLAGS.dataset)
     train, _ = kdist.data.load(
         FLAGS.dataset,
         batch=kdist.Batch(FLAGS.batch_size),
@@ -134,13 +146,15 @@ def check_input():
 
 def check_layout():
     """Splits a model, trains one step on zeros, and prints the placement."""
+    program.check_name("model", FLAGS.model, (*MODELS, "transformer"))
+    check_split()
+    layout, shape = kdist.Layout.parse(FLAGS.layout), program.read_numbers("input_shape")
+    spec = resolve(layout)
     import numpy as np
 
     from kdist.parallel.inspect.operation_devices import profile_devices
 
-    layout = kdist.Layout.parse(FLAGS.layout)
-    strategy = kdist.create_strategy(layout)
-    shape = tuple(map(int, FLAGS.input_shape))
+    strategy = kdist.strategies.build(spec)
     plain = kdist.models.create(FLAGS.model, input_shape=shape, num_classes=FLAGS.num_classes)
     with strategy.scope():
         model = kdist.parallel.split(

@@ -40,11 +40,12 @@ from kdist.launch.task_group import Timeouts, failure_report, stop_on_signals
 from kdist.run_directory import RUN_DIR, RunDirectory, new_run_path
 
 FLAGS = flags.FLAGS
+_MAX_TASKS = 256  # per role: more processes fill the memory of any machine
 
 with program.flag_group("Tasks"):
-    flags.DEFINE_integer("workers", 1, "Number of workers.", lower_bound=1)
+    flags.DEFINE_integer("workers", 1, "Number of workers.", 1, _MAX_TASKS)
     flags.DEFINE_integer(
-        "ps", 0, "Number of parameter servers. If there are any, a chief is added.", lower_bound=0
+        "ps", 0, "Number of parameter servers. If there are any, a chief is added.", 0, _MAX_TASKS
     )
     flags.DEFINE_boolean("chief", False, "Add a chief, which trains like a worker.")
     flags.DEFINE_boolean("evaluator", False, "Add a task that evaluates each new checkpoint.")

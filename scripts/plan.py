@@ -46,7 +46,7 @@ with program.flag_group("Model and data"):
         "model", None, "Name of a known model, such as resnet50; --model=list prints all names."
     )
     flags.DEFINE_integer("examples", None, "Number of examples per epoch.")
-    flags.DEFINE_float("epochs", 1.0, "Passes over the examples.")
+    flags.DEFINE_float("epochs", 1.0, "Passes over the examples.", 0.0, 1e6)
     flags.DEFINE_list(
         "input_shape", None, "Shape of one example, such as 224,224,3; by default the model's own."
     )
@@ -158,13 +158,18 @@ with program.flag_group("Measurements and validation"):
     flags.DEFINE_string(
         "calibrate", None, "Time small networks on this machine and write the result to this file."
     )
-    flags.DEFINE_integer("num_devices", 1, "Number of devices for --calibrate.", 1)
+    flags.DEFINE_integer("num_devices", 1, "Number of devices for --calibrate.", 1, 256)
     flags.DEFINE_string(
         "calibration", None, "File that --calibrate wrote. Only its machine is considered."
     )
 
 flags.mark_flags_as_mutual_exclusive(["machines", "prices"])
 flags.mark_flags_as_mutual_exclusive(["learn", "validate", "calibrate", "trainings"])
+for table in ("machines", "prices", "validate", "trainings"):
+    program.reads_file(table, "give the path of a table (CSV)")
+program.reads_file("calibration", "create it with --calibrate")
+for file in ("output", "page", "calibrate"):
+    program.writes_file(file)
 
 
 # Models that scripts/train.py can build.
@@ -218,7 +223,7 @@ def plan():
         FLAGS.model,
         examples=FLAGS.examples,
         epochs=FLAGS.epochs,
-        input_shape=numbers("input_shape"),
+        input_shape=program.read_numbers("input_shape"),
         precision=FLAGS.precision,
         optimizer=FLAGS.optimizer,
         jit_compile=FLAGS.jit_compile,
@@ -253,26 +258,15 @@ def limits():
     names = ("max_usd", "max_hours", "max_machines", "max_global_batch", "accumulate", "spot")
     chosen = {name: getattr(FLAGS, name) for name in names}
     if FLAGS.local_batch_sizes:
-        chosen["local_batches"] = numbers("local_batch_sizes")
+        chosen["local_batches"] = program.read_numbers("local_batch_sizes")
     return {**chosen, "strategies": tuple(FLAGS.strategies)}
-
-
-def numbers(name):
-    """Returns the integers of a list flag, or None."""
-    texts = getattr(FLAGS, name)
-    if texts is None:
-        return None
-    try:
-        return tuple(int(text) for text in texts)
-    except ValueError:
-        raise ValueError(f"--{name}={','.join(texts)} is not a list of integers") from None
 
 
 def input_work():
     """Returns the input work of --source_image, or None."""
     if FLAGS.source_image is None:
         return None
-    work = planner.resolve_workload(FLAGS.model, numbers("input_shape"))
+    work = planner.resolve_workload(FLAGS.model, program.read_numbers("input_shape"))
     if FLAGS.source_image == "none":
         return planner.InputWork(host_bytes=work.input_bytes)
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", FLAGS.source_image):
@@ -361,7 +355,7 @@ def plan_here():
     """Prints the step time per batch size on a calibrated machine."""
     path = pathlib.Path(FLAGS.calibration)
     calibration = Calibration.from_json(path.read_text(), path)
-    work = planner.resolve_workload(FLAGS.model, numbers("input_shape"))
+    work = planner.resolve_workload(FLAGS.model, program.read_numbers("input_shape"))
     print(f"{work.name} on {calibration.machine}, {calibration.replicas} devices")
     print(f"{'batch':>6}{'step':>12}{'examples/s':>12}{'hours':>9}  of it")
     for batch in limits().get("local_batches", planner.Constraints().local_batches):

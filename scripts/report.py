@@ -41,6 +41,8 @@ with program.flag_group("Live page"):
         upper_bound=65535,
     )
 
+program.writes_file("output")
+
 
 def main(arguments):
     runs, prices = arguments[1:], kdist.report.parse_prices(FLAGS.price_usd_per_hour)

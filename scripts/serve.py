@@ -21,7 +21,8 @@ from absl import flags
 
 import kdist
 from kdist import program
-from kdist.serving.core.settings import TRUST_MODELS, BatchSettings, Objective
+from kdist.serving.core.model_directory import versions
+from kdist.serving.core.settings import TRUST_MODELS, BatchSettings, Objective, ServerLimits
 
 FLAGS = flags.FLAGS
 # Characters that a URL needs no escapes for. A colon would start the method.
@@ -44,6 +45,7 @@ with program.flag_group("Common"):
         "Workers load a new version one after the other and run no batch meanwhile, so with 1 "
         "requests wait for the load.",
         0,
+        256,
     )
     flags.DEFINE_integer(
         "versions",
@@ -66,7 +68,7 @@ with program.flag_group("Batching"):
         "Microseconds that the oldest request of a batch waits for others while the device is "
         "idle. auto measures the model and adapts to the load.",
     )
-    flags.DEFINE_integer("max_batch", 32, "Maximum number of rows per batch.", 1)
+    flags.DEFINE_integer("max_batch", 32, "Maximum number of rows per batch.", 1, 65_536)
     flags.DEFINE_enum(
         "objective",
         "latency",
@@ -89,6 +91,7 @@ with program.flag_group("Limits"):
         1024.0,
         "Maximum size of all requests in flight, in megabytes; clients of further requests are "
         "asked to retry.",
+        0.001,
     )
     flags.DEFINE_float(
         "end_seconds",
@@ -109,6 +112,13 @@ with program.flag_group("Write a file instead of serving"):
         None,
         "Write a Kubernetes manifest (YAML) that serves the model in TensorFlow Serving's image.",
     )
+flags.mark_flags_as_mutual_exclusive(["tune", "kubernetes"])
+flags.register_validator(
+    "batch_timeout_us",
+    lambda text: text == "auto" or re.fullmatch("[0-9]{1,8}", text),
+    "must be auto, or an integer from 0 to 99999999",
+)
+program.writes_file("tune")
 
 
 def main(_):
@@ -116,14 +126,21 @@ def main(_):
     models = parse_directories(FLAGS.model_dir)
     if FLAGS.trust_models:
         os.environ[TRUST_MODELS] = "1"  # worker processes inherit it
+    for directory in models.values():
+        if not versions(directory):
+            raise ValueError(
+                f"{directory} holds no version that loads: write one with kdist.serving.export"
+            )
     if FLAGS.kubernetes:
         print(kdist.serving.write_manifests(single(models), FLAGS.kubernetes))
     elif FLAGS.tune:
+        directory, aim = single(models), objective()
         from kdist.serving.tune.run import tune_export  # TensorFlow
 
-        tune_export(single(models), FLAGS.tune, objective(), FLAGS.max_batch, report=print)
+        tune_export(directory, FLAGS.tune, aim, FLAGS.max_batch, report=print)
     else:
-        kdist.serving.run(options(models), on_ready=functools.partial(print, flush=True))
+        checked = options(models)
+        kdist.serving.run(checked, on_ready=functools.partial(print, flush=True))
 
 
 def single(models):
@@ -137,22 +154,26 @@ def single(models):
 def options(models):
     """Returns the options of the server."""
     automatic = FLAGS.batch_timeout_us == "auto"
-    return kdist.serving.ServerOptions(
-        models,
-        port=FLAGS.port,
-        grpc_port=None if FLAGS.grpc_port < 0 else FLAGS.grpc_port,
-        host=FLAGS.host,
-        workers=FLAGS.workers,
-        settings=BatchSettings(0.0 if automatic else timeout_seconds(), FLAGS.max_batch),
-        objective=objective() if automatic else None,
-        limits=kdist.serving.ServerLimits(
+    seconds = 0.0 if automatic else int(FLAGS.batch_timeout_us) * 1e-6
+    settings = {
+        "settings": BatchSettings(seconds, FLAGS.max_batch),
+        "objective": objective() if automatic else None,
+        "limits": ServerLimits(
             body_bytes=int(FLAGS.body_mb * 1e6),
             all_bodies_bytes=int(FLAGS.all_bodies_mb * 1e6),
             waiting_rows=FLAGS.waiting_rows,
             request_seconds=FLAGS.request_seconds,
         ),
+    }
+    return kdist.serving.ServerOptions(  # imports TensorFlow, so the settings are checked before
+        models,
+        port=FLAGS.port,
+        grpc_port=None if FLAGS.grpc_port < 0 else FLAGS.grpc_port,
+        host=FLAGS.host,
+        workers=FLAGS.workers,
         newest=FLAGS.versions,
         end_seconds=FLAGS.end_seconds,
+        **settings,
     )
 
 
@@ -160,16 +181,6 @@ def objective():
     """Returns the objective of the batch settings."""
     bound = None if FLAGS.p99_ms is None else FLAGS.p99_ms * 1e-3
     return Objective(FLAGS.objective, bound)
-
-
-def timeout_seconds():
-    """Returns the fixed batch timeout, in seconds."""
-    try:
-        return int(FLAGS.batch_timeout_us) * 1e-6
-    except ValueError as error:
-        raise ValueError(
-            f"--batch_timeout_us={FLAGS.batch_timeout_us} is neither an integer nor auto"
-        ) from error
 
 
 def parse_directories(texts):

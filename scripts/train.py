@@ -184,9 +184,11 @@ with program.flag_group("Optimization"):
         "schedule", "cosine", ["constant", "ramp", "cosine"], "Learning rate schedule."
     )
     flags.DEFINE_float(
-        "ramp_epochs", 0.2, "Length of the learning-rate warmup (ramp), in epochs.", lower_bound=0.0
+        "ramp_epochs", 0.2, "Length of the learning-rate warmup (ramp), in epochs.", 0.0, 1e6
     )
-    flags.DEFINE_float("decay", 0.5, "Decay factor per epoch after the warmup of --schedule=ramp.")
+    flags.DEFINE_float(
+        "decay", 0.5, "Decay factor per epoch after the warmup of --schedule=ramp.", 0.0, 1.0
+    )
     flags.DEFINE_enum(
         "scale_learning_rate",
         "none",
@@ -204,7 +206,11 @@ with program.flag_group("Optimization"):
         "sync_batch_norm", False, "Compute BatchNormalization statistics over all replicas."
     )
     flags.DEFINE_integer(
-        "seed", 0, "Seed of the initial weights, shuffling, augmentation, and dropout."
+        "seed",
+        0,
+        "Seed of the initial weights, shuffling, augmentation, and dropout.",
+        lower_bound=0,
+        upper_bound=2**32 - 1,
     )
 
 with program.flag_group("Local SGD and asynchronous training"):
@@ -306,14 +312,16 @@ flags.mark_flags_as_mutual_exclusive(["num_devices", "layout"])
 flags.mark_flags_as_mutual_exclusive(["plan", "layout"])
 flags.register_validator(
     "steps_per_execution",
-    lambda text: text == "auto" or (text.isdecimal() and int(text) > 0),
-    "must be auto or a positive integer",
+    lambda text: text == "auto" or re.fullmatch(r"[1-9][0-9]{0,5}", text),
+    "must be auto, or an integer from 1 to 999999",
 )
 flags.register_validator(
     "profile",
-    lambda text: text is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", text),
+    lambda text: text is None or re.fullmatch(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}", text),
     "must be FIRST:LAST, with steps counted from 1, such as 10:20",
 )
+program.reads_file("plan", "create it with scripts/plan.py --output")
+program.reads_file("split", "write the placement to it, or use --split=auto", unless=["auto"])
 
 
 def main(_):

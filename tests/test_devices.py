@@ -15,8 +15,10 @@ def test_numbers_and_names():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (0, "at least 1, got 0"),
-        (-2, "at least 1, got -2"),
+        (0, "at least 1 .*got 0"),
+        (-2, "at least 1 .*got -2"),
+        (257, "at most 256 .*got 257"),
+        (["CPU:256"], "from 0 to 255"),
         (["GPU:0"], "no such device: GPU:0.*--num_devices=N"),
         (["CPU"], "'CPU' is not a device name; write it as 'GPU:0'"),
         (["CPU:0", "CPU:0"], "named twice: CPU:0"),

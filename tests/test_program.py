@@ -1,9 +1,13 @@
 """Programs: grouped help, exit codes, and errors of one line."""
 
+import functools
 import subprocess
 import sys
 
 import pytest
+from absl import flags
+
+from kdist import program
 
 PROGRAM = '''"""Copies a file.
 
@@ -75,22 +79,47 @@ def test_user_errors_are_one_line(run):
     assert run("stray").stderr.startswith("copy_file.py: unknown argument 'stray'")
 
 
-@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e999"])
-def test_numbers_are_finite(run, number):
-    process = run("--source=value", f"--seconds={number}")
-    assert process.returncode == 1
-    assert process.stderr.endswith(": give a finite number\n")
-    assert process.stderr.startswith("copy_file.py: --seconds=")
+def objection(define, text):
+    """Returns the objection to the value of a flag."""
+    values = flags.FlagValues()
+    define(flag_values=values)
+    (name,) = values
+    values[name].parse(text)
+    return program.objection(values[name])
 
 
 @pytest.mark.parametrize(
-    "flag", ["--source=gs://bucket/a", "--source=name=s3://bucket/a", "--folders=a,hdfs://b/c"]
+    ("name", "text", "expected"),
+    [
+        *(("seconds", text, "finite number") for text in ("nan", "inf", "-inf", "1e999")),
+        ("end_seconds", "-1", "0 or more"),
+        ("end_seconds", "100000001", "at most 100,000,000 seconds"),
+        ("price_usd_per_hour", "1e7", "at most 1,000,000 US dollars per hour"),
+        ("body_mb", "1e7", "at most 1,000,000 megabytes"),
+    ],
 )
-def test_urls_are_refused(run, flag):
-    process = run("--source=value", flag)
+def test_numbers_are_finite_and_in_range(name, text, expected):
+    define = functools.partial(flags.DEFINE_float, name, 1.0, "A number.")
+    assert expected in objection(define, text)
+    assert objection(define, "0.5") is None
+
+
+def test_lower_bounds_allow_negative_numbers():
+    define = functools.partial(flags.DEFINE_integer, "port", 1, "A port.", lower_bound=-1)
+    assert objection(define, "-1") is None
+    assert "at most 1,000,000,000,000" in objection(define, "1000000000001")
+
+
+@pytest.mark.parametrize("text", ["gs://bucket/a", "name=s3://bucket/a", "a,hdfs://b/c"])
+def test_urls_are_refused(text):
+    define = functools.partial(flags.DEFINE_list, "folders", [], "Directories.")
+    assert "is a URL, and object stores are not supported; give a path" in objection(define, text)
+
+
+def test_objections_are_one_line(run):
+    process = run("--source=value", "--seconds=nan")
     assert process.returncode == 1
-    assert "is a URL, and object stores are not supported; give a path" in process.stderr
-    assert len(process.stderr.splitlines()) == 1
+    assert process.stderr == "copy_file.py: --seconds=nan: give a finite number\n"
 
 
 def test_defects_keep_their_traceback(run):

@@ -17,6 +17,7 @@ import TensorFlow.
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 from kdist.cluster.slurm import read_slurm_tasks
@@ -93,11 +94,8 @@ class Cluster:
             ValueError: If the text is malformed.
         """
         try:
-            config = json.loads(text)
-            tasks = config.get("cluster", {})
-            task = config.get("task", {})
-            role, index = task.get("type", "worker"), int(task.get("index", 0))
-        except (ValueError, TypeError, AttributeError) as error:
+            tasks, role, index = _parse_tf_config(text)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f'TF_CONFIG is not {{"cluster": {{"worker": ["host:port", …]}}, "task": {{"type": '
                 f'"worker", "index": 0}}}}: {error}. Correct it, or unset it to train in a single '
@@ -190,6 +188,23 @@ class Cluster:
     def counts(self) -> str:
         """Returns the number of tasks per role, such as "1 chief, 2 worker, 1 ps"."""
         return ", ".join(f"{len(self.tasks[role])} {role}" for role in ROLES if role in self.tasks)
+
+
+def _parse_tf_config(text):
+    """Returns (addresses by role, role, index) of the value of TF_CONFIG."""
+    config = json.loads(text)
+    tasks, task = config.get("cluster", {}), config.get("task", {})
+    role, index = task.get("type", "worker"), task.get("index", 0)
+    if not isinstance(tasks, dict):
+        raise TypeError(f"the cluster is {tasks!r} instead of an object")
+    for name, addresses in tasks.items():
+        if not isinstance(addresses, list):
+            raise TypeError(f"the addresses of {name} are {addresses!r} instead of a list")
+    if not isinstance(role, str):
+        raise TypeError(f"the type of the task is {role!r} instead of a text")
+    if not re.fullmatch("[0-9]{1,9}", str(index)):  # some programs write it as a text
+        raise ValueError(f"the index of the task is {index!r} instead of a number from 0")
+    return tasks, role, int(index)
 
 
 def _check_roles(tasks):

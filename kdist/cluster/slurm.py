@@ -21,10 +21,10 @@ def read_slurm_tasks(
     SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE, and SLURM_JOB_ID is
     missing or malformed.
     """
-    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) < 2:
+    if _number(environment, "SLURM_STEP_NUM_TASKS", 1) < 2:
         return None
     addresses = {"worker": _addresses(environment)}
-    return addresses, "worker", int(_variable(environment, "SLURM_PROCID"))
+    return addresses, "worker", _number(environment, "SLURM_PROCID")
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -68,13 +68,22 @@ def _addresses(environment):
         raise ValueError(
             f"SLURM_STEP_NODELIST has {len(hosts)} hosts, SLURM_STEP_TASKS_PER_NODE {len(counts)}"
         )
-    job = int(environment.get("SLURM_JOB_ID", 0))
+    job = _number(environment, "SLURM_JOB_ID", 0)
     port = _FIRST_PORT + job * _PORTS_PER_JOB % _NUM_PORTS
     return [
         f"{host}:{port + task}"
         for host, count in zip(hosts, counts, strict=True)
         for task in range(count)
     ]
+
+
+def _number(environment, name, default=None):
+    if default is not None and name not in environment:
+        return default
+    text = _variable(environment, name)
+    if not re.fullmatch("[0-9]{1,12}", text.strip()):
+        raise ValueError(f"{name}={text} is not a number; unset it, or start with srun")
+    return int(text)
 
 
 def _variable(environment, name):

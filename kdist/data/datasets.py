@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from kdist.batch import Batch
 from kdist.data import arrays, idx, image_folder, tfds
+from kdist.data.names import dataset_path
 from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.pipeline import Pipeline
 from kdist.data.source import DatasetUnavailable, Source
@@ -84,7 +85,7 @@ def load_sources(
     name, *, seed=0, splits=None, data_dir=None, download=True
 ) -> tuple[Source, Source]:
     """Returns the training and test source; the arguments are those of `load`."""
-    name = os.path.expanduser(os.fspath(name))
+    name = dataset_path(name)
     if splits is not None and (name == "digits" or os.path.isdir(name)):
         raise ValueError(
             f"{name} has a fixed test part; splits={splits!r} applies to TFDS datasets only"
@@ -96,11 +97,6 @@ def load_sources(
     if os.path.isdir(name):
         is_idx = idx.has_idx_files(name)
         return idx.load_idx(name) if is_idx else image_folder.load_image_folder(name, seed)
-    # TFDS names may contain a slash, as in cifar10_corrupted/brightness_1.
-    if os.path.isabs(name) or name.startswith("."):
-        raise FileNotFoundError(
-            f"{name}: no such directory; pass a directory of images, or the name of a dataset"
-        )
     return tfds.load_tfds(name, splits, data_dir and os.fspath(data_dir), download)
 
 

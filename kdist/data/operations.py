@@ -6,13 +6,16 @@
 An operation maps one image (H, W, C) to another of the same dtype. A random operation also receives
 a seed that depends only on the run's seed, the epoch, and the example, so that its results are the
 same in every layout.
+
+The text of operations is parsed without TensorFlow, which only applying them imports.
 """
 
 import ast
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import tensorflow as tf
+# Largest side of an image, in pixels. Such an image takes a gigabyte.
+_MAX_SIDE = 16_384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,8 @@ def resize(height: int, width: int) -> ImageOperation:
     """Returns a bilinear resize, with antialiasing; integer pixels are rounded."""
 
     def apply(image):
+        import tensorflow as tf
+
         resized = tf.image.resize(image, (height, width), antialias=True)
         is_whole = image.dtype.is_integer
         return tf.saturate_cast(tf.round(resized) if is_whole else resized, image.dtype)
@@ -43,25 +48,28 @@ def resize(height: int, width: int) -> ImageOperation:
 
 def central_crop(height: int, width: int) -> ImageOperation:
     """Returns a crop of the center, which pads smaller images with black pixels."""
+
+    def apply(image):
+        import tensorflow as tf
+
+        return tf.image.resize_with_crop_or_pad(image, height, width)
+
     _check_size(height, width)
-    return ImageOperation(
-        f"central_crop({height}, {width})",
-        lambda image: tf.image.resize_with_crop_or_pad(image, height, width),
-        size=(height, width),
-    )
+    return ImageOperation(f"central_crop({height}, {width})", apply, size=(height, width))
 
 
 def random_crop(height: int, width: int, padding: int = 0) -> ImageOperation:
     """Returns a crop at a random position, after adding `padding` black pixels on each side."""
 
     def apply(image, seed):
+        import tensorflow as tf
+
         padded = tf.pad(image, [[padding, padding], [padding, padding], [0, 0]])
         size = (height, width, image.shape[-1])
         return tf.image.stateless_random_crop(padded, size, seed)
 
     _check_size(height, width)
-    if padding < 0:
-        raise ValueError(f"random_crop: padding={padding} must not be negative")
+    _check_pixels("padding", padding, 0)
     name = f"random_crop({height}, {width}, {padding})"
     min_size = height - 2 * padding, width - 2 * padding
     return ImageOperation(name, apply, is_random=True, size=(height, width), min_size=min_size)
@@ -69,7 +77,13 @@ def random_crop(height: int, width: int, padding: int = 0) -> ImageOperation:
 
 def random_flip() -> ImageOperation:
     """Returns a horizontal flip with a probability of one half."""
-    return ImageOperation("random_flip()", tf.image.stateless_random_flip_left_right, True)
+
+    def apply(image, seed):
+        import tensorflow as tf
+
+        return tf.image.stateless_random_flip_left_right(image, seed)
+
+    return ImageOperation("random_flip()", apply, is_random=True)
 
 
 BY_NAME = {
@@ -101,7 +115,7 @@ def _parse_one(text):
     usage = f"{text!r} is not an operation; available are {_CALLS}"
     try:
         call = ast.parse(text, mode="eval").body
-    except SyntaxError as error:
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(usage) from error
     if not isinstance(call, ast.Call) or getattr(call.func, "id", None) not in BY_NAME:
         raise ValueError(usage)
@@ -116,8 +130,12 @@ def _parse_one(text):
 
 
 def _check_size(height, width):
-    for name, size in (("height", height), ("width", width)):
-        if not isinstance(size, int):
-            raise TypeError(f"{name} must be an integer number of pixels, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1 pixel")
+    _check_pixels("height", height, 1)
+    _check_pixels("width", width, 1)
+
+
+def _check_pixels(name, number, lower_bound):
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{name} must be an integer number of pixels, got {number!r}")
+    if not lower_bound <= number <= _MAX_SIDE:
+        raise ValueError(f"{name}={number} must be from {lower_bound} to {_MAX_SIDE} pixels")

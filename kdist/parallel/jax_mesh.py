@@ -58,7 +58,7 @@ class Mesh(keras.distribution.ModelParallel):
 
     def __init__(self, layout: Layout, devices: Sequence[str] | None = None):
         check_is_jax("kdist.parallel.Mesh")
-        _check_layout(layout)
+        layout.check_mesh()
         names = _first_devices(layout) if devices is None else list(devices)
         if len(names) != layout.devices:
             raise ValueError(
@@ -153,17 +153,6 @@ def bytes_per_device(variables: Iterable) -> Mapping[str, int]:
             name = f"{shard.device.platform}:{shard.device.id}"
             held[name] = held.get(name, 0) + math.prod(shard.data.shape) * shard.data.dtype.itemsize
     return held
-
-
-def _check_layout(layout):
-    layout.check_only_degrees()
-    refused = [f"{name}={n}" for name in ("pipeline", "branch") if (n := getattr(layout, name)) > 1]
-    if refused:
-        raise ValueError(
-            f"{' and '.join(refused)}: on a JAX mesh all devices of a replica compute every layer, "
-            "and a layout has data and tensor alone. Remove the other degrees, or use Keras's "
-            "TensorFlow backend and kdist.create_strategy (--backend=tensorflow)"
-        )
 
 
 def _check_no_devices(placement):

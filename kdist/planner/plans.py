@@ -166,7 +166,7 @@ class Plan:
         """
         try:
             fields = json.loads(pathlib.Path(path).read_text())
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not JSON, or not text
             raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from None
         return cls.from_dict(fields, os.fspath(path))
 

@@ -5,7 +5,10 @@ import time
 from absl import flags
 
 import kdist
-from kdist.run_directory import RunDirectory
+from kdist.hardware import parse_devices
+from kdist.run_directory import RunDirectory, check_writable
+from kdist.strategy_spec import resolve
+from training.checks import check_flags
 from training.data import load_data
 from training.model import (
     accuracy,
@@ -25,13 +28,14 @@ FLAGS = flags.FLAGS
 
 def train_on_jax():
     """Trains a layout of data and tensor parallelism on a mesh, and writes a run directory."""
-    import keras
-
-    started = time.perf_counter()
-    run_dir = run_directory()
+    run_dir, layout = run_directory(), jax_layout()
+    check_flags(resolve("auto"))
+    check_writable(RunDirectory(run_dir).config)
     RunDirectory(run_dir).check_available()
     check_one_task()
-    layout = split_layout() or kdist.Layout(data=FLAGS.num_devices or 1)
+    import keras  # after all checks, which are to fail early
+
+    started = time.perf_counter()
     mesh = kdist.parallel.Mesh(layout)
     batch = kdist.Batch(FLAGS.local_batch_size, layout.data)
     keras.utils.set_random_seed(FLAGS.seed)
@@ -64,8 +68,16 @@ def train_on_jax():
         **speed_of(seconds.seconds, train),
         **cost(time.perf_counter() - started),
     }
-    run.write_summary(summary)
     print_summary(summary)
+    run.write_summary(summary)
+
+
+def jax_layout():
+    """Returns the layout of --layout or --num_devices, after checking that JAX supports it."""
+    layout = split_layout() or kdist.Layout(data=FLAGS.num_devices or 1)
+    layout.check_mesh()
+    parse_devices(layout.devices)
+    return layout
 
 
 def check_one_task():

@@ -1,10 +1,13 @@
 """Training with --backend=tensorflow, under any strategy, plan, or layout."""
 
+import logging
 import time
 
 from absl import flags
 
 import kdist
+from kdist.strategy_spec import resolve
+from training.checks import check_flags
 from training.data import load_data_in_time
 from training.model import compiled_model, split_layout, verbosity
 from training.options import apply_plan, report_data_differences
@@ -12,17 +15,20 @@ from training.recording import check_directory, run_directory, start_recording
 from training.summary import cost, print_summary, run_config, tensorflow_summary
 
 FLAGS = flags.FLAGS
+_logger = logging.getLogger("kdist.train")
 
 
 def train_on_tensorflow():
     """Trains with the strategy of the flags, and writes a run directory."""
-    import keras  # not at the top, since --help should not import TensorFlow
+    plan = apply_plan()
+    spec = strategy_spec(plan)
+    check_flags(spec)
+    path = run_directory()
+    resumes = check_directory(path, writes=spec.cluster.is_chief)
+    import keras  # after all checks, which are to fail early, and not for --help
 
     started = time.perf_counter()
-    plan = apply_plan()
-    path = run_directory()
-    resumes = check_directory(path)
-    strategy = create_strategy(plan)
+    strategy = kdist.strategies.build(spec)
     is_chief = kdist.strategies.is_chief(strategy)
     batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync, FLAGS.accumulate)
     keras.utils.set_random_seed(FLAGS.seed)
@@ -51,9 +57,9 @@ def train_on_tensorflow():
     finish(recording, summary, plan)
 
 
-def create_strategy(plan):
-    """Returns the strategy of the plan, otherwise of --layout or --strategy."""
-    return kdist.create_strategy(
+def strategy_spec(plan):
+    """Returns the spec of the plan's strategy, otherwise of --layout or --strategy."""
+    return resolve(
         plan or split_layout() or FLAGS.strategy,
         None if plan else FLAGS.num_devices or FLAGS.devices,
         reduction=FLAGS.reduction,
@@ -73,14 +79,33 @@ def test_results(model, test, history):
 
 
 def finish(recording, summary, plan):
-    """Writes and prints the summary, and writes the report."""
+    """Prints and writes the summary, and writes the report."""
+    if recording.profile:
+        summary["top_operations"] = recording.profile[0].top_operations()
     if plan:
         summary["plan"] = plan.to_dict()
         print(plan.compare(summary["examples_per_second"]))
-    if recording.profile:
-        summary["top_operations"] = recording.profile[0].top_operations()
+    print_summary(summary)  # first, as it is also there if the disk is full
     recording.writer.write_summary(summary)
-    print_summary(summary)
-    print(f"report: {kdist.report.write([recording.run.path], recording.run.report)}")
-    recording.writer.write_report(recording.run.report)
+    if report := write_report(recording.run):
+        recording.writer.write_report(report)
     recording.writer.close()
+
+
+def write_report(run):
+    """Returns the path of the report; logs why it could not be written, and returns None.
+
+    The training has succeeded, and the page can be made later.
+    """
+    try:
+        print(f"report: {kdist.report.write([run.path], run.report)}")
+    except (OSError, ValueError) as error:
+        _logger.warning(
+            "the report was not written: %s. The results are in %s; write the report later with "
+            "scripts/report.py %s --output=report.html",
+            error,
+            run.summary,
+            run.path,
+        )
+        return None
+    return run.report

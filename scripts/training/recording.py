@@ -7,7 +7,7 @@ import pathlib
 from absl import flags
 
 import kdist
-from kdist.run_directory import RUN_DIR, RunDirectory, new_run_path
+from kdist.run_directory import RUN_DIR, RunDirectory, check_writable, new_run_path
 from kdist.telemetry import create_writer
 from training.summary import run_config
 
@@ -49,14 +49,21 @@ def run_directory():
     return new_run_path(FLAGS.model)
 
 
-def check_directory(path):
+def check_directory(path, writes=True):
     """Returns whether to resume the interrupted run of a directory.
+
+    Args:
+        path: the run directory.
+        writes: whether this task writes it. Defaults to True.
 
     Raises:
         FileExistsError: the directory holds a finished run, or one that may not be resumed.
+        OSError: the directory cannot be written.
         ValueError: the interrupted run has other flags.
     """
     run = RunDirectory(path)
+    if writes:
+        check_writable(run.config)
     resumes = FLAGS.resume != "never" and run.is_interrupted()
     if resumes:
         run.check_same_config(run_config(FLAGS.dataset), FIXED_FLAGS)

@@ -129,7 +129,7 @@ READERS = {
     "plan": (PLAN, of_file(Plan.load, "plan.json")),
     "metadata of a model": (
         METADATA,
-        of_file(lambda path: needed_devices(path.parent), "kdist.json"),
+        of_file(lambda path: needed_devices(path.parents[1]), "assets.extra/kdist.json"),
     ),
     "placement": (PLACEMENT, of_file(read_placement, "placement.json")),
     "configuration of a run": (

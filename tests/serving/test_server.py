@@ -172,33 +172,6 @@ def test_a_port_in_use(directory, flag):
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--model_dir=/nowhere/at/all"], "/nowhere/at/all is not a directory"),
-        (["--model_dir=/tmp", "--max_batch=0"], "--max_batch=0"),
-        (["--model_dir=/tmp", "--port=99999"], "--port=99999"),
-        (["--model_dir=/tmp", "extra"], "unknown argument 'extra'"),
-        (["--model_dir=/a/m,/b/m"], "two models are named 'm'"),
-        ([], "--model_dir=models/fashion"),
-    ],
-    ids=["missing", "no batch", "no port", "an argument", "twice", "nothing"],
-)
-def test_what_is_wrong_is_said(flags, says):
-    process = run(*FREE, *flags)
-    assert process.returncode == 1
-    assert says in process.stdout + process.stderr
-    assert "Traceback" not in process.stderr
-
-
-@pytest.mark.slow
-def test_a_directory_without_versions(tmp_path):
-    process = run(f"--model_dir={tmp_path}", *FREE)
-    assert process.returncode == 1
-    assert "holds no version that loads: write one with kdist.serving.export" in process.stderr
-
-
 def test_help():
     process = run("--help")
     assert "curl -d" in process.stdout

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from kdist import run_directory
-from kdist.run_directory import RunDirectory, replacing
+from kdist.run_directory import RunDirectory, check_writable, replacing
 from kdist.telemetry import JsonlWriter
 
 
@@ -103,6 +103,19 @@ def test_urls_are_refused(path):
 @pytest.mark.parametrize("path", ["runs/a", "/tmp/a:b/c", "C:/runs", "./gs://a", "a b/c"])
 def test_paths_are_no_urls(path):
     assert RunDirectory(path).path == pathlib.Path(path)
+
+
+def test_paths_that_cannot_be_written_are_known_before(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "new" / "run", tmp_path / "file", tmp_path):
+        check_writable(path)
+    assert os.listdir(tmp_path) == ["file"]
+    for path in (tmp_path / "file" / "run", tmp_path / ("x" * 300)):
+        with pytest.raises(OSError, match="give another path"):
+            check_writable(path)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(PermissionError, match=f"write in {tmp_path}; give another path"):
+        check_writable(tmp_path / "new" / "run")
 
 
 def test_lines_are_written_immediately(tmp_path):

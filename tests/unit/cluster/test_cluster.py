@@ -57,7 +57,19 @@ def test_rejects(tasks, role, index, message):
         Cluster(tasks, role, index)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"cluster": {}, "task": {"index": "x"}}', '"a"'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{", "[]", '"a"', "5", "null", "[" * 100_000),
+        *('{"cluster": []}', '{"cluster": null}', '{"cluster": "a:1"}'),
+        *('{"cluster": {"worker": "a:1"}}', '{"cluster": {"worker": 5}}'),
+        *(f'{{"cluster": {{}}, "task": {task}}}' for task in ("5", "null", '{"type": ["worker"]}')),
+        *(
+            f'{{"cluster": {{}}, "task": {{"index": {index}}}}}'
+            for index in ('"x"', "-1", "1.5", "1e999", "true", "null", "[0]")
+        ),
+    ],
+)
 def test_a_malformed_tf_config(text):
     with pytest.raises(ValueError, match="TF_CONFIG is not .*unset it"):
         Cluster.from_tf_config(text)

@@ -45,6 +45,9 @@ def test_a_step_of_one_task_is_not_a_job():
         ({"SLURM_STEP_NODELIST": "n[9"}, "not a list of Slurm hosts"),
         ({"SLURM_STEP_NODELIST": "n9,,n10"}, "not a list of Slurm hosts"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2x2"}, "not a list of Slurm task counts"),
+        ({"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS=two is not a number; unset it"),
+        ({"SLURM_PROCID": "-1"}, "SLURM_PROCID=-1 is not a number"),
+        ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID= is not a number"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "has 2 hosts, SLURM_STEP_TASKS_PER_NODE 1"),
     ],
 )

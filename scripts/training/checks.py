@@ -1,0 +1,109 @@
+"""Checks of everything that the flags tell before TensorFlow is imported and data are loaded."""
+
+import json
+import os
+import pathlib
+
+from absl import flags
+
+from kdist import program
+from kdist.data.names import dataset_path
+from kdist.data.operations import as_operations
+
+FLAGS = flags.FLAGS
+
+# Models for images; kdist.models also has others.
+MODELS = ("mlp", "lenet", "resnet18", "mobilenet_v2", "inception")
+# Traces of more steps fill the memory and the disk.
+_MAX_PROFILED_STEPS = 1000
+# Strategies whose replicas share their weights.
+_SHARE_WEIGHTS = ("parameter_server", "central_storage", "tpu")
+
+
+def check_flags(spec):
+    """Checks the flags of a training under the strategy of a `StrategySpec`.
+
+    Raises:
+        ValueError: a value is unknown or invalid, or flags contradict each other.
+        FileNotFoundError: a directory does not exist.
+    """
+    program.check_name("model", FLAGS.model, MODELS)
+    check_data(FLAGS.dataset, FLAGS.fallback_dataset)
+    if FLAGS.resume not in ("auto", "never") and not os.path.exists(FLAGS.resume):
+        raise FileNotFoundError(
+            f"--resume={FLAGS.resume}: no such checkpoint; give the path of one in "
+            "RUN_DIR/checkpoints, auto, or never"
+        )
+    check_split()
+    _check_profile()
+    _check_strategy(spec)
+    _check_effects(spec)
+
+
+def check_data(*datasets):
+    """Checks --operations, --data_dir, and the names of datasets; None is no dataset.
+
+    Raises:
+        ValueError: an operation is unknown or has invalid arguments.
+        FileNotFoundError: a directory does not exist.
+    """
+    as_operations(FLAGS.operations)
+    for name in filter(None, datasets):
+        dataset_path(name)
+    directory = FLAGS.data_dir
+    if directory is None or os.path.isdir(directory):
+        return
+    if os.path.exists(directory) or not FLAGS.download:
+        raise FileNotFoundError(
+            f"--data_dir={directory}: no such directory; give that of the TFDS datasets or IDX "
+            "files, or leave it out"
+        )
+
+
+def check_split():
+    """Raises a ValueError if the file of --split has another form."""
+    if FLAGS.split == "auto":
+        return
+    try:
+        placement = json.loads(pathlib.Path(FLAGS.split).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--split={FLAGS.split} is not JSON ({error}); correct it") from error
+    if not isinstance(placement, dict):
+        raise ValueError(f'--split={FLAGS.split}: write {{"layer.*": "stage(0)", …}}')
+
+
+def _check_profile():
+    if FLAGS.profile is None:
+        return
+    first, last = map(int, FLAGS.profile.split(":"))
+    if not first <= last < first + _MAX_PROFILED_STEPS:
+        raise ValueError(
+            f"--profile={FLAGS.profile}: LAST is at least FIRST, and at most {_MAX_PROFILED_STEPS} "
+            "steps are traced; use --profile=10:20"
+        )
+
+
+def _check_strategy(spec):
+    if FLAGS.minutes is not None and spec.cluster.num_workers > 1:
+        raise ValueError("--minutes is for one host; use --examples on several")
+    if FLAGS.local_steps is not None and spec.kind in _SHARE_WEIGHTS:
+        raise ValueError(
+            f"--local_steps={FLAGS.local_steps}: every replica needs its own weights, and under "
+            f"{spec.kind} they share them; use --strategy=mirrored or multi_worker, or leave it out"
+        )
+
+
+def _check_effects(spec):
+    """Refuses flags that would be ignored, as the training would differ from what was asked for."""
+    for name, is_used, needed in (
+        ("max_staleness", spec.kind == "parameter_server", "--strategy=parameter_server"),
+        ("local_slots", FLAGS.local_steps is not None, "--local_steps"),
+        ("decay", FLAGS.schedule == "ramp", "--schedule=ramp"),
+        ("ramp_epochs", FLAGS.schedule != "constant", "--schedule=ramp or cosine"),
+        ("base_batch_size", FLAGS.scale_learning_rate != "none", "--scale_learning_rate"),
+    ):
+        if FLAGS[name].present and not is_used:
+            raise ValueError(
+                f"--{name}={FLAGS[name].value} has no effect without {needed}; add it, or leave "
+                f"--{name} out"
+            )

@@ -1,0 +1,222 @@
+"""Wrong flags of all programs are refused before TensorFlow is imported, with a remedy."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from kdist.models import BUILDERS
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS = sorted(
+    str(path.relative_to(ROOT))
+    for folder in ("scripts", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+    if "program.run(main" in path.read_text()
+)
+# Large values that are unusual, and the port that means none.
+ACCEPTED = {"learning_rate": ["1e30", "1000000000000000000000000000000"], "grpc_port": ["-1"]}
+
+FINE = ("--model=mlp", "--dataset=digits")
+TWO_WORKERS = {"cluster": {"worker": ["localhost:1", "localhost:2"]}}
+IMAGE_MODELS = ", ".join(name for name in BUILDERS if name != "transformer")
+
+TRAIN = [
+    # Names and values.
+    (["--model=lenett"], "did you mean 'lenet'"),
+    (["--model=transformer"], f"Available are {IMAGE_MODELS}"),
+    (["--strategy=mirored"], "did you mean 'mirrored'"),
+    (["--strategy=local_sgd"], "--strategy=mirrored --local_steps=8"),
+    (["--strategy=mirrored", "--reduction=ring"], "use one of auto, nccl"),
+    (["--layout=data=2,stages=2"], "write it as data=2,pipeline=2"),
+    (["--steps=3"], "Unknown command line flag 'steps'"),
+    (["stray"], "unknown argument 'stray'"),
+    (["--operations=rotate(3)"], "available are resize"),
+    (["--operations=resize(100000,100000)"], "height=100000 must be from 1 to 16384 pixels"),
+    (["--operations=random_crop(8, 8, padding=-1)"], "padding=-1"),
+    (["--steps_per_execution=0"], "an integer from 1 to 999999"),
+    (["--steps_per_execution=1000000000000"], "an integer from 1 to 999999"),
+    (["--profile=10"], "FIRST:LAST"),
+    (["--profile=20:10"], "LAST is at least FIRST"),
+    (["--profile=1:1000000000"], "at most 1000 steps are traced"),
+    # Numbers.
+    (["--local_batch_size=0"], "--local_batch_size=0"),
+    (["--num_devices=-1"], "--num_devices=-1"),
+    (["--num_devices=100000"], "at most 256"),
+    (["--devices=CPU:99999"], "from 0 to 255"),
+    (["--devices=CPU"], "write it as 'GPU:0' or 'CPU:1'"),
+    (["--layout=data=500,pipeline=2"], "at most 256"),
+    (["--epochs=0"], "--epochs=0"),
+    (["--seed=-1"], "[0, 4294967295]"),
+    (["--checkpoint_minutes=nan"], "give a finite number"),
+    (["--device_seconds=1e300"], "give at most 100,000,000 seconds"),
+    # Files and directories.
+    (["--dataset=./nowhere"], "no such directory"),
+    (["--dataset=/nowhere/at/all"], "no such directory"),
+    (["--fallback_dataset=./nowhere"], "no such directory"),
+    (["--data_dir=nowhere", "--nodownload"], "--data_dir=nowhere: no such directory"),
+    (["--data_dir=a_file"], "--data_dir=a_file: no such directory"),
+    (["--run_dir=a_file"], "give another path"),
+    (["--run_dir=a_file/run"], "give another path"),
+    (["--run_dir=" + "x" * 300], "give another path"),
+    (["--run_dir=gs://bucket/run"], "is a URL"),
+    (["--run_dir=finished"], "already holds a finished run"),
+    (["--run_dir=interrupted"], "--epochs=7, but now it is 1"),
+    (["--run_dir=interrupted", "--epochs=7", "--resume=never"], "already holds another run"),
+    (["--resume=nowhere"], "--resume=nowhere: no such checkpoint"),
+    (["--plan=nowhere.json"], "create it with scripts/plan.py --output"),
+    (["--plan=finished"], "create it with scripts/plan.py --output"),
+    (["--plan=a_file"], "a_file is no JSON"),
+    (["--plan=binary"], "binary is no JSON"),
+    (["--plan=list.json"], "list.json is no plan"),
+    (["--layout=pipeline=2", "--split=nowhere.json"], "use --split=auto"),
+    (["--layout=pipeline=2", "--split=a_file"], "a_file is not JSON"),
+    (["--layout=pipeline=2", "--split=list.json"], "stage(0)"),
+    # Contradictions.
+    (["--num_devices=2", "--devices=CPU:0"], "At most one of (num_devices, devices)"),
+    (["--strategy=one_device", "--num_devices=2"], "--strategy=mirrored"),
+    (["--layout=data=2", "--strategy=mirrored"], "leave --strategy out"),
+    (["--split=list.json"], "places the layers of a --layout"),
+    (["--strategy=mirrored", "--max_staleness=2"], "no effect without --strategy=parameter_server"),
+    (["--local_slots=reset"], "no effect without --local_steps"),
+    (["--decay=0.1"], "no effect without --schedule=ramp"),
+    (["--schedule=constant", "--ramp_epochs=1"], "no effect without --schedule=ramp or cosine"),
+    (["--base_batch_size=64"], "no effect without --scale_learning_rate"),
+    (["--strategy=central_storage", "--num_devices=2", "--local_steps=2"], "they share them"),
+    # Another backend.
+    (["--backend=jax", "--strategy=mirrored"], "--strategy is not supported by --backend=jax"),
+    (["--backend=jax", "--layout=pipeline=2"], "pipeline=2: on a JAX mesh"),
+    (["--backend=jax", "--num_devices=100000"], "at most 256"),
+    (["--backend=jax", "--run_dir=finished"], "already holds a finished run"),
+    (["--backend=jax", "--model=lenett"], "did you mean 'lenet'"),
+]
+ENVIRONMENTS = [
+    (["--strategy=multi_worker"], {}, "needs tasks of the role worker"),
+    (["--strategy=multi_worker"], {"TF_CONFIG": '{"cluster": []}'}, "TF_CONFIG is not"),
+    (["--strategy=multi_worker"], {"SLURM_STEP_NUM_TASKS": "two"}, "is not a number"),
+    (
+        ["--strategy=multi_worker", "--minutes=1"],
+        {"TF_CONFIG": json.dumps(TWO_WORKERS)},
+        "use --examples on several",
+    ),
+    (["--backend=jax"], {"TF_CONFIG": json.dumps(TWO_WORKERS)}, "this job has 2 tasks"),
+    ([], {"KERAS_BACKEND": "jax"}, "KERAS_BACKEND is jax"),
+]
+OTHERS = [
+    ("plan", ["--model=resnet5O", "--examples=9"], "did you mean resnet50"),
+    ("plan", ["--model=lenet", "--examples=-3"], "--examples=-3"),
+    ("plan", ["--model=lenet", "--examples=9", "--max_usd=-3"], "--max_usd=-3"),
+    ("plan", ["--model=lenet", "--examples=9", "--input_shape=28,x"], "not a list of integers"),
+    ("plan", ["--model=lenet", "--examples=9", "--local_batch_sizes=0"], "none below 1"),
+    ("plan", ["--calibrate=here.json", "--num_devices=100000"], "--num_devices=100000"),
+    ("plan", ["--calibrate=nowhere/here.json"], "in a directory that exists"),
+    ("plan", ["--calibrate=finished"], "give the path of a file"),
+    ("plan", ["--calibration=nowhere.json"], "create it with --calibrate"),
+    ("plan", ["--machines=nowhere.csv"], "give the path of a table"),
+    ("plan", ["--prices=nowhere.csv"], "give the path of a table"),
+    ("plan", ["--validate=nowhere.csv"], "give the path of a table"),
+    ("plan", ["--output=a_file/plan.json"], "in a directory that exists"),
+    ("plan", ["--page=nowhere/plan.html"], "in a directory that exists"),
+    ("serve", [], "--model_dir=models/fashion"),
+    ("serve", ["--model_dir=nowhere"], "nowhere is not a directory"),
+    ("serve", ["--model_dir=empty"], "write one with kdist.serving.export"),
+    ("serve", ["--model_dir=/a/m,/b/m"], "two models are named 'm'"),
+    ("serve", ["--model_dir=models/m", "--max_batch=0"], "--max_batch=0"),
+    ("serve", ["--model_dir=models/m", "--max_batch=1000000000"], "--max_batch=1000000000"),
+    ("serve", ["--model_dir=models/m", "--workers=100000"], "--workers=100000"),
+    ("serve", ["--model_dir=models/m", "--port=99999"], "--port=99999"),
+    ("serve", ["--model_dir=models/m", "extra"], "unknown argument 'extra'"),
+    ("serve", ["--model_dir=models/m", "--batch_timeout_us=-5"], "auto, or an integer from 0"),
+    ("serve", ["--model_dir=models/m", "--batch_timeout_us=1e9"], "auto, or an integer from 0"),
+    ("serve", ["--model_dir=models/m", "--objective=throughput"], "--p99_ms=50"),
+    ("serve", ["--model_dir=models/m", "--request_seconds=nan"], "give a finite number"),
+    ("serve", ["--model_dir=models/m", "--all_bodies_mb=1"], "must not be lower"),
+    ("serve", ["--model_dir=models/m", "--tune=nowhere/p.html"], "in a directory that exists"),
+    ("serve", ["--model_dir=models/m", "--tune=a.html", "--kubernetes=b.yaml"], "At most one"),
+    ("serve", ["--model_dir=models/m", "--tune=a.html", "--objective=throughput"], "--p99_ms=50"),
+    ("report", [], "missing argument: run directories"),
+    ("report", ["nowhere"], "is no run directory"),
+    ("report", ["finished", "--output=nowhere/page.html"], "in a directory that exists"),
+    ("report", ["finished", "--price_usd_per_hour=nan"], "--price_usd_per_hour"),
+    ("check", ["--strategies=mirored"], "did you mean 'mirrored'"),
+    ("check", ["--num_devices=100000"], "at most 256"),
+    ("check", ["--timeout_seconds=1000000000000"], "give at most 100,000,000 seconds"),
+    ("check", ["--input", "--dataset=./nowhere"], "no such directory"),
+    ("check", ["--input", "--dataset=digits", "--operations=rotate(3)"], "available are resize"),
+    ("check", ["--input", "--layout=data=2"], "pass one of them"),
+    ("check", ["--layout=stages=2"], "write it as data=2,pipeline=2"),
+    ("check", ["--layout=data=1000"], "at most 256"),
+    ("check", ["--layout=data=2", "--model=lenett"], "did you mean 'lenet'"),
+    ("check", ["--layout=data=2", "--input_shape=28,x"], "not a list of integers"),
+    ("check", ["--layout=data=2", "--split=list.json"], "stage(0)"),
+    ("launch", [], "missing argument: the program to start"),
+    ("launch", ["--workers=100000", "--", "true"], "--workers=100000"),
+    ("launch", ["--hang_seconds=nan", "--", "true"], "give a finite number"),
+    ("launch", ["--", "trian.py"], "no script trian.py"),
+    ("launch", ["--", "no-such-program"], "name a Python script"),
+    ("launch", ["--run_dir=a_file", "--", "true"], "use another run directory"),
+]
+CASES = [
+    *(("train", flags, {}, message) for flags, message in TRAIN),
+    *(("train", *case) for case in ENVIRONMENTS),
+    *((name, flags, {}, message) for name, flags, message in OTHERS),
+]
+
+
+def run_all(cases, folder):
+    """Returns [exit code, output] of each case, run in a folder without importing TensorFlow."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.scripts.without_tensorflow"],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    return json.loads(process.stdout)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Returns the outcomes of all cases, in order."""
+    folder = tmp_path_factory.mktemp("here")
+    for name in ("finished", "interrupted", "empty", "models/m/1"):
+        (folder / name).mkdir(parents=True)
+    (folder / "models" / "m" / "1" / "saved_model.pb").touch()
+    (folder / "a_file").write_text("not JSON")
+    (folder / "binary").write_bytes(b"\xff\xfe\x00")
+    (folder / "list.json").write_text("[1]")
+    for name in ("finished", "interrupted"):
+        (folder / name / "config.json").write_text('{"epochs": 7}')
+    (folder / "finished" / "summary.json").write_text("{}")
+    # Another value of a flag follows it, and replaces it.
+    return run_all(
+        [
+            [str(ROOT / "scripts" / f"{name}.py"), [*FINE * (name == "train"), *flags], variables]
+            for name, flags, variables, _ in CASES
+        ],
+        folder,
+    )
+
+
+@pytest.mark.parametrize(
+    "index", range(len(CASES)), ids=[f"{case[0]} {' '.join(case[1])}"[:80] for case in CASES]
+)
+def test_wrong_flags_are_refused_without_tensorflow(outcomes, index):
+    code, output = outcomes[index]
+    assert "Traceback" not in output
+    assert CASES[index][-1] in output
+    assert code == 1
+
+
+def test_absurd_numbers_are_refused_by_all_programs():
+    outcomes = run_all([[str(ROOT / path), None, {}] for path in PROGRAMS], ROOT)
+    assert len(PROGRAMS) > 12
+    for path, (code, output) in zip(PROGRAMS, outcomes, strict=True):
+        assert code == 0, (path, output)
+        accepted = {name: texts for name, texts in json.loads(output).items() if texts}
+        assert accepted == {name: ACCEPTED[name] for name in accepted if name in ACCEPTED}, path
