@@ -64,8 +64,8 @@ def train_on_jax():
         **speed_of(seconds.seconds, train),
         **cost(time.perf_counter() - started),
     }
-    run.write_summary(summary)
     print_summary(summary)
+    run.write_summary(summary)
 
 
 def check_one_task():

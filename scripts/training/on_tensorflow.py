@@ -81,6 +81,9 @@ def finish(recording, summary, plan):
         summary["top_operations"] = recording.profile[0].top_operations()
     recording.writer.write_summary(summary)
     print_summary(summary)
-    print(f"report: {kdist.report.write([recording.run.path], recording.run.report)}")
-    recording.writer.write_report(recording.run.report)
-    recording.writer.close()
+    try:
+        recording.run.check_intact()
+        print(f"report: {kdist.report.write([recording.run.path], recording.run.report)}")
+        recording.writer.write_report(recording.run.report)
+    finally:
+        recording.writer.close()
