@@ -13,6 +13,7 @@ runs/first/
 
 import contextlib
 import datetime
+import errno
 import json
 import logging
 import math
@@ -56,12 +57,24 @@ class FileLock:
             raise
         self._descriptor = descriptor
 
+    def holds(self, path: str | os.PathLike) -> bool:
+        """Returns whether the path is still that of the locked file."""
+        return self._descriptor is None or is_open_at(self._descriptor, path)
+
     def release(self):
         """Releases the lock."""
         if self._descriptor is not None:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also if a forked child has a copy
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def is_open_at(descriptor: int, path: str | os.PathLike) -> bool:
+    """Returns whether an open file still has a path; not if it was deleted, moved, or replaced."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def new_run_path(name: str) -> pathlib.Path:
@@ -159,6 +172,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike):
         check_local(path)
         self.path = pathlib.Path(path)
+        self._config_lock: FileLock | None = None  # in the process that writes the run
 
     def is_interrupted(self) -> bool:
         """Returns whether the directory holds a run that has not finished."""
@@ -235,7 +249,10 @@ class RunDirectory:
 
     def _read_config(self):
         """Returns the configuration; raises a ValueError if it is no JSON object."""
-        config = json.loads(self.config.read_text(encoding="utf-8"))
+        try:
+            config = json.loads(self.config.read_text(encoding="utf-8"))
+        except RecursionError as error:
+            raise ValueError("it is nested too deeply") from error
         if not isinstance(config, dict):
             raise ValueError(f"it is JSON, but {type(config).__name__} instead of an object")
         return config
@@ -259,6 +276,16 @@ class RunDirectory:
             raise FileExistsError(
                 f"another process is using {self.path}; wait for it, or use another --run_dir"
             ) from error
+
+    def check_intact(self):
+        """Raises a FileNotFoundError if the directory of `create` was lost in the meantime."""
+        if self._config_lock is not None and not self._config_lock.holds(self.config):
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "the run's file was deleted, moved, or replaced while the run continued. What the "
+                "run wrote before is not in its directory; train again, in another --run_dir",
+                os.fspath(self.config),
+            )
 
     @property
     def config(self) -> pathlib.Path:
@@ -301,7 +328,12 @@ class RunDirectory:
                 file.write(kept.decode())
 
     def write_summary(self, summary: Mapping[str, Any]):
-        """Writes `summary.json`; the file is complete, or missing."""
+        """Writes `summary.json`; the file is complete, or missing.
+
+        Raises:
+            OSError: the file cannot be written, or the directory was deleted, moved, or replaced.
+        """
+        self.check_intact()
         with replacing(self.summary) as file:
             json.dump(finite(summary), file, indent=2)
 

@@ -47,11 +47,11 @@ class EpochCheckpoint(keras.callbacks.Callback):
 
     def newest(self) -> pathlib.Path | None:
         """Returns the newest complete file, or None."""
-        return max(self._files(), default=None)
+        return next(reversed(self._files()), None)
 
     def written(self) -> list[tuple[int, pathlib.Path]]:
         """Returns (epoch, file) of all complete files."""
-        return [(int(file.stem.removeprefix("epoch-")), file) for file in self._files()]
+        return [(_epoch(file), file) for file in self._files()]
 
     def note_evaluation(self, epoch: int, results: dict[str, float]):
         """Appends results to `evaluations.jsonl` in the same directory, and logs them."""
@@ -65,7 +65,7 @@ class EpochCheckpoint(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         self._directory.mkdir(parents=True, exist_ok=True)
         for left in self._directory.glob(f"{_UNFINISHED}*"):  # by a process that was killed
-            left.unlink()
+            _remove(left)
         if self.newest() is None:
             self._save(0)
 
@@ -74,12 +74,15 @@ class EpochCheckpoint(keras.callbacks.Callback):
             self._save(epoch + 1)
 
     def _files(self):
-        return sorted(self._directory.glob("epoch-*.keras"))
+        """Returns the complete files, the oldest first."""
+        found = self._directory.glob("epoch-*.keras")
+        return sorted((f for f in found if _epoch(f) is not None and f.is_file()), key=_epoch)
 
     def _save(self, epoch):
         target = self._directory / f"epoch-{epoch:04d}.keras"
         unfinished = self._directory / f"{_UNFINISHED}{epoch:04d}.keras"
         try:
+            self._directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted
             self.model.save(unfinished)
             os.replace(unfinished, target)
         except (OSError, RuntimeError) as error:  # HDF5 reports a full disk by a RuntimeError, too
@@ -89,8 +92,19 @@ class EpochCheckpoint(keras.callbacks.Callback):
                 target,
                 error,
             )
-            with contextlib.suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+            _remove(unfinished)
             return
         for old in self._files()[: -self._keep]:
-            old.unlink()
+            _remove(old)
+
+
+def _epoch(file):
+    """Returns the epoch of a file such as epoch-0003.keras; None for other names."""
+    number = file.stem.removeprefix("epoch-")
+    return int(number) if number.isdecimal() else None
+
+
+def _remove(file):
+    """Removes a file; what cannot be removed ends no training."""
+    with contextlib.suppress(OSError):
+        file.unlink()

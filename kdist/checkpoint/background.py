@@ -89,3 +89,6 @@ class BackgroundWriter:
                 self._files.directory,
                 error,
             )
+        except Exception:  # else `close` would wait for a thread that has ended
+            self.failed += 1
+            _logger.exception("cannot write checkpoint %d; training continues", checkpoint[0])

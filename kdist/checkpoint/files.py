@@ -33,6 +33,8 @@ _UNFINISHED = "unfinished-"
 _REPLACED = f"{_UNFINISHED}replaced-"
 _STATE, _CHECKSUMS, _TENSORS = "state.json", "checksums.json", "tensors"
 _BLOCK_BYTES = 1 << 20
+# Far above what callbacks save, so that a damaged file does not fill the memory.
+_MAX_JSON_BYTES = 1 << 28
 
 
 class CheckpointError(ValueError):
@@ -143,7 +145,7 @@ class CheckpointFiles:
                 _sync(file)
             self._put_in_place(unfinished, target)
         except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished)
             raise
         self._remove_old(target if is_best else None)
         return target
@@ -163,11 +165,11 @@ class CheckpointFiles:
         return sorted(p for p in found if p.is_dir() and checkpoint_step(p) is not None)
 
     def _put_in_place(self, unfinished, target):
-        if target.exists():
+        if os.path.lexists(target):
             replaced = target.with_name(f"{_REPLACED}{target.name}")
             os.rename(target, replaced)
             os.rename(unfinished, target)
-            shutil.rmtree(replaced, ignore_errors=True)
+            _remove(replaced)
         else:
             os.rename(unfinished, target)
         _sync(self.directory)
@@ -181,21 +183,30 @@ class CheckpointFiles:
         for path in self._replaced():
             os.rename(path, _original(path))
         for path in self.directory.glob(f"{_REPLACED}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
         # Unfinished writes; one process alone writes here.
         for path in self.directory.glob(f"{_UNFINISHED}{CHECKPOINT_PREFIX}*"):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
     def _remove_old(self, best):
-        *old, _ = paths = self.paths()
+        paths = self.paths()
         bests = [best] if best else [path for path in paths if _is_best(path)][-1:]
-        for path in old:
+        for path in paths[:-1]:
             if path not in paths[-self._keep :] and path not in bests:
                 # Renamed first, so that a reader never finds an incomplete checkpoint.
                 gone = path.with_name(f"{_UNFINISHED}{path.name}")
                 with contextlib.suppress(OSError):
                     os.rename(path, gone)
-                shutil.rmtree(gone, ignore_errors=True)
+                _remove(gone)
+
+
+def _remove(path):
+    """Removes a checkpoint, or a link or file of its name; never what a link points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _original(path):
@@ -232,7 +243,9 @@ def open_checkpoint(path: str | os.PathLike) -> SavedCheckpoint:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a complete checkpoint ({error})") from error
     damaged = [name for name in expected if expected[name] != found.get(name)]
-    if damaged or _STATE not in expected:
+    # A list that lacks a file of tensors is itself damaged.
+    listed = {name for name in found if name == _STATE or name.startswith(_TENSORS)}
+    if damaged or _STATE not in expected or not listed <= expected.keys():
         names = ", ".join(damaged or [_CHECKSUMS])
         raise CheckpointError(f"{path} is damaged: the checksum of {names} does not match")
     return SavedCheckpoint(path, state)
@@ -257,7 +270,12 @@ def _write_json(path, value):
 
 def _read_json(path):
     """Returns a JSON object; raises a ValueError for other files, which may be damaged."""
-    value = json.loads(_regular(path).read_bytes())
+    if _regular(path).stat().st_size > _MAX_JSON_BYTES:
+        raise ValueError(f"{path.name} has more than {_MAX_JSON_BYTES:,} bytes")
+    try:
+        value = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path.name} is no JSON object")
     return value

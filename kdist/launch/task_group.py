@@ -266,7 +266,7 @@ class TaskGroup:
             self._screen.announce(describe_failure(self.failed) + ending)
         elif self.stopped_by is not None:
             self._screen.announce(
-                f"{_signal_name(self.stopped_by)}: ending {names} within "
+                f"{signal_name(self.stopped_by)}: ending {names} within "
                 f"{self._timeouts.end_seconds:g} s; a second signal kills them at once"
             )
         elif self.timed_out:
@@ -301,7 +301,7 @@ def describe_failure(task: Task) -> str:
         return f"{task.name} hung: it {task.hung} (more time: hang_seconds)"
     how = f"failed with exit code {task.exit_code}"
     if task.returncode is not None and task.returncode < 0:
-        how = f"was ended by {_signal_name(-task.returncode)} (exit code {task.exit_code})"
+        how = f"was ended by {signal_name(-task.returncode)} (exit code {task.exit_code})"
     return f"{task.name} {how} after {task.seconds:.1f} s"
 
 
@@ -313,7 +313,8 @@ def failure_report(task: Task) -> str:
     return f"{describe_failure(task)}; the end of {task.log}:{lines}"
 
 
-def _signal_name(number):
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal

@@ -64,7 +64,7 @@ class Calibration:
             calibration = cls(**json.loads(text))
             costs = dict(calibration.seconds_per)
             bad = [name for name, cost in costs.items() if not (0 <= cost < math.inf)]
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{source} holds no calibration ({error!r}); write it with Calibration.to_json()"
             ) from error

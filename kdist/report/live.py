@@ -1,10 +1,12 @@
 """Server of the report page, on loopback only, which updates the page while runs continue."""
 
+import contextlib
 import errno
 import http.server
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +20,10 @@ HOST = "127.0.0.1"
 _OWN_NAMES = ("127.0.0.1", "localhost")
 # Fraction of a core for updates of the page, as training may need the cores.
 _MAX_CORE_SHARE = 0.2
+# Each connection has a thread and carries one request. A browser uses at most six at once.
+_MAX_CONNECTIONS = 32
+# Includes sending the page, of up to 20 MB, perhaps through a tunnel.
+_MAX_CONNECTION_SECONDS = 60.0
 
 _logger = logging.getLogger(__name__)
 
@@ -125,13 +131,49 @@ def _server(port, page):
         live_page = page
 
     try:
-        return http.server.ThreadingHTTPServer((HOST, port), Handler)
+        return _Server((HOST, port), Handler)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             problem = f"port {port} is in use"
         else:
             problem = f"cannot listen on port {port} ({error.strerror})"
         raise OSError(f"{problem}; use another --port, or --port=0 for any free port") from error
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Closes connections that stay open too long, and the oldest ones if there are too many."""
+
+    request_queue_size = _MAX_CONNECTIONS  # the default of 5 delays bursts by a second
+
+    def __init__(self, *arguments):
+        self._accepted: dict[socket.socket, float] = {}  # connection -> time; the oldest first
+        super().__init__(*arguments)
+
+    def process_request(self, request, client_address):  # called by socketserver
+        self._accepted[request] = time.monotonic()
+        for oldest in list(self._accepted)[:-_MAX_CONNECTIONS]:
+            self._disconnect(oldest)
+        super().process_request(request, client_address)
+
+    def service_actions(self):  # called by socketserver, at least twice per second
+        expired = time.monotonic() - _MAX_CONNECTION_SECONDS
+        for connection, accepted in list(self._accepted.items()):
+            if accepted <= expired:
+                self._disconnect(connection)
+
+    def shutdown_request(self, request):  # called by socketserver, after each request
+        self._accepted.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request, client_address):  # called by socketserver
+        """Logs the error for debugging, such as of a client that resets its connection."""
+        _logger.debug("a request for the report failed", exc_info=True)
+
+    def _disconnect(self, connection):
+        """Ends the thread of a connection, which waits for its client."""
+        self._accepted.pop(connection, None)
+        with contextlib.suppress(OSError):  # it has just been closed
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -87,9 +87,12 @@ def finish(recording, summary, plan):
         print(plan.compare(summary["examples_per_second"]))
     print_summary(summary)  # first, as it is also there if the disk is full
     recording.writer.write_summary(summary)
-    if report := write_report(recording.run):
-        recording.writer.write_report(report)
-    recording.writer.close()
+    try:
+        recording.run.check_intact()
+        if report := write_report(recording.run):
+            recording.writer.write_report(report)
+    finally:
+        recording.writer.close()
 
 
 def write_report(run):

@@ -115,7 +115,7 @@ WORKLOAD = json.loads(resolve_workload("lenet").to_json())
 
 
 def devices(path):
-    return needed_devices(path.parent.parent)
+    return needed_devices(path.parents[1])
 
 
 def run_config(path):
@@ -127,15 +127,9 @@ READERS = {
     "calibration": (CALIBRATION, lambda text, _: Calibration.from_json(text)),
     "workload": (WORKLOAD, lambda text, _: Workload.from_json(text)),
     "plan": (PLAN, of_file(Plan.load, "plan.json")),
-    "metadata of a model": (
-        METADATA,
-        of_file(lambda path: needed_devices(path.parents[1]), "assets.extra/kdist.json"),
-    ),
+    "metadata of a model": (METADATA, of_file(devices, "assets.extra/kdist.json")),
     "placement": (PLACEMENT, of_file(read_placement, "placement.json")),
-    "configuration of a run": (
-        {"strategy": "mirrored", "seed": 1},
-        of_file(run_config, "config.json"),
-    ),
+    "configuration of a run": (CONFIG, of_file(run_config, "config.json")),
 }
 
 
@@ -169,8 +163,10 @@ def test_a_damaged_checkpoint_passes_to_the_one_before(name, tmp_path):
 
     def read(text):
         (newest / name).write_text(text, encoding="utf-8", errors="surrogatepass")
-        saved = CheckpointFiles(tmp_path).newest()
-        assert saved.step == (2 if json.loads(text) == json.loads(contents[name]) else 1)
+        is_intact = False
+        with contextlib.suppress(ValueError, RecursionError):
+            is_intact = json.loads(text) == json.loads(contents[name])
+        assert CheckpointFiles(tmp_path).newest().step == (2 if is_intact else 1)
 
     check_all(changed(json.loads(contents[name])), read)
 

@@ -1,6 +1,7 @@
 import json
 import math
 import resource
+import shutil
 
 import keras
 import numpy as np
@@ -173,6 +174,22 @@ def test_training_goes_on_when_a_model_cannot_be_written(tmp_path, caplog):
     ]
     assert caplog.text.count(f"cannot write {tmp_path / 'epoch-0002.keras'}") == 1
     assert "training continues" in caplog.text
+
+
+def test_models_are_saved_to_a_deleted_directory_and_next_to_anything(tmp_path):
+    """Epoch 10,000 is newer than 9,999, though its name sorts before it."""
+    directory = tmp_path / "models"
+    for name in ("unfinished-epoch-9000.keras", "epoch-0005.keras"):
+        (directory / name).mkdir(parents=True)
+    (directory / "epoch-best.keras").touch()
+    model, checkpoint = linear(), EpochCheckpoint(directory)
+    model.fit(X, Y, epochs=1, verbose=0, callbacks=[checkpoint])
+    assert [epoch for epoch, _ in checkpoint.written()] == [0, 1]
+    shutil.rmtree(directory)
+    for epoch in range(9997, 10001):
+        checkpoint.on_epoch_end(epoch)
+    assert [epoch for epoch, _ in checkpoint.written()] == [10000, 10001]
+    assert checkpoint.newest() == directory / "epoch-10001.keras"
 
 
 def test_a_model_with_a_bad_loss_is_not_saved(tmp_path):

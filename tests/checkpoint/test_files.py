@@ -1,6 +1,9 @@
 import json
 import os
+import pathlib
 import pickle
+import shutil
+import socket
 
 import ml_dtypes
 import numpy as np
@@ -90,14 +93,49 @@ def make_json_list(file):
     file.write_text("[1, 2]")
 
 
+def make_directory(file):
+    file.unlink()
+    file.mkdir()
+
+
+def make_link_to_nothing(file):
+    file.unlink()
+    file.symlink_to("missing")
+
+
+def make_link_to_itself(file):
+    file.unlink()
+    file.symlink_to(file.name)
+
+
+def make_socket(file):
+    file.unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(file.relative_to(pathlib.Path.cwd())))
+
+
+def make_nested_json(file):
+    file.write_text("[" * 200_000)
+
+
+def make_endless(file):
+    os.truncate(file, 1 << 40)  # a sparse file: reading it would fill the memory, or take hours
+
+
+SPECIAL = [make_directory, make_link_to_nothing, make_link_to_itself, make_socket]
+
+
 @pytest.mark.timeout(60)  # opening a pipe waits for a writer
 @pytest.mark.parametrize(
-    "harm", [flip_a_bit, truncate, make_pipe, make_json_list, lambda file: file.unlink()]
+    "harm", [flip_a_bit, truncate, make_pipe, make_json_list, lambda file: file.unlink(), *SPECIAL]
 )
 @pytest.mark.parametrize(
     "name", ["state.json", "checksums.json", "tensors.index", "tensors.data-00000-of-00001"]
 )
-def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, capsys, harm, name):
+def test_damaged_checkpoint_falls_back_to_the_previous_one(
+    tmp_path, capsys, monkeypatch, harm, name
+):
+    monkeypatch.chdir(tmp_path)  # a socket's path is short
     files = write(tmp_path, 1, 2)
     harm(tmp_path / "step-0000000002" / name)
     assert files.newest().step == 1
@@ -106,6 +144,59 @@ def test_damaged_checkpoint_falls_back_to_the_previous_one(tmp_path, capsys, har
     assert logged.rstrip().endswith("trying the checkpoint before it")
     with pytest.raises(CheckpointError):
         open_checkpoint(tmp_path / "step-0000000002")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("harm", [make_nested_json, make_endless])
+@pytest.mark.parametrize("name", ["state.json", "checksums.json"])
+def test_json_that_no_run_has_written_is_not_read(tmp_path, harm, name):
+    files = write(tmp_path, 1, 2)
+    harm(tmp_path / "step-0000000002" / name)
+    assert files.newest().step == 1
+
+
+def make_file_instead(path):
+    shutil.rmtree(path)
+    path.write_text("")
+
+
+def make_link_instead(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def make_dead_link_instead(path):
+    shutil.rmtree(path)
+    path.symlink_to("missing")
+
+
+@pytest.mark.parametrize("harm", [make_file_instead, make_link_instead, make_dead_link_instead])
+@pytest.mark.parametrize("prefix", ["", "unfinished-", "unfinished-replaced-"])
+def test_other_things_with_the_name_of_a_checkpoint_are_replaced(tmp_path, harm, prefix):
+    files = write(tmp_path, 1, 2)
+    harm((tmp_path / "step-0000000002").rename(tmp_path / f"{prefix}step-0000000002"))
+    files.write(2, ARRAYS, {"number": 2})
+    assert files.newest().step == 2
+    assert not (tmp_path / "step-0000000002").is_symlink()
+    assert list(tmp_path.glob("unfinished*")) == []
+
+
+def test_a_link_to_an_old_checkpoint_is_removed_and_its_target_is_not(tmp_path):
+    files = write(tmp_path, 1, 2, keep=1)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step-0000000001").symlink_to("elsewhere")
+    files.write(3, ARRAYS, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "step-0000000003"]
+
+
+def test_a_deleted_directory_is_created_again(tmp_path, monkeypatch):
+    files = write(tmp_path / "run", 1)
+    shutil.rmtree(tmp_path / "run")
+    files.write(2, ARRAYS, {})
+    assert files.newest().step == 2
+    # Also if it is deleted at the end of a write.
+    monkeypatch.setattr(files, "_put_in_place", lambda *_: shutil.rmtree(tmp_path / "run"))
+    files.write(3, ARRAYS, {})
 
 
 def test_unfinished_checkpoints_are_ignored_and_replaced(tmp_path):
@@ -171,6 +262,16 @@ def test_background_writer_logs_failures(tmp_path, capsys):
     writer.close()
     assert blocked.failed == 1
     assert "training continues" in capsys.readouterr().err
+
+
+def test_background_writer_survives_other_errors(tmp_path, caplog):
+    writer = BackgroundWriter(CheckpointFiles(tmp_path))
+    writer.put(1, ARRAYS, {"not": {"JSON"}})
+    writer.wait()
+    writer.put(2, ARRAYS, {})
+    writer.close()
+    assert steps(CheckpointFiles(tmp_path)) == [2]
+    assert "not JSON serializable" in caplog.text
 
 
 def test_newest_and_best_queued_checkpoints_are_written(tmp_path):

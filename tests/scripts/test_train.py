@@ -6,6 +6,7 @@ import pathlib
 import keras
 import pytest
 
+from kdist.checkpoint import CheckpointFiles
 from tests.forked import run_program
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
@@ -133,6 +134,39 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     assert "report: " not in process.stdout
     assert f"scripts/report.py {tmp_path / 'run'} --output=" in process.stderr
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+DELETING = """
+import runpy, shutil, sys
+from kdist.callbacks import EpochCheckpoint
+
+run_dir, sys.argv = sys.argv[1], sys.argv[2:]
+save = EpochCheckpoint.on_epoch_end
+
+def save_after_deletion(self, epoch, logs=None):
+    if epoch == 1:
+        shutil.rmtree(run_dir)
+    save(self, epoch, logs)
+
+EpochCheckpoint.on_epoch_end = save_after_deletion
+sys.path.insert(0, str(sys.argv[0]).rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_run_directory_that_is_deleted_is_reported_and_fails(tmp_path):
+    (tmp_path / "deleting.py").write_text(DELETING)
+    run_dir = tmp_path / "run"
+    flags = [SCRIPTS / "train.py", f"--run_dir={run_dir}", *DIGITS, "--model=mlp", "--epochs=3"]
+    process = run_program(tmp_path / "deleting.py", run_dir, *flags)
+    assert process.returncode == 1
+    assert "test accuracy" in process.stdout
+    last = process.stderr.splitlines()[-1]
+    assert all(word in last for word in ("config.json", "was deleted", "another --run_dir"))
+    assert "Traceback" not in process.stderr
+    # The weights are kept.
+    assert keras.saving.load_model(run_dir / "checkpoints" / "epoch-0003.keras").built
+    assert CheckpointFiles(run_dir / "checkpoints").newest() is not None
 
 
 def test_nonfinite_loss_stops_the_run(tmp_path):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -121,6 +122,22 @@ def test_a_worker_that_is_stopped_does_not_hold_up_the_end_of_a_version(version)
     for _ in range(2):
         answer_is_right(workers, version)
     workers.close()
+
+
+def test_a_worker_that_cannot_start_is_logged_with_its_reason(version, caplog, capfd):
+    workers = WorkerPool(1, devices=["CPU:none"])
+    with pytest.raises(WorkerDied):
+        workers.load(KEY, os.fspath(version[0]), [1])
+    workers.close()
+    assert re.search(r"exit code 1.*\n    ValueError: .*CPU:none", caplog.text, re.DOTALL)
+    assert "CPU:none" in capfd.readouterr().err  # as before, not in the log only
+
+
+def test_a_signal_that_ends_a_worker_is_logged(pair, version, caplog):
+    os.kill(pair.pids[0], signal.SIGKILL)
+    for _ in range(2):
+        answer_is_right(pair, version)
+    assert re.search(r"died; .*: SIGKILL; ", caplog.text)
 
 
 def test_a_version_that_kills_workers_is_said_to(pair, version, monkeypatch):

@@ -2,12 +2,13 @@ import errno
 import json
 import os
 import pathlib
+import shutil
 
 import pytest
 
 from kdist import run_directory
 from kdist.run_directory import RunDirectory, check_writable, replacing
-from kdist.telemetry import JsonlWriter
+from kdist.telemetry import JsonlWriter, RunWriter
 
 
 def test_a_new_run(tmp_path):
@@ -116,6 +117,58 @@ def test_paths_that_cannot_be_written_are_known_before(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(PermissionError, match=f"write in {tmp_path}; give another path"):
         check_writable(tmp_path / "new" / "run")
+
+
+def delete(run):
+    shutil.rmtree(run.path)
+
+
+def move(run):
+    run.path.rename(run.path.with_name("moved"))
+
+
+def replace_by_another_run(run):
+    shutil.rmtree(run.path)
+    RunDirectory.create(run.path, {"model": "another"})
+
+
+def delete_the_configuration(run):
+    run.config.unlink()
+
+
+@pytest.mark.parametrize("harm", [delete, move, replace_by_another_run, delete_the_configuration])
+def test_a_directory_that_is_lost_during_the_run_is_reported(tmp_path, harm, caplog):
+    run = RunDirectory.create(tmp_path / "run", {"model": "mlp"})
+    run.check_intact()
+    harm(run)
+    with pytest.raises(FileNotFoundError, match="was deleted, moved, or replaced"):
+        run.check_intact()
+    RunWriter(run).write_summary({"loss": 1.0})
+    assert not run.summary.exists()
+    assert "was deleted, moved, or replaced" in caplog.text
+
+
+def test_a_resumed_run_is_intact(tmp_path):
+    first = RunDirectory.create(tmp_path / "run", {"model": "mlp"})
+    first._config_lock.release()
+    first.config.write_text("{")  # damaged, and written again
+    RunDirectory.create(tmp_path / "run", {"model": "mlp"}, resume=True).check_intact()
+
+
+def test_a_deleted_file_of_lines_is_reported_once_and_continued(tmp_path, caplog):
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    writer = JsonlWriter(path)
+    writer.write({"step": 1})
+    path.unlink()
+    for step in (2, 3):
+        writer.write({"step": step})
+    assert path.read_text() == '{"step": 2}\n{"step": 3}\n'
+    assert caplog.text.count("was deleted, moved, or replaced") == 1
+    shutil.rmtree(path.parent)
+    for step in (4, 5):
+        writer.write({"step": step})
+    assert caplog.text.count("cannot write metrics") == 1
 
 
 def test_lines_are_written_immediately(tmp_path):

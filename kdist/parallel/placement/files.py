@@ -89,7 +89,7 @@ def read_placement(path: str | os.PathLike) -> patterns.Placement:
     """
     try:
         entries = json.loads(pathlib.Path(path).read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(entries, dict) or not entries:
         raise ValueError(f'{path} holds no placement. Write {{"layer.*": "stage(0)", …}}')
@@ -131,7 +131,7 @@ def _place(path, pattern, value):
         arguments = [ast.literal_eval(argument) for argument in call.args]
         options = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         return _FUNCTIONS[call.func.id](*arguments, **options)
-    except (KeyError, SyntaxError, TypeError, ValueError) as error:
+    except (KeyError, SyntaxError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: {pattern!r} is placed on {value!r}. Use one of {', '.join(_FUNCTIONS)}, "
             'such as "stage(1)"'

@@ -217,7 +217,7 @@ class Workload:
             fields["peaks"] = _pairs(fields["peaks"])
             fields["peaks_applied"] = _pairs(fields.get("peaks_applied", ()))
             return cls(layers=layers, **fields)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{source} holds no workload ({error!r}); write it with Workload.to_json()"
             ) from error

@@ -66,9 +66,18 @@ def read_metadata(version_directory: str | os.PathLike) -> dict[str, Any]:
     Its keys are `name`, `version`, `classes` (may be None), `devices` (see `needed_devices`),
     `inputs` and `outputs` (name -> `shape`, with None for rows, and `dtype`), `versions` of the
     packages that wrote it, and the time it was `written`. Raises OSError if another program
-    exported the version.
+    exported the version, and ValueError if the file is damaged.
     """
-    return json.loads((pathlib.Path(version_directory) / METADATA).read_text())
+    path = pathlib.Path(version_directory) / METADATA
+    try:
+        metadata = json.loads(path.read_text())
+        if not isinstance(metadata, dict):
+            raise TypeError("it is no JSON object")
+        if not isinstance(metadata.get("devices") or [], list):
+            raise TypeError("its devices are no list")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({error}): export the version again") from error
+    return metadata
 
 
 def needed_devices(version_directory: str | os.PathLike) -> list[str]:
@@ -78,7 +87,7 @@ def needed_devices(version_directory: str | os.PathLike) -> list[str]:
     `kdist.devices.find_devices(needed_devices(path))` to create the devices.
     """
     try:
-        return list(read_metadata(version_directory).get("devices", []))
+        return list(read_metadata(version_directory).get("devices") or [])
     except FileNotFoundError:
         return []
 

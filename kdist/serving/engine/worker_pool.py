@@ -59,6 +59,7 @@ class WorkerPool:
                     self._load_in(worker, key)
                 return worker.loaded[key]
             except (EOFError, OSError) as error:
+                _logger.warning("a serving worker died while it loaded %s: %s", key, error)
                 self._forget(key)
                 raise WorkerDied(f"{_MAX_DEATHS} workers died while they loaded {key}") from error
             except BaseException:
@@ -142,7 +143,7 @@ class WorkerPool:
         try:
             worker.load(key, *self._versions[key])
         except (EOFError, OSError) as error:
-            _logger.warning("serving worker %d died (%s); starting a new one", worker.pid, error)
+            _logger.warning("serving worker %d died; starting a new one: %s", worker.pid, error)
             self._start(worker)
             worker.load(key, *self._versions[key])
 
@@ -157,10 +158,7 @@ class WorkerPool:
         if self._closed:
             raise WorkerDied("the server is ending") from error
         worker.is_starting = True
-        reason = str(error) or type(error).__name__
-        _logger.warning(
-            "serving worker %d died (%s); another worker takes over", worker.pid, reason
-        )
+        _logger.warning("serving worker %d died; another worker takes over: %s", worker.pid, error)
         threading.Thread(target=self._revive, args=[worker], daemon=True).start()
 
     def _revive(self, worker):

@@ -8,7 +8,9 @@ import socket
 import struct
 import threading
 
+from kdist.launch.task_group import signal_name
 from kdist.serving.core.errors import BadInput
+from kdist.serving.engine import worker_output
 from kdist.serving.engine.in_process import InProcess, VersionKey
 from kdist.serving.policy.latency_curve import LatencyCurve
 
@@ -16,6 +18,8 @@ from kdist.serving.policy.latency_curve import LatencyCurve
 # a server process that has only imported TensorFlow, which takes a tenth of a second.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["kdist.serving.engine.in_process"])
+# Time between the end of a worker's pipe and that of its process.
+_EXIT_SECONDS = 1.0
 
 
 class WorkerDied(RuntimeError):
@@ -42,16 +46,19 @@ class Worker:
                 raise WorkerDied("the server is ending")
             self._connection, worker_end = _context.Pipe()
             _limit_sending(self._connection, self._batch_seconds)
+            output, output_end = _context.Pipe(duplex=False)
             process = _context.Process(
                 target=_work,
-                args=[worker_end, self._devices],
+                args=[worker_end, output_end, self._devices],
                 name="kdist-serving-worker",
                 daemon=True,
             )
             process.start()
             self._process = process  # assigned last: only a process that has started can be killed
             self.loaded: dict[VersionKey, LatencyCurve | None] = {}
-            worker_end.close()  # so that the pipe ends when the worker dies
+            for end in (worker_end, output_end):
+                end.close()  # so that the pipes end when the worker dies
+            self._output = worker_output.WorkerOutput(output)
 
     @property
     def pid(self):
@@ -80,20 +87,35 @@ class Worker:
     def call(self, seconds, *command):
         """Runs a command in the worker and returns its result.
 
-        Raises EOFError or OSError if the worker dies or exceeds the time limit.
+        Raises EOFError or OSError if the worker dies or exceeds the time limit. The error has the
+        reason.
         """
         try:
             self._connection.send(command)
-            is_answered = self._connection.poll(seconds)
-        except BlockingIOError:
-            is_answered = False
-        if not is_answered:
+            outcome, value = self._receive(seconds)
+        except (BlockingIOError, TimeoutError) as error:
             self._process.kill()
-            raise TimeoutError(f"no answer for {seconds or self._batch_seconds:g} s")
-        outcome, value = self._connection.recv()
+            raise TimeoutError(f"no answer for {seconds or self._batch_seconds:g} s") from error
+        except (EOFError, OSError) as error:
+            raise type(error)(self._describe_end()) from error
         if outcome == "failed":
             raise value
         return value
+
+    def _receive(self, seconds):
+        if not self._connection.poll(seconds):
+            raise TimeoutError
+        return self._connection.recv()
+
+    def _describe_end(self):
+        """Returns the exit code and the last output of a worker that has closed its pipe."""
+        self._process.join(_EXIT_SECONDS)
+        code = self._process.exitcode
+        if code is None:
+            return "it closed its connection"
+        how = signal_name(-code) if code < 0 else f"exit code {code}"
+        lines = "".join(f"\n    {line}" for line in self._output.last_lines())
+        return f"{how}; the end of its output:{lines}" if lines else f"{how}; it wrote no output"
 
     def end(self, for_good=False):
         """Kills the process. It can be started again unless `for_good`."""
@@ -102,6 +124,7 @@ class Worker:
             self._process.kill()
             self._process.join()
             self._connection.close()
+            self._output.join()
 
 
 def _limit_sending(connection, seconds):
@@ -112,8 +135,9 @@ def _limit_sending(connection, seconds):
         pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
 
-def _work(connection, devices):
+def _work(connection, output, devices):
     """Runs in the worker process: executes commands until the parent disconnects."""
+    worker_output.redirect(output)
     # A terminal or a service manager signals all processes; the parent still needs its workers.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from kdist.run_directory import RunDirectory, finite
+from kdist.run_directory import RunDirectory, finite, is_open_at
 from kdist.telemetry.writers.base import Writer
 
 _logger = logging.getLogger(__name__)
@@ -15,9 +15,10 @@ _logger = logging.getLogger(__name__)
 class JsonlWriter(Writer):
     """Appends one JSON object per line to a file; NaN and infinities become null.
 
-    Each line can be read as soon as it is written. When the file cannot be written, for example
-    because the disk is full, the writer logs this once and discards later records; training
-    continues, and the file consists of complete lines.
+    Each line can be read as soon as it is written. If the file is deleted, moved, or replaced, the
+    writer logs this and continues in a new one, as its earlier lines are lost. When the file cannot
+    be written, for example because the disk is full, the writer logs this once and discards later
+    records; training continues, and the file consists of complete lines.
 
     Args:
         path: the file, created with the first line; its directory must exist.
@@ -57,9 +58,15 @@ class JsonlWriter(Writer):
 
     def _append(self, line):
         """Writes unbuffered, so that a killed run or a full disk leaves complete lines."""
+        if self._file is not None and not is_open_at(self._file, self._path):
+            _logger.warning(
+                "%s was deleted, moved, or replaced during the run; its earlier lines are lost",
+                self._path,
+            )
+            lost, self._file = self._file, None
+            os.close(lost)
         if self._file is None:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-            self._file = os.open(self._path, flags, 0o666)
+            self._file = self._open()
         written = 0
         try:
             while written < len(line):
@@ -68,6 +75,10 @@ class JsonlWriter(Writer):
             if written:
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise
+
+    def _open(self):
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+        return os.open(self._path, flags, 0o666)
 
 
 class RunWriter(Writer):
