@@ -16,7 +16,7 @@ BENCH_FLAGS ?=
 
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
-.PHONY: help env data train test test-unit test-tensorflow test-slow test-exhaustive fuzz keras-suite doctest lint format notebooks bench bench-clusters \
+.PHONY: help env data train test test-unit test-tensorflow test-slow test-exhaustive fuzz adversary keras-suite doctest lint format notebooks bench bench-clusters \
 	bench-serving constraints clean
 
 help: ## this list
@@ -71,6 +71,9 @@ CASES ?= 3000
 fuzz: env ## random models on several devices beside one device: CASES=3000
 	KDIST_FUZZ_CASES=$(CASES) KDIST_FUZZ_SHARDS=$$(nproc) $(PYTEST) -m slow --timeout=0 \
 	  tests/equivalence/test_random_models.py
+
+adversary: env ## random requests, mutated models, and changed texts: CASES=3000
+	KDIST_FUZZ_CASES=$(CASES) $(RUN) -m pytest --timeout=0 tests/adversary
 
 keras-suite: env ## Keras's own tests, with kdist's trainer
 	$(RUN) -m pip install --quiet --editable '.[keras_suite]' --constraint constraints.txt

@@ -26,7 +26,7 @@ CLIENTS = 8
 MEMORY_BYTES = 1 << 30
 
 # Status 500 would be an exception that nobody expected.
-STATUSES = {200, 400, 404, 405, 408, 413, 415, 417, 422, 429, 431, 501, 503, 505}
+STATUSES = {100, 200, 400, 404, 405, 408, 413, 415, 417, 422, 429, 431, 501, 503, 505}
 CODES = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,

@@ -154,6 +154,7 @@ PATHS = {
     "no UTF-8": ("/v1/models/%ff:predict", 404, "is not served"),
     "unknown verb": ("/v1/models/first:train", 405, "first:train does not support POST"),
     "elsewhere": ("/", 404, "/v1/models/NAME"),
+    "a slash at the end": ("/v1/models/first:predict/", 404, "does not exist"),
 }
 
 

@@ -46,7 +46,10 @@ def create_application(models: Models, lifespan=None) -> Starlette:
         Route("/metrics", info.metrics, methods=["GET"]),
     ]
     handlers = {RequestError: _handle_request_error, HTTPException: _handle_http_error}
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    application = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    # The redirection would lead to whatever host the client has named.
+    application.router.redirect_slashes = False
+    return application
 
 
 class _Predict:
