@@ -141,7 +141,9 @@ class Replica:
 
 
 def _create_models(directories, options):
-    devices = all_needed_devices(directories.values())  # fails early without a directory
+    devices = all_needed_devices(
+        directories.values(), options.newest
+    )  # fails early without a directory
     import tensorflow as tf
 
     from kdist.serving.engine.in_process import InProcess

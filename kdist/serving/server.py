@@ -114,7 +114,7 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] | None =
 
 
 def _create_engine(options):
-    devices = all_needed_devices(options.directories.values())
+    devices = all_needed_devices(options.directories.values(), options.newest)
     return WorkerPool(options.workers, devices=devices) if options.workers else InProcess(devices)
 
 

@@ -92,14 +92,16 @@ def needed_devices(version_directory: str | os.PathLike) -> list[str]:
         return []
 
 
-def all_needed_devices(directories: Iterable[str | os.PathLike]) -> list[str]:
-    """Returns the devices that any version in any of the directories needs, sorted."""
-    devices = {
-        device
-        for directory in directories
-        for number in versions(directory)
-        for device in needed_devices(pathlib.Path(directory) / str(number))
-    }
+def all_needed_devices(directories: Iterable[str | os.PathLike], newest: int = 1) -> list[str]:
+    """Returns the devices that the `newest` versions in each of the directories need, sorted.
+
+    A version whose metadata are damaged needs none; an error names it when it is loaded.
+    """
+    devices: set[str] = set()
+    for directory in directories:
+        for number in versions(directory)[-newest:]:
+            with contextlib.suppress(ValueError):
+                devices |= set(needed_devices(pathlib.Path(directory) / str(number)))
     return sorted(devices)
 
 

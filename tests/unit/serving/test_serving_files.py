@@ -5,7 +5,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, te
 from google.protobuf import wrappers_pb2 as wrappers
 from tensorflow_serving.config import model_server_config_pb2
 
-from kdist.serving.core.model_directory import write_serving_files
+from kdist.serving.core.model_directory import all_needed_devices, write_serving_files
 from kdist.serving.core.settings import BatchSettings, padded_sizes
 
 # tensorflow_serving/servables/tensorflow/session_bundle_config.proto, which the package of its
@@ -66,3 +66,19 @@ def test_the_model_is_where_it_is_mounted(tmp_path):
     assert config.base_path == '/models/my "fashion"'
     assert config.model_platform == "tensorflow"
     assert len(list(directory.iterdir())) == 2  # no drafts
+
+
+def test_devices_are_those_of_the_versions_that_are_served(tmp_path):
+    for number, metadata in (
+        (1, '{"devices": ["GPU:7"]}'),
+        (2, '{"devices": ["CPU:0", "CPU:1"]}'),
+        (3, "{}"),
+        (10, '{"devices": '),
+    ):
+        version = tmp_path / str(number)
+        (version / "assets.extra").mkdir(parents=True)
+        (version / "saved_model.pb").touch()
+        (version / "assets.extra" / "kdist.json").write_text(metadata)
+    assert all_needed_devices([tmp_path], newest=1) == []
+    assert all_needed_devices([tmp_path], newest=3) == ["CPU:0", "CPU:1"]
+    assert all_needed_devices([tmp_path, tmp_path], newest=9) == ["CPU:0", "CPU:1", "GPU:7"]
