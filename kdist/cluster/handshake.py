@@ -5,23 +5,33 @@
 TensorFlow waits forever for a task that does not start, and a job whose tasks run with different
 flags hangs or trains a wrong model. The handshake finds both within seconds. Each task listens on
 its own address and sends its settings to the first task, as one line of JSON. The first task waits
-for all tasks, connects back to each address, and sends everyone the result. The messages contain
-nothing that is not on the command line.
+for all tasks, connects back to each address, and sends everyone the result.
+
+Other programs may connect too, and never delay the tasks. Clients that are no tasks of this job are
+dropped. A job whose tasks share a token (KDIST_JOB_TOKEN) also refuses everyone who does not have
+it. The launcher gives each job a new token. The messages are not encrypted.
 """
 
 import contextlib
+import hmac
 import json
+import os
 import socket
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from kdist.cluster import Cluster
+from kdist.cluster.lines import first_lines, receive_line
+
+# Environment variable of each task: a secret that the tasks of a job share.
+TOKEN_VARIABLE = "KDIST_JOB_TOKEN"
+
+_TOKEN_REMEDY = f"set {TOKEN_VARIABLE} to the same value on all tasks, or on none"
 
 _RETRY_SECONDS = 0.1
-
-# No task sends a longer line; longer input comes from another program.
-_MAX_LINE_BYTES = 1 << 20
+# Time for a task to accept the result.
+_SECONDS_TO_ANSWER = 10.0
 
 
 class JobAlreadyRunningError(RuntimeError):
@@ -33,28 +43,32 @@ def run_handshake(
     settings: Mapping[str, str],
     timeout_seconds: float = 60.0,
     payload: Any = None,
+    token: str | None = None,
 ) -> dict[str, Any]:
     """Returns the payloads of all tasks, by name, when all have started with equal settings.
 
     Every task of the job must call it. A cluster of one task returns at once. `settings` are the
     values that must be equal, by name: versions, flags. The `payload` of this task must be
-    JSON-serializable. The limit is for the whole handshake.
+    JSON-serializable. The limit is for the whole handshake. The `token` is that of TOKEN_VARIABLE
+    by default. A first task with an empty one accepts all tasks.
 
     Raises:
         TimeoutError: If a task does not start, or its address does not answer.
-        ValueError: If two tasks have the same place, or settings differ.
+        ValueError: If two tasks have the same place, or settings or tokens differ.
         OSError: If this task cannot listen on its own address.
         JobAlreadyRunningError: If the job has started without this task.
     """
     if cluster.is_alone:
         return {cluster.name: payload}
+    token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
     deadline = time.monotonic() + timeout_seconds
     with _listening(cluster) as listener:
         if cluster == cluster.first_task:
-            server = _HandshakeServer(cluster, settings, deadline, timeout_seconds)
+            server = _HandshakeServer(cluster, settings, deadline, timeout_seconds, token)
             result = server.run(listener, payload)
         else:
-            result = _report_to_first_task(cluster, settings, deadline, timeout_seconds, payload)
+            fields = {"settings": dict(settings), "payload": payload, "token": token}
+            result = _report_to_first_task(cluster, fields, listener, deadline, timeout_seconds)
     if result["errors"]:
         raise ValueError("\n".join(result["errors"]))
     if result["timeout"]:
@@ -90,49 +104,74 @@ def _listening(cluster):
 class _HandshakeServer:
     """The first task's side: collects the messages of all tasks and sends the result."""
 
-    def __init__(self, cluster, settings, deadline, timeout_seconds):
-        self._cluster, self._settings = cluster, dict(settings)
+    def __init__(self, cluster, settings, deadline, timeout_seconds, token):
+        self._cluster, self._settings, self._token = cluster, dict(settings), token
         self._deadline, self._timeout_seconds = deadline, timeout_seconds
-        self._connections = []
         self._payloads = {}  # by task name
         self._errors = []
+        self._refused_hosts = []
 
     def run(self, listener, payload):
         self._payloads[self._cluster.name] = payload
-        with contextlib.ExitStack() as connections:
-            timeout = self._wait_for_all(listener, connections)
+        with contextlib.ExitStack() as stack:
+            connections = []
+            timeout = self._wait_for_all(listener, stack, connections)
             if not timeout:
                 self._connect_back()
             result = {"timeout": timeout, "errors": self._errors, "payloads": self._payloads}
-            for connection in self._connections:
+            for connection in connections:
                 with contextlib.suppress(OSError):
+                    connection.settimeout(_SECONDS_TO_ANSWER)
                     connection.sendall(_encode(result))
         return result
 
-    def _wait_for_all(self, listener, connections):
-        """Receives the tasks' messages; returns an error message if tasks are missing."""
-        while missing := [t for t in self._cluster.all_tasks() if t.name not in self._payloads]:
-            if self._errors:
-                return ""
-            listener.settimeout(max(self._deadline - time.monotonic(), 0.01))
-            try:
-                connection, peer = listener.accept()
-            except TimeoutError:
-                return _missing_message(missing, self._timeout_seconds)
-            connections.enter_context(connection)
-            self._receive(connection, peer)
-        return ""
+    def _wait_for_all(self, listener, stack, connections):
+        """Receives the tasks' messages; returns an error message if tasks are missing.
 
-    def _receive(self, connection, peer):
-        message = _decode(_read_line(connection, self._deadline))
-        fields = {"task", "tasks", "settings", "payload"}
-        if not isinstance(message, dict) or not fields <= message.keys():
-            return  # not a task: a port scan or a health check
+        It appends the connections of the tasks, which the stack closes.
+        """
+        with contextlib.closing(first_lines(listener, self._deadline)) as lines:
+            for connection, host, line in lines:
+                if not self._is_from_task(connection, host, message := _decode(line)):
+                    connection.close()
+                    continue
+                connections.append(stack.enter_context(connection))
+                self._receive(message, host)
+                if self._errors or not self._missing():
+                    return ""
+        return _missing_message(self._missing(), self._timeout_seconds) + self._refusals()
+
+    def _missing(self):
+        return [task for task in self._cluster.all_tasks() if task.name not in self._payloads]
+
+    def _is_from_task(self, connection, host, message):
+        """Returns whether a message is from a task of this job; refuses those without the token."""
+        if not _is_report(message):
+            return False  # such as a port scan or a health check
+        if self._token and not _is_equal(message.get("token"), self._token):
+            self._refused_hosts.append(host)
+            error = f"{self._cluster.name} has another token; {_TOKEN_REMEDY}"
+            with contextlib.suppress(OSError):
+                connection.sendall(_encode({"timeout": "", "errors": [error], "payloads": {}}))
+            return False
+        # A task that is configured with another cluster may have any place.
+        others = {task.name for task in self._cluster.others()}
+        return message["tasks"] != _tasks(self._cluster) or message["task"] in others
+
+    def _refusals(self):
+        """Returns the part of an error message about tasks with another token."""
+        if not self._refused_hosts:
+            return ""
+        return (
+            f". Clients with another token: {len(self._refused_hosts)}, the last one from "
+            f"{self._refused_hosts[-1]}; {_TOKEN_REMEDY}"
+        )
+
+    def _receive(self, message, host):
         name = message["task"]
-        self._connections.append(connection)
         if name in self._payloads:
             self._errors.append(
-                f"two tasks have the place of {name}, the second one at {peer[0]}; give each its "
+                f"two tasks have the place of {name}, the second one at {host}; give each its "
                 "own index"
             )
         elif message["tasks"] != _tasks(self._cluster):
@@ -177,17 +216,17 @@ def _missing_message(tasks, seconds):
 # The other tasks.
 
 
-def _report_to_first_task(cluster, settings, deadline, timeout_seconds, payload):
+def _report_to_first_task(cluster, fields, listener, deadline, timeout_seconds):
     first = cluster.first_task
-    message = {"task": cluster.name, "tasks": _tasks(cluster)}
+    message = {"task": cluster.name, "tasks": _tasks(cluster), **fields}
     with _connect(first, deadline, timeout_seconds) as connection:
-        connection.sendall(_encode({**message, "settings": dict(settings), "payload": payload}))
+        connection.sendall(_encode(message))
         # The first task may have started later, and its deadline is later by that much.
-        answer = _read_line(connection, deadline + timeout_seconds)
+        answer = receive_line(connection, listener, deadline + timeout_seconds)
     if _is_grpc(answer):
         raise JobAlreadyRunningError(f"the job of {cluster.name} is already running")
     result = _decode(answer)
-    if not isinstance(result, dict):
+    if not _has_fields(result, timeout=str, errors=list, payloads=dict):
         raise TimeoutError(
             f"{first.name} ({first.address}) ended before all tasks had started; see its own "
             "message for the reason"
@@ -221,18 +260,29 @@ def _decode(line):
     """Returns the value of a line of JSON; None if it is malformed."""
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
-def _read_line(connection, deadline):
-    """Returns one line, or the bytes received before the connection ended or timed out."""
-    connection.settimeout(max(deadline - time.monotonic(), 0.01))
-    try:
-        with connection.makefile("rb") as stream:
-            return stream.readline(_MAX_LINE_BYTES)
-    except OSError:
-        return b""
+def _is_report(message):
+    """Returns whether a message has the form of a task's report."""
+    return _has_fields(message, task=str, tasks=dict, settings=dict, payload=object) and all(
+        isinstance(value, str) for value in message["settings"].values()
+    )
+
+
+def _has_fields(value, **types):
+    """Returns whether a value is a dictionary that has these keys, with values of these types."""
+    return isinstance(value, dict) and all(
+        key in value and isinstance(value[key], kind) for key, kind in types.items()
+    )
+
+
+def _is_equal(value, token):
+    """Returns whether a value equals the token, without revealing by its time how similar it is."""
+    return isinstance(value, str) and hmac.compare_digest(
+        value.encode(errors="backslashreplace"), token.encode(errors="backslashreplace")
+    )
 
 
 def _is_grpc(answer):

@@ -30,14 +30,14 @@ def serve(cluster: Cluster, devices: Sequence[str]):
     """
     first = cluster.first_task
     _logger.info("%s serves until %s ends", cluster.name, first.name)
-    server = tf.distribute.Server(
-        _cluster_spec(cluster),
-        job_name=cluster.role,
-        task_index=cluster.index,
-        protocol="grpc",
-        config=_server_config(devices),
-    )
-    restrict_to_loopback(cluster)
+    with restrict_to_loopback(cluster):
+        server = tf.distribute.Server(
+            _cluster_spec(cluster),
+            job_name=cluster.role,
+            task_index=cluster.index,
+            protocol="grpc",
+            config=_server_config(devices),
+        )
     heartbeat.set_activity("serving")
     heartbeat.start()
     LivenessProbe(first.address).wait_until_gone()

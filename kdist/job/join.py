@@ -1,4 +1,4 @@
-"""Joining a job: the only place that performs the handshake, sets TF_CONFIG, and filters sockets.
+"""Joining a job: the only place that performs the handshake, sets TF_CONFIG, and guards ports.
 
     strategy = join_job(spec, devices=("CPU:0",), create=create_tensorflow_strategy)
 
@@ -51,12 +51,12 @@ def join_job(
     coordinated = spec.kind in ("parameter_server", "layout")
     if coordinated and cluster.role != "evaluator" and cluster != cluster.first_task:
         serve(cluster, devices)
-    strategy = create()
+    with restrict_to_loopback(cluster):
+        strategy = create()
     note_collector(strategy, collector)
     if cluster.role == "evaluator":
         mark_evaluator(strategy, cluster.first_task.address)
         return strategy
-    restrict_to_loopback(cluster)
     if "evaluator" in cluster.tasks:
         mark_evaluated_elsewhere(strategy)
     return strategy

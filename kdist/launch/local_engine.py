@@ -13,6 +13,7 @@ import fcntl
 import os
 import pathlib
 import random
+import secrets
 import shutil
 import socket
 import sys
@@ -21,6 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kdist.cluster import ROLES, Cluster
+from kdist.cluster.handshake import TOKEN_VARIABLE
 from kdist.hardware import CORES_VARIABLE, VISIBLE_DEVICES, count_cores, find_gpus
 from kdist.launch.output import Screen
 from kdist.launch.task import Task
@@ -67,11 +69,11 @@ def local_job(
         clusters = Cluster(addresses, first_role, 0).all_tasks()
         gpus = share_gpus(clusters, find_gpus(environment), share_one_gpu)
         threads = share_threads(clusters, environment)
-        mark = uuid.uuid4().hex
+        mark, token = uuid.uuid4().hex, secrets.token_hex(16)
         _make_directory(log_dir)
         tasks = []
         for cluster in clusters:
-            own = {**environment, **threads}
+            own = {**environment, **threads, TOKEN_VARIABLE: token}
             if cluster.name in gpus:
                 own[VISIBLE_DEVICES] = gpus[cluster.name]
             own[MARKS_VARIABLE] = ",".join(filter(None, [environment.get(MARKS_VARIABLE), mark]))

@@ -1,9 +1,12 @@
 """Remote access to the servers of a job, tried through this machine's own addresses."""
 
+import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -11,6 +14,7 @@ import pytest
 
 from kdist.cluster import Cluster, remote_access
 from kdist.cluster.remote_access import check_remote_access, is_loopback_only, restrict_to_loopback
+from tests.forked import python
 
 
 def cluster_of(*hosts):
@@ -42,40 +46,115 @@ def own_address():
         return one.getsockname()[0]
 
 
-def reaches(host, port):
+def reaches(host, port, seconds=1):
     try:
-        socket.create_connection((host, port), 1).close()
+        socket.create_connection((host, port), seconds).close()
     except OSError:
         return False
     return True
 
 
+def job_on(port):
+    return Cluster({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}, "worker", 0)
+
+
+def create_server(family, port=0, shares_port=False):
+    both = family == socket.AF_INET6
+    return socket.create_server(
+        ("", port), family=family, dualstack_ipv6=both, reuse_port=shares_port
+    )
+
+
+@pytest.fixture(autouse=True)
+def close_guards(monkeypatch):
+    """Closes the guards of a test at its end."""
+    guards = []
+    monkeypatch.setattr(remote_access, "_guards", guards)
+    yield
+    for guard in guards:
+        guard.close()
+
+
+def check_only_loopback_reaches(port, family, own_address):
+    hosts = ["127.0.0.1"] if family == socket.AF_INET else ["127.0.0.1", "::1"]
+    assert all(reaches(host, port) for host in hosts * 5)
+    assert not reaches(own_address, port, 0.3)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_the_filter_drops_packets_to_other_addresses(family, own_address):
-    wildcard = "::" if family == socket.AF_INET6 else "0.0.0.0"
-    both = family == socket.AF_INET6
-    with socket.create_server((wildcard, 0), family=family, dualstack_ipv6=both) as server:
+def test_packets_to_other_addresses_are_dropped_from_the_start(family, own_address, monkeypatch):
+    monkeypatch.setattr(remote_access, "_has_ipv6", lambda: family == socket.AF_INET6)
+    monkeypatch.delenv("TF_GRPC_REUSE_PORT", raising=False)
+    with create_server(family) as server:
         port = server.getsockname()[1]
-        assert reaches("127.0.0.1", port)
         assert reaches(own_address, port)
-        restrict_to_loopback(Cluster({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}, "worker", 0))
-        assert reaches("127.0.0.1", port)
-        assert reaches("127.0.0.1", port)
-        if both:
-            assert reaches("::1", port)
-        assert not reaches(own_address, port)
+    with contextlib.ExitStack() as stack:
+        with restrict_to_loopback(job_on(port)):
+            assert os.environ["TF_GRPC_REUSE_PORT"] == "1"
+            assert not reaches(own_address, port, 0.3)
+            stack.enter_context(create_server(family, port, shares_port=True))
+            check_only_loopback_reaches(port, family, own_address)
+        assert "TF_GRPC_REUSE_PORT" not in os.environ
+        check_only_loopback_reaches(port, family, own_address)
 
 
 def test_a_kernel_that_refuses_is_logged(monkeypatch, capsys):
-    def refuses(listener):
+    def refuses(*arguments):
         raise OSError("Protocol not available")
 
     monkeypatch.setattr(remote_access, "_attach", refuses)
+    monkeypatch.delenv("TF_GRPC_REUSE_PORT", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        restrict_to_loopback(Cluster({"worker": [f"127.0.0.1:{port}", "127.0.0.1:1"]}, "worker", 0))
+        with restrict_to_loopback(job_on(port)):
+            assert "TF_GRPC_REUSE_PORT" not in os.environ
     assert f"port {port} of all addresses of this machine" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_server_that_the_guard_does_not_cover_is_logged(monkeypatch, capsys):
+    monkeypatch.setattr(remote_access, "_has_ipv6", lambda: True)
+    with create_server(socket.AF_INET) as server:
+        port = server.getsockname()[1]
+    with restrict_to_loopback(job_on(port)):
+        server = create_server(socket.AF_INET, port, shares_port=True)
+    with server:
+        assert f"port {port} of all addresses of this machine" in capsys.readouterr().err
+
+
+def test_jobs_on_several_machines_are_not_restricted(own_address):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with restrict_to_loopback(Cluster({"worker": [f"127.0.0.1:{port}", f"{own_address}:1"]})):
+            pass
+        assert reaches(own_address, port)
+
+
+# It runs without rights, also in tests that run as root.
+SERVER = """
+import json, os, sys
+import encodings.idna
+import tensorflow as tf
+from kdist.cluster import Cluster
+from kdist.cluster.remote_access import restrict_to_loopback
+from kdist.launch.local_engine import reserve_ports
+from tests.cluster.test_remote_access import job_on, reaches
+
+with reserve_ports(1) as (port,):
+    cluster, attempts = job_on(port), [("127.0.0.1", port), (sys.argv[1], port, 0.3)]
+    if os.getuid() == 0:
+        os.setresuid(65534, 65534, 65534)
+    with restrict_to_loopback(cluster):
+        server = tf.distribute.Server(dict(cluster.tasks), "worker", 0, protocol="grpc")
+        during = [reaches(*attempt) for attempt in attempts]
+    print(json.dumps([during, [reaches(*attempt) for attempt in attempts]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_a_server_of_tensorflow_is_guarded_while_it_starts(own_address):
+    assert python(SERVER, [own_address]) == [[True, False], [True, False]]
 
 
 TASK = """
@@ -96,24 +175,54 @@ def test_no_task_of_a_job_accepts_other_machines(strategy, own_address, tmp_path
     flags = ["--workers=2", *(["--ps=1"] if strategy == "parameter_server" else [])]
     ready = tmp_path / "ready"
     command = [launch, *flags, f"--run_dir={tmp_path}", "--", tmp_path / "task.py", strategy, ready]
-    with open(tmp_path / "log", "w") as log:
+    with open(tmp_path / "log", "w") as log, contextlib.ExitStack() as stack:
         job = subprocess.Popen([sys.executable, *map(str, command)], stdout=log, stderr=log)
-        try:
-            deadline = time.monotonic() + 60
-            while not ready.exists():
-                assert job.poll() is None, (tmp_path / "log").read_text()
-                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-                time.sleep(0.1)
-            time.sleep(1)  # the other tasks start their servers
-            ports = _listening_ports(psutil.Process(job.pid).children(recursive=True))
-        finally:
-            tasks = 4 if strategy == "parameter_server" else 2
-            try:
-                assert len(ports) >= tasks
-                assert all(not reaches(own_address, port) for port in ports)
-            finally:
-                job.terminate()
-                job.wait(30)
+        stack.callback(job.wait, 30)
+        stack.callback(job.terminate)
+        intruder = stack.enter_context(Intruder(job.pid, own_address))
+        deadline = time.monotonic() + 60
+        while not ready.exists():
+            assert job.poll() is None, (tmp_path / "log").read_text()
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        time.sleep(1)  # the other tasks start their servers
+        ports = _listening_ports(psutil.Process(job.pid).children(recursive=True))
+        assert len(intruder.ports) == (4 if strategy == "parameter_server" else 2)
+        assert set(intruder.ports) <= ports
+        assert not any(reaches(own_address, port) for port in ports)
+        assert intruder.num_connections == 0
+
+
+class Intruder:
+    """Tries to connect to the tasks of a job from its start on."""
+
+    def __init__(self, pid, host):
+        self._launcher, self._host = psutil.Process(pid), host
+        self.ports, self.num_connections = [], 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error):
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self):
+        while not self._ended.is_set():
+            self.ports = self.ports or self._find_ports()
+            for port in self.ports:
+                self.num_connections += reaches(self._host, port, 0.02)
+            time.sleep(0.01)
+
+    def _find_ports(self):
+        for process in self._launcher.children(recursive=True):
+            with contextlib.suppress(psutil.Error, KeyError):
+                tasks = json.loads(process.environ()["TF_CONFIG"])["cluster"]
+                return [int(one.rpartition(":")[2]) for role in tasks.values() for one in role]
+        return []
 
 
 def _listening_ports(processes):

@@ -3,12 +3,14 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import json
 import socket
 import time
+import types
 
 import pytest
 
-from kdist.cluster import Cluster
+from kdist.cluster import Cluster, handshake, lines
 from kdist.cluster.handshake import run_handshake
 from kdist.launch.local_engine import reserve_ports
 
@@ -129,20 +131,168 @@ def test_a_first_task_that_does_not_start_is_named(cluster_of):
     assert "worker 0 (127.0.0.1:" in str(error)
 
 
-def test_other_clients_are_ignored(cluster_of):
+def connect(task):
+    """Returns a connection to a task that may not listen yet."""
+    host, _, port = task.address.partition(":")
+    for _ in range(200):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((host, int(port)), 10)
+        time.sleep(0.05)
+    raise AssertionError(f"{task.name} does not listen")
+
+
+def is_dropped(connection):
+    """Returns whether the other side ends the connection without an answer."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:  # unread data was left
+        return True
+    except TimeoutError:
+        return False
+
+
+def message(cluster, /, **changes):
+    fields = {"task": "worker 1", "tasks": cluster.tasks, "settings": SETTINGS, "payload": None}
+    return json.dumps(fields | changes).encode() + b"\n"
+
+
+def strange_lines(task):
+    return [
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"\xff\xfe\xfd\n",
+        b"\n",
+        b"[1]\n",
+        b"3\n",
+        b'{"task": 3}\n',
+        b"[" * 100_000 + b"\n",
+        b"9" * 10_000 + b"\n",
+        b"x" * (lines.MAX_LINE_BYTES + 1),
+        message(task, task=["worker 1"]),
+        message(task, task={}),
+        message(task, task=1e999),
+        message(task, task="worker 7"),
+        message(task, task="worker 0"),
+        message(task, tasks=3),
+        message(task, settings=None),
+        message(task, settings=["kdist"]),
+        message(task, settings={"kdist": {}}),
+    ]
+
+
+def test_odd_lines_are_ignored(cluster_of):
     first, second = cluster_of(2).all_tasks()
-    address = ("127.0.0.1", int(first.address.split(":")[1]))
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        handshake = pool.submit(run_handshake, first, SETTINGS, 10)
-        for line in (b"GET / HTTP/1.0\r\n\r\n", b'{"task": 3}\n', b""):
-            for _ in range(50):
-                with contextlib.suppress(ConnectionRefusedError), socket.socket() as client:
-                    client.connect(address)
-                    client.sendall(line)
-                    break
-                time.sleep(0.05)
-        run_handshake(second, SETTINGS, 10)
-        handshake.result()
+        shaken = pool.submit(run_handshake, first, SETTINGS, 30)
+        connect(first).close()
+        for line in strange_lines(first):
+            with connect(first) as stranger:
+                stranger.sendall(line)
+                assert is_dropped(stranger), line[:80]
+        run_handshake(second, SETTINGS, 30)
+        shaken.result()
+
+
+def test_silent_clients_delay_no_task(cluster_of, monkeypatch):
+    """There are more of them than the first task waits for; the oldest are dropped."""
+    monkeypatch.setattr(lines, "_SECONDS_TO_SEND", 3600.0)
+    first, second = cluster_of(2).all_tasks()
+    with concurrent.futures.ThreadPoolExecutor() as pool, contextlib.ExitStack() as strangers:
+        shaken = pool.submit(run_handshake, first, SETTINGS, 30)
+        silent = [strangers.enter_context(connect(first)) for _ in range(100)]
+        assert is_dropped(silent[0])
+        run_handshake(second, SETTINGS, 30)
+        shaken.result()
+
+
+def test_clients_that_send_no_line_get_seconds(cluster_of, monkeypatch):
+    monkeypatch.setattr(lines, "_SECONDS_TO_SEND", 0.1)
+    monkeypatch.setattr(lines, "_MAX_SELECT_SECONDS", 0.1)
+    first, second = cluster_of(2).all_tasks()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        shaken = pool.submit(run_handshake, first, SETTINGS, 30)
+        with connect(first) as silent, connect(first) as slow:
+            slow.sendall(b"{")
+            assert is_dropped(silent)
+            assert is_dropped(slow)
+        monkeypatch.undo()
+        run_handshake(second, SETTINGS, 30)
+        shaken.result()
+
+
+def test_the_other_tasks_drop_their_clients(cluster_of):
+    """Otherwise many clients fill the queue, and the first task cannot connect back."""
+    first, second = cluster_of(2).all_tasks()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        shaken = pool.submit(run_handshake, second, SETTINGS, 30)
+        with socket.create_server(("127.0.0.1", int(first.address.split(":")[1]))) as server:
+            reported, _ = server.accept()
+            with reported, connect(second) as stranger:
+                assert is_dropped(stranger)
+        with pytest.raises(TimeoutError):
+            shaken.result()
+
+
+def answering(first, pieces):
+    """Answers at the first task's address; returns whether all pieces were sent."""
+    with socket.create_server(("127.0.0.1", int(first.address.split(":")[1]))) as server:
+        connection, _ = server.accept()
+        with connection:
+            try:
+                for piece in pieces:
+                    connection.sendall(piece)
+                    time.sleep(0.02)
+            except ConnectionError:
+                return False
+            return True
+
+
+@pytest.mark.parametrize("answer", [b"{}\n", b"[1]\n", b"[" * 100_000 + b"\n", b"\xff\n", b"3"])
+def test_odd_answers(cluster_of, answer):
+    first, second = cluster_of(2).all_tasks()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        pool.submit(answering, first, [answer])
+        with pytest.raises(TimeoutError, match="worker 0 .* ended before"):
+            run_handshake(second, SETTINGS, 30)
+
+
+def test_an_answer_in_drops_has_the_same_limit(cluster_of):
+    first, second = cluster_of(2).all_tasks()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        server = pool.submit(answering, first, [b"x"] * 500)
+        with pytest.raises(TimeoutError):
+            run_handshake(second, SETTINGS, 0.2)
+        assert not server.result()
+
+
+def test_tasks_with_equal_tokens_agree(cluster_of, monkeypatch):
+    monkeypatch.setenv(handshake.TOKEN_VARIABLE, "a-\udcff-secret")  # not UTF-8
+    assert outcomes(cluster_of(2).all_tasks()) == [None] * 2
+
+
+def test_clients_without_the_token_cannot_end_a_task(cluster_of):
+    first, second = cluster_of(2).all_tasks()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        shaken = pool.submit(run_handshake, first, SETTINGS, 30, None, "secret")
+        for changes in ({}, {"settings": {}}, {"tasks": {}}, {"token": "wrong"}, {"token": 3}):
+            with connect(first) as stranger, stranger.makefile() as answer:
+                stranger.sendall(message(first, **changes))
+                line = answer.readline()
+            assert handshake.TOKEN_VARIABLE in line
+            assert "secret" not in line
+        run_handshake(second, SETTINGS, 30, None, "secret")
+        assert shaken.result() == {"worker 0": None, "worker 1": None}
+
+
+def test_another_token_is_named_on_both_sides(cluster_of, monkeypatch):
+    first, second = cluster_of(2).all_tasks()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        shaken = pool.submit(run_handshake, first, SETTINGS, 30, None, "secret")
+        with pytest.raises(ValueError, match=handshake.TOKEN_VARIABLE):
+            run_handshake(second, SETTINGS, 30, None, "")
+        later = types.SimpleNamespace(monotonic=lambda: float("inf"))
+        monkeypatch.setattr(lines, "time", later)
+        with pytest.raises(TimeoutError, match=rf"another token: 1,.*{handshake.TOKEN_VARIABLE}"):
+            shaken.result()
 
 
 def test_an_address_that_others_cannot_reach(cluster_of):

@@ -1,12 +1,15 @@
 """Shares of GPUs and threads among the tasks of a machine."""
 
 import os
+import sys
 
 import pytest
 
 from kdist.cluster import Cluster
+from kdist.cluster.handshake import TOKEN_VARIABLE
 from kdist.hardware import CORES_VARIABLE, find_gpus
-from kdist.launch.local_engine import share_gpus, share_threads
+from kdist.launch import local_engine
+from kdist.launch.local_engine import local_job, share_gpus, share_threads
 
 
 def job(**counts):
@@ -101,3 +104,18 @@ def test_variables_of_the_user_stay():
 @pytest.mark.usefixtures("nine_cores")
 def test_a_job_inside_a_task_divides_the_tasks_share():
     assert share_threads(job(worker=2), threads(4)) == threads(2)
+
+
+def test_the_tasks_of_a_job_share_a_token_of_their_own(tmp_path, monkeypatch):
+    environments = []
+    monkeypatch.setattr(local_engine, "Task", lambda *args: environments.append(args[2]))
+    monkeypatch.setattr(local_engine, "TaskGroup", lambda *args: None)
+    for _ in range(2):
+        with local_job(
+            {"worker": 2}, [sys.executable], tmp_path, environment={TOKEN_VARIABLE: "x"}
+        ):
+            pass
+    first, *tokens = [environment[TOKEN_VARIABLE] for environment in environments]
+    assert len(first) == 32
+    assert tokens[0] == first
+    assert tokens[1] == tokens[2] != first
