@@ -189,13 +189,13 @@ def _failure_reason(system, objective, tried):
     if all(each.outcome.over_capacity for each in tried):
         limit = max(system.capacity(each.settings.max_batch) for each in tried)
         return (
-            f"over capacity: {system.rate:,.0f} requests per second arrive, and the device serves "
+            f"over capacity: {system.rate:,.0f} rows per second arrive, and the device serves "
             f"at most {limit:,.0f}; add a process or a device, or allow larger batches"
         )
     tails = [each.outcome.p99_seconds for each in tried if not each.outcome.over_capacity]
     return (
         f"no setting keeps 99 of 100 requests within {objective.p99_seconds * 1e3:g} ms at "
-        f"{system.rate:,.0f} requests per second; the best reaches {min(tails) * 1e3:.1f} ms: "
+        f"{system.rate:,.0f} rows per second; the best reaches {min(tails) * 1e3:.1f} ms: "
         "raise the bound, or add a process or a device"
     )
 

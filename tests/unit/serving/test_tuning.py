@@ -199,6 +199,7 @@ def test_nothing_serves_the_load():
     over = choose(ACCELERATOR, poisson(6000, 5000), Objective(), max_batches=[16, 64])
     assert over.best is None
     assert over.reason.startswith("over capacity: 5,9")
+    assert " rows per second arrive" in over.reason
     assert "serves at most 4,444" in over.reason
     late = choose(ACCELERATOR, poisson(100, 5000), Objective("latency", 0.001), max_batches=[64])
     assert late.best is None
