@@ -342,3 +342,22 @@ print(json.dumps(files))
     chief, other = python_tasks(code, {"worker": 2}, timeout_seconds=120)
     assert chief == [True, 6, True, 6]
     assert other == []
+
+
+def test_saving_again_creates_no_variables(tmp_path, monkeypatch):
+    """Keras creates an optimizer in each save, of which TensorFlow keeps 70 kB forever."""
+    created, real = [], keras.Variable.__init__
+
+    def create(variable, *args, **kwargs):
+        created.append(variable)
+        real(variable, *args, **kwargs)
+
+    model = kdist.Model.of(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+    model.compile("adam", "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.save(tmp_path / "first.keras")
+    monkeypatch.setattr(keras.Variable, "__init__", create)
+    model.save(tmp_path / "second.keras")
+    model.save_weights(tmp_path / "third.weights.h5")
+    keras.Variable(1.0)
+    assert len(created) == 1

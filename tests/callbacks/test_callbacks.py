@@ -15,6 +15,7 @@ from kdist.callbacks import (
     Telemetry,
 )
 from kdist.telemetry import NullWriter
+from tests.forked import python
 
 
 def linear(rate=0.1, model_class=kdist.Model, **arguments):
@@ -190,6 +191,43 @@ def test_models_are_saved_to_a_deleted_directory_and_next_to_anything(tmp_path):
         checkpoint.on_epoch_end(epoch)
     assert [epoch for epoch, _ in checkpoint.written()] == [10000, 10001]
     assert checkpoint.newest() == directory / "epoch-10001.keras"
+
+
+# Prints the resident bytes at the end of each epoch. Profiles, of 20 MB each, depend on the time.
+MANY_EPOCHS = """
+import json, sys, pathlib
+import keras, numpy as np, psutil
+import kdist
+from kdist.callbacks import (
+    Checkpoint, EpochCheckpoint, EpochSeconds, StopOnNonFiniteLoss, Telemetry
+)
+
+directory, samples = pathlib.Path(sys.argv[1]), []
+strategy = kdist.create_strategy("mirrored", 2)
+with strategy.scope():
+    inputs = keras.Input((4,))
+    model = kdist.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("adam", "mse")
+sample = lambda epoch, logs: samples.append(psutil.Process().memory_info().rss)
+callbacks = [
+    Telemetry(directory, every_seconds=0, window_seconds=0, profiles=False),
+    Checkpoint(directory / "checkpoints"),
+    EpochCheckpoint(directory / "models"),
+    EpochSeconds(),
+    StopOnNonFiniteLoss(every_seconds=0),
+    keras.callbacks.LambdaCallback(on_epoch_end=sample),
+]
+data = np.ones((40, 4), "float32"), np.ones((40, 1), "float32")
+model.fit(*data, batch_size=20, epochs=300, verbose=0, callbacks=callbacks)
+print(json.dumps(samples))
+"""
+
+
+@pytest.mark.exhaustive
+def test_memory_does_not_grow_with_epochs(tmp_path):
+    """The benchmark is benchmarks/memory_growth.py."""
+    samples = python(MANY_EPOCHS, [tmp_path])
+    assert samples[-1] - samples[100] < 6e6  # 20 kB per epoch
 
 
 def test_a_model_with_a_bad_loss_is_not_saved(tmp_path):

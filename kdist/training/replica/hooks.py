@@ -134,6 +134,9 @@ def install():
     KerasVariable._initialize = _whole(KerasVariable._initialize)
     for owner, name in SAVING:
         setattr(owner, name, _saving_alone(getattr(owner, name)))
+    # Keras stores the result under another name than it looks for, and computes it in each save by
+    # creating an optimizer, of which TensorFlow keeps 70 kB.
+    saving_lib.get_attr_skipset = functools.cache(saving_lib.get_attr_skipset)
 
 
 def _hook(owner, name, hook):
