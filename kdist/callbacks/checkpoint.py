@@ -262,7 +262,10 @@ class Checkpoint(keras.callbacks.Callback):
             self._writer.wait()
         if self._signal == signal.SIGINT:
             raise KeyboardInterrupt
-        _logger.info("saved after step %d; run the same command again to resume", self._saved)
+        if self._writer is not None and self._writer.failed:
+            _logger.warning("step %d was not saved; earlier checkpoints are unchanged", self._saved)
+        else:
+            _logger.info("saved after step %d; run the same command again to resume", self._saved)
         raise SystemExit(128 + signal.SIGTERM)
 
     # Content of a checkpoint.

@@ -284,6 +284,20 @@ def test_a_signal_saves_and_ends(tmp_path, capfd, number, error, moment, step):
     assert_equal(resumed, whole)
 
 
+def test_a_signal_whose_checkpoint_cannot_be_written_does_not_report_it_as_saved(
+    tmp_path, caplog, monkeypatch
+):
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    checkpoint = Checkpoint(tmp_path)
+    monkeypatch.setattr(checkpoint._files, "write", fail)
+    with pytest.raises(SystemExit):
+        fit(create_strategy("one_device"), [checkpoint, Signal(signal.SIGTERM, "step")])
+    assert "saved after step" not in caplog.text
+    assert "was not saved" in caplog.text
+
+
 def test_best_is_kept(tmp_path):
     class Worse(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):

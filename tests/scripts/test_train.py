@@ -137,7 +137,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
 
 
 DELETING = """
-import runpy, shutil, sys
+import os, runpy, shutil, sys
 from kdist.callbacks import EpochCheckpoint
 
 run_dir, sys.argv = sys.argv[1], sys.argv[2:]
@@ -145,7 +145,8 @@ save = EpochCheckpoint.on_epoch_end
 
 def save_after_deletion(self, epoch, logs=None):
     if epoch == 1:
-        shutil.rmtree(run_dir)
+        os.rename(run_dir, run_dir + "-deleted")  # another thread may be writing a checkpoint
+        shutil.rmtree(run_dir + "-deleted", ignore_errors=True)
     save(self, epoch, logs)
 
 EpochCheckpoint.on_epoch_end = save_after_deletion
@@ -160,7 +161,7 @@ def test_a_run_directory_that_is_deleted_is_reported_and_fails(tmp_path):
     flags = [SCRIPTS / "train.py", f"--run_dir={run_dir}", *DIGITS, "--model=mlp", "--epochs=3"]
     process = run_program(tmp_path / "deleting.py", run_dir, *flags)
     assert process.returncode == 1
-    assert "test accuracy" in process.stdout
+    assert "test accuracy" in process.stdout, process.stderr
     last = process.stderr.splitlines()[-1]
     assert all(word in last for word in ("config.json", "was deleted", "another --run_dir"))
     assert "Traceback" not in process.stderr
