@@ -82,7 +82,20 @@ with program.flag_group("Limits"):
         "all_bodies_mb",
         1024.0,
         "Maximum size of all requests in flight, in megabytes; clients of further requests are "
-        "asked to retry.",
+        "asked to retry. Over gRPC, all_bodies_mb / body_mb messages are received at a time.",
+    )
+    flags.DEFINE_float(
+        "memory_mb",
+        None,
+        "Memory of the server and its workers, in megabytes, above which requests get status 503. "
+        "0: no limit. By default nine tenths of the container's or machine's memory.",
+        0.0,
+    )
+    flags.DEFINE_float(
+        "load_seconds",
+        600.0,
+        "Time limit for loading a version; one that takes longer is reported as failed.",
+        0.001,
     )
     flags.DEFINE_float(
         "end_seconds",
@@ -142,6 +155,8 @@ def options(models):
             all_bodies_bytes=int(FLAGS.all_bodies_mb * 1e6),
             waiting_rows=FLAGS.waiting_rows,
             request_seconds=FLAGS.request_seconds,
+            memory_bytes=None if FLAGS.memory_mb is None else int(FLAGS.memory_mb * 1e6),
+            load_seconds=FLAGS.load_seconds,
         ),
         newest=FLAGS.versions,
         end_seconds=FLAGS.end_seconds,

@@ -31,6 +31,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._rejections = prometheus.Counter(
+            "kdist_serving_rejections",
+            "Requests and connections that were rejected before they were read, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
         self._batch_rows = prometheus.Histogram(
             "kdist_serving_batch_rows",
             "Rows of requests in a batch, without padding.",
@@ -71,6 +77,10 @@ class Metrics:
         self._child(self._requests, model, protocol, status).inc()
         if status in ("200", "OK"):
             self._child(self._seconds, model, protocol).observe(time.perf_counter() - since)
+
+    def record_rejection(self, reason: str) -> None:
+        """Counts a request or connection that was rejected before it was read."""
+        self._child(self._rejections, reason).inc()
 
     def batch_observer(self, model: str, version: int) -> Callable[[int, int, float], None]:
         """Returns a callback for `Batcher(on_batch=…)`."""

@@ -54,6 +54,7 @@ class InProcess:
     """
 
     slots = 1
+    pids: Sequence[int] = ()  # of worker processes
 
     def __init__(self, devices: Sequence[str] = ()):
         find_devices(devices or None)
