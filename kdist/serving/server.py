@@ -116,7 +116,9 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] | None =
 
 def _create_engine(options):
     devices = all_needed_devices(options.directories.values())
-    return WorkerPool(options.workers, devices=devices) if options.workers else InProcess(devices)
+    if not options.workers:
+        return InProcess(devices)
+    return WorkerPool(options.workers, devices=devices, load_seconds=options.limits.load_seconds)
 
 
 async def _serve(options, models, listener, grpc_server, on_ready, addresses):

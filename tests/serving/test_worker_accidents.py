@@ -14,7 +14,7 @@ import pytest
 
 from kdist.serving.engine import worker_pool as workers_module
 from kdist.serving.engine import worker_process
-from kdist.serving.engine.in_process import InProcess, VersionKey
+from kdist.serving.engine.in_process import InProcess, LoadTimeout, VersionKey
 from kdist.serving.engine.worker_pool import WorkerDied, WorkerPool
 from kdist.serving.exporting.export import export
 
@@ -121,6 +121,22 @@ def test_a_worker_that_is_stopped_does_not_hold_up_the_end_of_a_version(version)
     for _ in range(2):
         answer_is_right(workers, version)
     workers.close()
+
+
+def test_a_worker_that_hangs_while_it_loads_is_replaced(pair, version, monkeypatch):
+    def call(worker, seconds, *command):
+        if command[:2] == ("load", VersionKey("dense", 2)):
+            os.kill(worker.pid, signal.SIGSTOP)
+            seconds = 0.1
+        return real(worker, seconds, *command)
+
+    before, real = pair.pids, worker_process.Worker.call
+    monkeypatch.setattr(worker_process.Worker, "call", call)
+    with pytest.raises(LoadTimeout, match="--load_seconds"):
+        pair.load(VersionKey("dense", 2), os.fspath(version[0]), [1])
+    assert len(set(pair.pids) - set(before)) == 1
+    for _ in range(2):
+        answer_is_right(pair, version)
 
 
 def test_a_version_that_kills_workers_is_said_to(pair, version, monkeypatch):

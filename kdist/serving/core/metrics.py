@@ -65,7 +65,8 @@ class Metrics:
         """Removes all metrics of a version that is no longer served."""
         gauges = [each for each in self._children.values() if isinstance(each, prometheus.Gauge)]
         for metric in [self._batch_rows, self._batch_seconds, *gauges]:
-            with contextlib.suppress(KeyError):
+            # Some gauges describe the server, and have no labels.
+            with contextlib.suppress(KeyError, ValueError):
                 metric.remove(model, str(version))
 
     def record_request(self, model: str, protocol: str, status: str, since: float) -> None:

@@ -46,6 +46,13 @@ class VersionKey:
         return f"{self.model}/{self.version}"
 
 
+class LoadTimeout(RuntimeError):
+    """A version took longer than `seconds` to load."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"it did not load within {seconds:g} s (--load_seconds)")
+
+
 class InProcess:
     """Computes batches in this process, `slots` at a time.
 

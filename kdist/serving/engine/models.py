@@ -1,12 +1,14 @@
 """All models of a server: finds, loads, swaps, and drains versions while it serves."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import logging
 import os
 import pathlib
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +25,7 @@ from kdist.serving.core.requests import BodyMemory
 from kdist.serving.core.settings import BatchSettings, Objective, ServerLimits, padded_sizes
 from kdist.serving.core.signature import read_signatures
 from kdist.serving.engine.batcher import Batcher, DevicePool
-from kdist.serving.engine.in_process import InProcess, VersionKey
+from kdist.serving.engine.in_process import InProcess, LoadTimeout, VersionKey
 from kdist.serving.engine.served_model import GAUGES, ServedModel, ServedVersion
 from kdist.serving.policy.adaptation import Tuner
 from kdist.serving.policy.selection import choose_in_subprocess
@@ -168,15 +170,39 @@ class Models:
         model.states[number] = ("LOADING", "")
         files, began = model.files(number), time.monotonic()
         try:
-            version = await asyncio.to_thread(self._load, key, path)
+            version = await self._load_in_time(key, path)
         except Exception as error:
-            model.failed(number, str(error), files)
+            model.failed(number, str(error), files, is_final=isinstance(error, LoadTimeout))
             _logger.warning("%s failed to load: %s", key, error)
             return
         model.ready[number], model.states[number] = version, ("AVAILABLE", "")
         version.start_tuning()
         self._register_gauges(version)
         _logger.info("%s is served; it loaded in %.1f s", key, time.monotonic() - began)
+
+    async def _load_in_time(self, key, path):
+        """Loads a version in a thread, which is abandoned if it takes too long.
+
+        Workers are ended by their pool before that. The thread is a daemon, so that it does not
+        outlive the server.
+        """
+        loading: concurrent.futures.Future = concurrent.futures.Future()
+        loading.set_running_or_notify_cancel()
+        seconds = self.limits.load_seconds
+
+        def run():
+            try:
+                loading.set_result(self._load(key, path))
+            except BaseException as error:
+                loading.set_exception(error)
+
+        threading.Thread(target=run, name="kdist-loading", daemon=True).start()
+        try:
+            async with asyncio.timeout(seconds * (1 + len(self.compute_engine.pids))):
+                return await asyncio.wrap_future(loading)
+        except TimeoutError as error:
+            loading.add_done_callback(lambda _: self.compute_engine.unload(key))
+            raise LoadTimeout(seconds) from error
 
     def _load(self, key, path):
         """Loads a version. Runs in a thread while other versions serve."""

@@ -25,12 +25,13 @@ class WorkerDied(RuntimeError):
 class Worker:
     """A worker process and the pipe to it.
 
-    A worker that exceeds `batch_seconds` for a batch is killed; loading a model may take longer.
+    A worker that exceeds `batch_seconds` for a batch, or `load_seconds` to load one, is killed.
     `loaded` is {version: latency curve}. While `is_starting`, versions are being loaded.
     """
 
-    def __init__(self, devices, batch_seconds):
-        self._devices, self._batch_seconds = devices, batch_seconds
+    def __init__(self, devices, batch_seconds, load_seconds):
+        self._devices = devices
+        self._batch_seconds, self._load_seconds = batch_seconds, load_seconds
         self.is_starting = False
         self._changing, self._ended = threading.Lock(), False
         self.start()
@@ -65,7 +66,7 @@ class Worker:
     def load(self, key, path, sizes):
         """Loads a version that is not loaded yet."""
         if key not in self.loaded:
-            self.loaded[key] = self.call(None, "load", key, path, sizes)
+            self.loaded[key] = self.call(self._load_seconds, "load", key, path, sizes)
 
     def unload(self, key):
         """Frees a version."""
@@ -89,7 +90,7 @@ class Worker:
             is_answered = False
         if not is_answered:
             self._process.kill()
-            raise TimeoutError(f"no answer for {seconds or self._batch_seconds:g} s")
+            raise TimeoutError(f"no answer for {seconds:g} s")
         outcome, value = self._connection.recv()
         if outcome == "failed":
             raise value
