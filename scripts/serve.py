@@ -114,7 +114,8 @@ with program.flag_group("Write a file instead of serving"):
     flags.DEFINE_string(
         "kubernetes",
         None,
-        "Write a Kubernetes manifest (YAML) that serves the model in TensorFlow Serving's image.",
+        "Write a Kubernetes manifest (YAML) that serves the model in TensorFlow Serving's image. "
+        "--model_dir=NAME=DIR names the model and the objects.",
     )
 
 
@@ -122,21 +123,22 @@ def main(_):
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     models = parse_directories(FLAGS.model_dir)
     if FLAGS.kubernetes:
-        print(kdist.serving.write_manifests(single(models), FLAGS.kubernetes))
+        name, directory = single(models)
+        named = kdist.serving.KubernetesOptions(name=name, model=name)
+        print(kdist.serving.write_manifests(directory, FLAGS.kubernetes, named))
     elif FLAGS.tune:
         from kdist.serving.tune.run import tune_export  # TensorFlow
 
-        tune_export(single(models), FLAGS.tune, objective(), FLAGS.max_batch, report=print)
+        tune_export(single(models)[1], FLAGS.tune, objective(), FLAGS.max_batch, report=print)
     else:
         kdist.serving.run(options(models), on_ready=functools.partial(print, flush=True))
 
 
 def single(models):
-    """Returns the directory of the only model."""
+    """Returns (name, directory) of the only model."""
     if len(models) != 1:
         raise ValueError(f"pass one model instead of {', '.join(models)}")
-    (directory,) = models.values()
-    return directory
+    return next(iter(models.items()))
 
 
 def options(models):

@@ -1,6 +1,7 @@
 """Worker processes that receive signals, fail to start, or end while they load."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -206,3 +207,20 @@ def test_loading_leaves_no_garbage(version):
     finally:
         gc.enable()
     assert garbage < 100
+
+
+def test_an_idle_worker_returns_freed_memory_once(monkeypatch):
+    here, there = multiprocessing.Pipe()
+    trims = []
+
+    def trim():
+        trims.append(1)
+        there.send(("later",))
+
+    monkeypatch.setattr(worker_process, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(worker_process, "return_free_memory", trim)
+    there.send(("now",))
+    assert worker_process._receive(here) == ("now",)
+    assert not trims
+    assert worker_process._receive(here) == ("later",)
+    assert trims == [1]

@@ -9,6 +9,7 @@ import struct
 import threading
 
 from kdist.serving.core.errors import BadInput
+from kdist.serving.core.memory import return_free_memory
 from kdist.serving.engine.in_process import InProcess, VersionKey
 from kdist.serving.policy.latency_curve import LatencyCurve
 
@@ -16,6 +17,7 @@ from kdist.serving.policy.latency_curve import LatencyCurve
 # a server process that has only imported TensorFlow, which takes a tenth of a second.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["kdist.serving.engine.in_process"])
+_IDLE_SECONDS = 1.0
 
 
 class WorkerDied(RuntimeError):
@@ -121,9 +123,16 @@ def _work(connection, devices):
     engine = InProcess(devices)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            command, *arguments = connection.recv()
+            command, *arguments = _receive(connection)
             connection.send(_call(getattr(engine, command), arguments))
     os._exit(0)  # skips the slow shutdown of TensorFlow
+
+
+def _receive(connection):
+    """Returns the next command, and returns freed memory if there is none for a while."""
+    if not connection.poll(_IDLE_SECONDS):
+        return_free_memory()
+    return connection.recv()
 
 
 def _call(function, arguments):
