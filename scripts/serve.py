@@ -90,7 +90,19 @@ with program.flag_group("Limits"):
         "all_bodies_mb",
         1024.0,
         "Maximum size of all requests in flight, in megabytes; clients of further requests are "
-        "asked to retry.",
+        "asked to retry. Over gRPC, all_bodies_mb / body_mb messages are received at a time.",
+    )
+    flags.DEFINE_float(
+        "memory_mb",
+        None,
+        "Memory of the server and its workers, in megabytes, above which requests get status 503. "
+        "0: no limit. By default nine tenths of the container's or machine's memory.",
+        0.0,
+    )
+    flags.DEFINE_float(
+        "load_seconds",
+        600.0,
+        "Time limit for loading a version; one that takes longer is reported as failed.",
         0.001,
     )
     flags.DEFINE_float(
@@ -110,7 +122,8 @@ with program.flag_group("Write a file instead of serving"):
     flags.DEFINE_string(
         "kubernetes",
         None,
-        "Write a Kubernetes manifest (YAML) that serves the model in TensorFlow Serving's image.",
+        "Write a Kubernetes manifest (YAML) that serves the model in TensorFlow Serving's image. "
+        "--model_dir=NAME=DIR names the model and the objects.",
     )
 flags.mark_flags_as_mutual_exclusive(["tune", "kubernetes"])
 flags.register_validator(
@@ -132,9 +145,11 @@ def main(_):
                 f"{directory} holds no version that loads: write one with kdist.serving.export"
             )
     if FLAGS.kubernetes:
-        print(kdist.serving.write_manifests(single(models), FLAGS.kubernetes))
+        name, directory = single(models)
+        named = kdist.serving.KubernetesOptions(name=name, model=name)
+        print(kdist.serving.write_manifests(directory, FLAGS.kubernetes, named))
     elif FLAGS.tune:
-        directory, aim = single(models), objective()
+        (_, directory), aim = single(models), objective()
         from kdist.serving.tune.run import tune_export  # TensorFlow
 
         tune_export(directory, FLAGS.tune, aim, FLAGS.max_batch, report=print)
@@ -144,11 +159,10 @@ def main(_):
 
 
 def single(models):
-    """Returns the directory of the only model."""
+    """Returns (name, directory) of the only model."""
     if len(models) != 1:
         raise ValueError(f"pass one model instead of {', '.join(models)}")
-    (directory,) = models.values()
-    return directory
+    return next(iter(models.items()))
 
 
 def options(models):
@@ -163,6 +177,8 @@ def options(models):
             all_bodies_bytes=int(FLAGS.all_bodies_mb * 1e6),
             waiting_rows=FLAGS.waiting_rows,
             request_seconds=FLAGS.request_seconds,
+            memory_bytes=None if FLAGS.memory_mb is None else int(FLAGS.memory_mb * 1e6),
+            load_seconds=FLAGS.load_seconds,
         ),
     }
     return kdist.serving.ServerOptions(  # imports TensorFlow, so the settings are checked before

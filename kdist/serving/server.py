@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 import uvicorn
 import uvloop
 
+from kdist.serving.core.descriptors import limit_connections
 from kdist.serving.core.model_directory import all_needed_devices
 from kdist.serving.core.settings import BatchSettings, Objective, ServerLimits
 from kdist.serving.engine.in_process import InProcess, prepare_interpreter
@@ -100,7 +101,7 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] | None =
             compute_engine,
             settings=options.settings,
             objective=options.objective,
-            limits=options.limits,
+            limits=limit_connections(options.limits, options.workers),
             newest=options.newest,
         )
         try:
@@ -115,14 +116,16 @@ async def serve(options: ServerOptions, on_ready: Callable[[str], None] | None =
 
 def _create_engine(options):
     devices = all_needed_devices(options.directories.values(), options.newest)
-    return WorkerPool(options.workers, devices=devices) if options.workers else InProcess(devices)
+    if not options.workers:
+        return InProcess(devices)
+    return WorkerPool(options.workers, devices=devices, load_seconds=options.limits.load_seconds)
 
 
 async def _serve(options, models, listener, grpc_server, on_ready, addresses):
     prepare_interpreter()
     await models.refresh()
     models.check_served()
-    web = _Web(_uvicorn_settings(options, create_application(models)))
+    web = _Web(_uvicorn_settings(options, models))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, web.stop, models)
     await grpc_server.start()
@@ -160,14 +163,14 @@ class _Web(uvicorn.Server):
         yield
 
 
-def _uvicorn_settings(options, application):
+def _uvicorn_settings(options, models):
     return uvicorn.Config(
-        application,
+        create_application(models),
         log_level="warning",
         access_log=False,
         lifespan="off",
         loop="none",
-        http=connection_factory(options.limits),
+        http=connection_factory(models.limits, models.metrics),
         ws="none",
         server_header=False,
         timeout_graceful_shutdown=options.end_seconds,

@@ -22,7 +22,6 @@ from tensorflow_serving.apis import (
 from kdist.serving import server
 from kdist.serving.core.settings import BatchSettings, ServerLimits
 from kdist.serving.engine.models import Models
-from kdist.serving.protocol.rest import create_application
 from kdist.serving.protocol.rpc import create_grpc_server
 
 SECONDS = 60  # that anything may take before a test fails
@@ -221,7 +220,7 @@ async def _main(it, settings, limits, started, ending):
     it.loop = asyncio.get_running_loop()
     await it.models.refresh()
     options = server.ServerOptions({}, settings=settings, limits=limits, end_seconds=10.0)
-    web = server._Web(server._uvicorn_settings(options, create_application(it.models)))
+    web = server._Web(server._uvicorn_settings(options, it.models))
     rpc = create_grpc_server(it.models)
     it.grpc_port = rpc.add_insecure_port("127.0.0.1:0")
     await rpc.start()

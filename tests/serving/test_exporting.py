@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
+import kdist.serving.exporting.export
 from kdist.serving.core.model_directory import read_metadata, versions
 from kdist.serving.exporting.export import export
 from kdist.serving.exporting.warmup_file import warmup_requests
@@ -61,6 +62,37 @@ def test_versions_follow_each_other(tmp_path):
     assert versions(tmp_path) == [1, 2, 7, 8]
     with pytest.raises(FileExistsError, match="7 exists"):
         export(model, tmp_path, 7)
+
+
+def _export_during(monkeypatch, **options):
+    """Lets another export into the directory begin and end during the next one."""
+    module = "kdist.serving.exporting.export.write_warmup_requests"
+    real = kdist.serving.exporting.export.write_warmup_requests
+
+    def write(path, *given):
+        monkeypatch.setattr(module, real)
+        other = export(small(), path.parents[1], **options)
+        assert read_metadata(other)["version"] == 1
+        real(path, *given)
+
+    monkeypatch.setattr(module, write)
+
+
+def test_exports_at_the_same_time_get_a_version_each(tmp_path, monkeypatch):
+    _export_during(monkeypatch)
+    path = export(small(), tmp_path)
+    assert path.name == "2"
+    assert read_metadata(path)["version"] == 2
+    assert versions(tmp_path) == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_of_exports_of_one_version_at_the_same_time_one_fails(tmp_path, monkeypatch):
+    _export_during(monkeypatch, version=1)
+    with pytest.raises(FileExistsError, match="1 exists"):
+        export(small(), tmp_path, 1)
+    assert versions(tmp_path) == [1]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_what_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Versions are added and removed while requests are served; none of the requests fails."""
 
+import dataclasses
 import os
 import shutil
 import threading
@@ -283,3 +284,36 @@ def test_several_models_and_versions_at_once(ready, tmp_path):
 def test_a_directory_that_is_not_there():
     with pytest.raises(ValueError, match="is not a directory"):
         Models({"m": "/nowhere/at/all"})
+
+
+def test_a_version_that_hangs_while_loading_holds_up_no_other(
+    served, refresh, ready, tmp_path, monkeypatch
+):
+    engine, loads = served.models.compute_engine, []
+    release, freed = threading.Event(), threading.Event()
+    load, unload = engine.load, engine.unload
+
+    def hang(*given):
+        loads.append(given[0])
+        release.wait(SECONDS)
+        return load(*given)
+
+    def free(key):
+        unload(key)
+        freed.set()
+
+    monkeypatch.setattr(engine, "load", hang)
+    monkeypatch.setattr(engine, "unload", free)
+    served.models.limits = dataclasses.replace(served.models.limits, load_seconds=0.2)
+    add(ready, tmp_path / "m", 2)
+    refresh()
+    refresh()
+    status = served.get("/v1/models/m/versions/2").json()["model_version_status"][0]
+    assert status["state"] == "END"
+    assert "within 0.2 s (--load_seconds)" in status["status"]["error_message"]
+    assert len(loads) == 1  # the same files are not tried again
+    assert y_of(served) == 1
+    release.set()
+    assert freed.wait(SECONDS)
+    assert not [key for key in engine._loaded if key.version == 2]
+    assert y_of(served) == 1

@@ -11,11 +11,17 @@ import subprocess
 import sys
 import threading
 
+import grpc
+import numpy as np
 import psutil
 import pytest
 import requests
+import yaml
+from tensorflow_serving.apis import prediction_service_pb2_grpc
 
-from tests.serving.running import SECONDS, save_times
+from kdist.serving.core.model_directory import write_serving_files
+from kdist.serving.core.settings import BatchSettings
+from tests.serving.running import SECONDS, predict_request, save_times
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "scripts" / "serve.py"
 FREE = ["--port=0", "--grpc_port=0"]
@@ -132,6 +138,18 @@ def test_names_of_directories(given, found):
     assert ast.literal_eval(out.stdout) == found
 
 
+def test_objects_of_kubernetes_are_named_by_the_flag(tmp_path):
+    (tmp_path / "my_model" / "1").mkdir(parents=True)
+    (tmp_path / "my_model" / "1" / "saved_model.pb").touch()
+    write_serving_files(tmp_path / "my_model", BatchSettings())
+    file = tmp_path / "shirts.yaml"
+    process = run(f"--model_dir=shirts={tmp_path / 'my_model'}", f"--kubernetes={file}")
+    assert process.returncode == 0, process.stderr
+    objects = list(yaml.safe_load_all(file.read_text()))
+    assert {each["metadata"]["name"] for each in objects} == {"shirts"}
+    assert "--model_name=shirts" in file.read_text()
+
+
 @pytest.mark.slow
 def test_workers_end_with_the_server(directory):
     with program(f"--model_dir={directory}", "--workers=2", "--max_batch=2", *FREE) as it:
@@ -177,3 +195,21 @@ def test_help():
     assert "curl -d" in process.stdout
     assert "--model_dir" in process.stdout
     assert "tensorflow" not in process.stderr.lower()
+
+
+@pytest.mark.slow
+def test_silent_clients_keep_nobody_out_where_descriptors_are_few(directory, monkeypatch):
+    """400 of them connect to each port of a server that may open 256 files."""
+    few = ["prlimit", "--nofile=256:256", *command(f"--model_dir={directory}", *FREE)]
+    monkeypatch.setattr(sys.modules[__name__], "command", lambda *flags: few)
+    request = predict_request("m", x=np.ones((1, 1), "float32"))
+    with program() as (_, rest, rpc), contextlib.ExitStack() as stack:
+        for address in (rest, rpc):
+            host, port = address.split(":")
+            for _ in range(400):
+                stack.enter_context(socket.create_connection((host, int(port)), SECONDS))
+            answer = requests.post(f"http://{rest}/v1/models/m:predict", json=ROW, timeout=SECONDS)
+            assert answer.json() == {"predictions": [[6.0]]}
+            with grpc.insecure_channel(rpc) as channel:
+                stub = prediction_service_pb2_grpc.PredictionServiceStub(channel)
+                assert stub.Predict(request, timeout=SECONDS, wait_for_ready=True).outputs["y"]

@@ -1,6 +1,7 @@
 """Worker processes that receive signals, fail to start, or end while they load."""
 
 import gc
+import multiprocessing
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from kdist.serving.engine import worker_pool as workers_module
 from kdist.serving.engine import worker_process
-from kdist.serving.engine.in_process import InProcess, VersionKey
+from kdist.serving.engine.in_process import InProcess, LoadTimeout, VersionKey
 from kdist.serving.engine.worker_pool import WorkerDied, WorkerPool
 from kdist.serving.exporting.export import export
 
@@ -140,6 +141,22 @@ def test_a_signal_that_ends_a_worker_is_logged(pair, version, caplog):
     assert re.search(r"died; .*: SIGKILL; ", caplog.text)
 
 
+def test_a_worker_that_hangs_while_it_loads_is_replaced(pair, version, monkeypatch):
+    def call(worker, seconds, *command):
+        if command[:2] == ("load", VersionKey("dense", 2)):
+            os.kill(worker.pid, signal.SIGSTOP)
+            seconds = 0.1
+        return real(worker, seconds, *command)
+
+    before, real = pair.pids, worker_process.Worker.call
+    monkeypatch.setattr(worker_process.Worker, "call", call)
+    with pytest.raises(LoadTimeout, match="--load_seconds"):
+        pair.load(VersionKey("dense", 2), os.fspath(version[0]), [1])
+    assert len(set(pair.pids) - set(before)) == 1
+    for _ in range(2):
+        answer_is_right(pair, version)
+
+
 def test_a_version_that_kills_workers_is_said_to(pair, version, monkeypatch):
     def load(worker, key, path, sizes):
         if key == KEY:
@@ -207,3 +224,20 @@ def test_loading_leaves_no_garbage(version):
     finally:
         gc.enable()
     assert garbage < 100
+
+
+def test_an_idle_worker_returns_freed_memory_once(monkeypatch):
+    here, there = multiprocessing.Pipe()
+    trims = []
+
+    def trim():
+        trims.append(1)
+        there.send(("later",))
+
+    monkeypatch.setattr(worker_process, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(worker_process, "return_free_memory", trim)
+    there.send(("now",))
+    assert worker_process._receive(here) == ("now",)
+    assert not trims
+    assert worker_process._receive(here) == ("later",)
+    assert trims == [1]

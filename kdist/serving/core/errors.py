@@ -12,6 +12,7 @@ STATUS_CODES = {
     "encoding": (415, "INVALID_ARGUMENT"),
     "overloaded": (429, "RESOURCE_EXHAUSTED"),
     "failed": (500, "INTERNAL"),
+    "out_of_memory": (503, "RESOURCE_EXHAUSTED"),
     "unavailable": (503, "UNAVAILABLE"),
     "late": (504, "DEADLINE_EXCEEDED"),
 }
@@ -68,7 +69,8 @@ class RequestError(Exception):
 
 
 def to_request_error(error: BaseException) -> RequestError:
-    """Returns the error that a client receives for any exception."""
+    """Returns the error that a client receives for any exception, which loses its traceback."""
+    _drop_tracebacks(error)
     if isinstance(error, RequestError):
         return error
     if isinstance(error, Overloaded):
@@ -79,3 +81,14 @@ def to_request_error(error: BaseException) -> RequestError:
     if isinstance(error, ValueError):  # includes BadInput
         return RequestError("invalid", str(error))
     return RequestError("failed", f"{type(error).__name__}: {error}")
+
+
+def _drop_tracebacks(error):
+    """Drops the frames of an error and its causes, and with them the body of the request.
+
+    An error that a frame or a future refers to would hold them until garbage is collected, which
+    is rare in a server.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -31,6 +31,12 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._rejections = prometheus.Counter(
+            "kdist_serving_rejections",
+            "Requests and connections that were rejected before they were read, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
         self._batch_rows = prometheus.Histogram(
             "kdist_serving_batch_rows",
             "Rows of requests in a batch, without padding.",
@@ -59,7 +65,8 @@ class Metrics:
         """Removes all metrics of a version that is no longer served."""
         gauges = [each for each in self._children.values() if isinstance(each, prometheus.Gauge)]
         for metric in [self._batch_rows, self._batch_seconds, *gauges]:
-            with contextlib.suppress(KeyError):
+            # Some gauges describe the server, and have no labels.
+            with contextlib.suppress(KeyError, ValueError):
                 metric.remove(model, str(version))
 
     def record_request(self, model: str, protocol: str, status: str, since: float) -> None:
@@ -71,6 +78,10 @@ class Metrics:
         self._child(self._requests, model, protocol, status).inc()
         if status in ("200", "OK"):
             self._child(self._seconds, model, protocol).observe(time.perf_counter() - since)
+
+    def record_rejection(self, reason: str) -> None:
+        """Counts a request or connection that was rejected before it was read."""
+        self._child(self._rejections, reason).inc()
 
     def batch_observer(self, model: str, version: int) -> Callable[[int, int, float], None]:
         """Returns a callback for `Batcher(on_batch=…)`."""

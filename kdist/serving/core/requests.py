@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from kdist.serving.core.errors import RequestError
+from kdist.serving.core.memory import MemoryCeiling
 
 # Named arrays of shape (rows, …).
 Arrays = Mapping[str, np.ndarray]
@@ -66,22 +67,41 @@ def pad_rows(parts: Sequence[np.ndarray], padding: int) -> np.ndarray:
 
 
 class BodyMemory:
-    """Bytes of all request bodies in flight, over REST and gRPC together."""
+    """Bytes of all request bodies in flight, over REST and gRPC together.
 
-    def __init__(self, max_bytes: int):
+    Args:
+        max_bytes: limit of all bodies.
+        ceiling: limit of all memory of the server. Defaults to none.
+        on_rejected: called with "memory" or "bodies", the limit that a request would exceed.
+
+    Attributes:
+        held_bytes: bytes in flight.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        ceiling: MemoryCeiling | None = None,
+        on_rejected: Callable[[str], None] = lambda reason: None,
+    ):
         self.held_bytes, self._max_bytes = 0, max_bytes
+        self._ceiling, self._on_rejected = ceiling, on_rejected
 
     @contextlib.contextmanager
-    def request(self) -> Iterator[Callable[[int], None]]:
+    def request(self) -> Iterator[Callable[..., None]]:
         """Yields a function that reserves bytes until the request ends.
 
-        The function raises RequestError when the total would exceed the limit.
+        The function raises RequestError when the total would exceed the limit, unless the bytes are
+        those of a response (`is_response`). The start of a request raises it while the server uses
+        too much memory.
         """
         own_bytes = 0
+        self._check_ceiling()
 
-        def reserve(size: int):
+        def reserve(size: int, is_response: bool = False):
             nonlocal own_bytes
-            if self.held_bytes + size > self._max_bytes:
+            if self.held_bytes + size > self._max_bytes and not is_response:
+                self._on_rejected("bodies")
                 raise RequestError(
                     "overloaded",
                     f"other requests in flight hold {self.held_bytes - own_bytes:,} bytes; try "
@@ -95,3 +115,11 @@ class BodyMemory:
             yield reserve
         finally:
             self.held_bytes -= own_bytes
+
+    def _check_ceiling(self):
+        if self._ceiling:
+            try:
+                self._ceiling.check()
+            except RequestError:
+                self._on_rejected("memory")
+                raise

@@ -95,17 +95,22 @@ class ServerLimits:
 
     Attributes:
         body_bytes: bytes of one request body. Defaults to 64 MiB.
-        all_bodies_bytes: bytes of all request bodies in flight. Defaults to 1 GiB.
+        all_bodies_bytes: bytes of all request bodies in flight, and of all gRPC messages that are
+            being received. Defaults to 1 GiB.
         waiting_rows: rows in the queue of a model before requests are rejected. Defaults to 1,024.
         request_seconds: seconds from the head of a request to its response. Defaults to 60.
         body_seconds: seconds that a client may take to send a body. Defaults to 20.
-        connections: concurrent connections. Defaults to 2,048.
+        connections: concurrent connections over REST, and as many over gRPC. Defaults to 2,048, or
+            as many as there are file descriptors for.
         head_bytes: bytes of a request without its body. Defaults to 64 KiB.
         silent_seconds: seconds that a client may take to send the head of a request, or to read
             some of its response. Defaults to 20.
+        memory_bytes: bytes of memory of the server and its workers above which requests are
+            rejected; 0 is no limit. Defaults to 90 % of the memory of the container or machine.
+        load_seconds: seconds that a version may take to load. Defaults to 600.
 
     Raises:
-        ValueError: one body may be larger than all together.
+        ValueError: one body may be larger than all together, or a value is negative.
     """
 
     body_bytes: int = 64 << 20
@@ -116,10 +121,17 @@ class ServerLimits:
     connections: int = 2048
     head_bytes: int = 64 << 10
     silent_seconds: float = 20.0
+    memory_bytes: int | None = None
+    load_seconds: float = 600.0
 
     def __post_init__(self):
         if self.all_bodies_bytes < self.body_bytes:
             raise ValueError(
                 f"all_bodies_bytes={self.all_bodies_bytes}: a body may have {self.body_bytes} "
                 "bytes; the limit for all bodies must not be lower"
+            )
+        if (self.memory_bytes or 0) < 0 or not self.load_seconds > 0:
+            raise ValueError(
+                f"memory_bytes={self.memory_bytes}, load_seconds={self.load_seconds}: give a limit "
+                "of memory that is not negative (0 for none), and a time above zero"
             )

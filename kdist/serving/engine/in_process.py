@@ -46,6 +46,13 @@ class VersionKey:
         return f"{self.model}/{self.version}"
 
 
+class LoadTimeout(RuntimeError):
+    """A version took longer than `seconds` to load."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"it did not load within {seconds:g} s (--load_seconds)")
+
+
 class InProcess:
     """Computes batches in this process, `slots` at a time.
 
@@ -54,6 +61,7 @@ class InProcess:
     """
 
     slots = 1
+    pids: Sequence[int] = ()  # of worker processes
 
     def __init__(self, devices: Sequence[str] = ()):
         find_devices(devices or None)

@@ -1,27 +1,38 @@
 """All models of a server: finds, loads, swaps, and drains versions while it serves."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import logging
 import os
 import pathlib
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
 from kdist.serving.core.errors import RequestError
+from kdist.serving.core.memory import (
+    MemoryCeiling,
+    default_memory_bytes,
+    return_free_memory,
+    used_bytes,
+)
 from kdist.serving.core.metrics import Metrics
 from kdist.serving.core.model_directory import check_within, versions
 from kdist.serving.core.requests import BodyMemory
 from kdist.serving.core.settings import BatchSettings, Objective, ServerLimits, padded_sizes
 from kdist.serving.core.signature import read_signatures
 from kdist.serving.engine.batcher import Batcher, DevicePool
-from kdist.serving.engine.in_process import InProcess, VersionKey
+from kdist.serving.engine.in_process import InProcess, LoadTimeout, VersionKey
 from kdist.serving.engine.served_model import GAUGES, ServedModel, ServedVersion
 from kdist.serving.policy.adaptation import Tuner
 from kdist.serving.policy.selection import choose_in_subprocess
 
 _logger = logging.getLogger(__name__)
+# Growth after which freed memory is returned to the operating system, once bodies hold little.
+_BURST_BYTES, _QUIET_BYTES = 128 << 20, 1 << 20
 
 
 class Models:
@@ -47,7 +58,8 @@ class Models:
         self.compute_engine = compute_engine or InProcess()
         self.settings, self.limits = settings or BatchSettings(), limits or ServerLimits()
         self.metrics = metrics or Metrics()
-        self.body_memory = BodyMemory(self.limits.all_bodies_bytes)
+        self.body_memory = self._create_body_memory()
+        self._least_bytes = sys.maxsize
         self.ending = False
         self._newest, self._objective = newest, objective
         self._sizes = list(sizes or padded_sizes(self.settings.max_batch))
@@ -85,6 +97,20 @@ class Models:
                     + ("; ".join(errors) or "write one with kdist.serving.export")
                 )
 
+    def used_bytes(self) -> int:
+        """Returns the memory of this process and the worker processes."""
+        return used_bytes([os.getpid(), *self.compute_engine.pids])
+
+    def _create_body_memory(self):
+        max_bytes = self.limits.memory_bytes
+        ceiling = MemoryCeiling(
+            default_memory_bytes() if max_bytes is None else max_bytes, self.used_bytes
+        )
+        self.metrics.gauge(
+            "memory_bytes", "Memory of all processes of the server.", self.used_bytes
+        )
+        return BodyMemory(self.limits.all_bodies_bytes, ceiling, self.metrics.record_rejection)
+
     async def refresh(self) -> None:
         """Loads new versions, then drains and frees the versions that they replace."""
         for model in self._models.values():
@@ -111,12 +137,21 @@ class Models:
         """Calls `refresh` periodically until the task is cancelled."""
         while True:
             await asyncio.sleep(seconds)
+            await self._return_memory_of_burst()
             try:
                 await self.refresh()
             except Exception:
                 _logger.exception(
                     "looking for new versions failed; loaded versions stay in service"
                 )
+
+    async def _return_memory_of_burst(self):
+        used = used_bytes([os.getpid()])
+        self._least_bytes = min(self._least_bytes, used)
+        is_quiet = self.body_memory.held_bytes < _QUIET_BYTES
+        if is_quiet and used - self._least_bytes >= _BURST_BYTES:
+            await asyncio.to_thread(return_free_memory)
+            self._least_bytes = used_bytes([os.getpid()])  # more if a version was loaded
 
     async def close(self, seconds: float = 30.0) -> None:
         """Rejects new requests, answers those in the queues within a time limit, and frees all."""
@@ -135,15 +170,39 @@ class Models:
         model.states[number] = ("LOADING", "")
         files, began = model.files(number), time.monotonic()
         try:
-            version = await asyncio.to_thread(self._load, key, path)
+            version = await self._load_in_time(key, path)
         except Exception as error:
-            model.failed(number, str(error), files)
+            model.failed(number, str(error), files, is_final=isinstance(error, LoadTimeout))
             _logger.warning("%s failed to load: %s", key, error)
             return
         model.ready[number], model.states[number] = version, ("AVAILABLE", "")
         version.start_tuning()
         self._register_gauges(version)
         _logger.info("%s is served; it loaded in %.1f s", key, time.monotonic() - began)
+
+    async def _load_in_time(self, key, path):
+        """Loads a version in a thread, which is abandoned if it takes too long.
+
+        Workers are ended by their pool before that. The thread is a daemon, so that it does not
+        outlive the server.
+        """
+        loading: concurrent.futures.Future = concurrent.futures.Future()
+        loading.set_running_or_notify_cancel()
+        seconds = self.limits.load_seconds
+
+        def run():
+            try:
+                loading.set_result(self._load(key, path))
+            except BaseException as error:
+                loading.set_exception(error)
+
+        threading.Thread(target=run, name="kdist-loading", daemon=True).start()
+        try:
+            async with asyncio.timeout(seconds * (1 + len(self.compute_engine.pids))):
+                return await asyncio.wrap_future(loading)
+        except TimeoutError as error:
+            loading.add_done_callback(lambda _: self.compute_engine.unload(key))
+            raise LoadTimeout(seconds) from error
 
     def _load(self, key, path):
         """Loads a version. Runs in a thread while other versions serve."""

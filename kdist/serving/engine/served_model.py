@@ -127,10 +127,14 @@ class ServedModel:
         """Returns the current state of a version's files."""
         return file_states(self.directory / str(number))
 
-    def failed(self, number: int, error: str, files: frozenset) -> None:
-        """Records that a version failed to load, and the state of its files at that time."""
+    def failed(self, number: int, error: str, files: frozenset, is_final: bool = False) -> None:
+        """Records that a version failed to load, and the state of its files at that time.
+
+        If it `is_final`, the same files are not tried again.
+        """
         attempts, before = self._failures.get(number, (0, files))
-        self._failures[number] = (attempts + 1 if files == before else 1, files)
+        attempts = attempts + 1 if files == before else 1
+        self._failures[number] = (_MAX_ATTEMPTS if is_final else attempts, files)
         self.states[number] = ("END", error)
 
     def forget_all_but(self, numbers: Collection[int]) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from kdist.serving.core.requests import Arrays
-from kdist.serving.engine.in_process import VersionKey
+from kdist.serving.engine.in_process import LoadTimeout, VersionKey
 from kdist.serving.engine.worker_process import Worker, WorkerDied
 from kdist.serving.policy.latency_curve import LatencyCurve
 
@@ -30,17 +30,23 @@ _POLL_SECONDS = 0.01
 class WorkerPool:
     """Pool of `count` processes that compute batches, one each (`slots`).
 
-    A worker that takes longer than `batch_seconds` for a batch is killed. For the devices, see
-    `InProcess`.
+    A worker that takes longer than `batch_seconds` for a batch, or `load_seconds` to load a
+    version, is killed. For the devices, see `InProcess`.
     """
 
-    def __init__(self, count: int, batch_seconds: float = 120.0, devices: Sequence[str] = ()):
-        self.slots = count
+    def __init__(
+        self,
+        count: int,
+        batch_seconds: float = 120.0,
+        devices: Sequence[str] = (),
+        load_seconds: float = 600.0,
+    ):
+        self.slots, self._load_seconds = count, load_seconds
         self._versions: dict[VersionKey, tuple] = {}
         self._changing = threading.Lock()  # held while all workers load or free a version
         self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
         self._closed = False
-        self._workers = [Worker(devices, batch_seconds) for _ in range(count)]
+        self._workers = [Worker(devices, batch_seconds, load_seconds) for _ in range(count)]
         for worker in self._workers:
             self._idle.put(worker)
         atexit.register(self.close)  # Python would send SIGTERM, which workers ignore
@@ -51,7 +57,10 @@ class WorkerPool:
         return [worker.pid for worker in self._workers if worker.is_alive()]
 
     def load(self, key: VersionKey, path: str, sizes: Sequence[int]) -> LatencyCurve | None:
-        """Loads a version in every worker; see `InProcess.load`."""
+        """Loads a version in every worker; see `InProcess.load`.
+
+        Raises LoadTimeout if a worker takes too long, and WorkerDied if it kills workers.
+        """
         with self._changing:
             self._versions[key] = (path, list(sizes))
             try:
@@ -142,6 +151,10 @@ class WorkerPool:
     def _load_in(self, worker, key):
         try:
             worker.load(key, *self._versions[key])
+        except TimeoutError as error:
+            del self._versions[key]
+            self._start(worker)  # with the other versions
+            raise LoadTimeout(self._load_seconds) from error
         except (EOFError, OSError) as error:
             _logger.warning("serving worker %d died; starting a new one: %s", worker.pid, error)
             self._start(worker)

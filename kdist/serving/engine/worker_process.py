@@ -10,6 +10,7 @@ import threading
 
 from kdist.launch.task_group import signal_name
 from kdist.serving.core.errors import BadInput
+from kdist.serving.core.memory import return_free_memory
 from kdist.serving.engine import worker_output
 from kdist.serving.engine.in_process import InProcess, VersionKey
 from kdist.serving.policy.latency_curve import LatencyCurve
@@ -20,6 +21,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["kdist.serving.engine.in_process"])
 # Time between the end of a worker's pipe and that of its process.
 _EXIT_SECONDS = 1.0
+_IDLE_SECONDS = 1.0
 
 
 class WorkerDied(RuntimeError):
@@ -29,12 +31,13 @@ class WorkerDied(RuntimeError):
 class Worker:
     """A worker process and the pipe to it.
 
-    A worker that exceeds `batch_seconds` for a batch is killed; loading a model may take longer.
+    A worker that exceeds `batch_seconds` for a batch, or `load_seconds` to load one, is killed.
     `loaded` is {version: latency curve}. While `is_starting`, versions are being loaded.
     """
 
-    def __init__(self, devices, batch_seconds):
-        self._devices, self._batch_seconds = devices, batch_seconds
+    def __init__(self, devices, batch_seconds, load_seconds):
+        self._devices = devices
+        self._batch_seconds, self._load_seconds = batch_seconds, load_seconds
         self.is_starting = False
         self._changing, self._ended = threading.Lock(), False
         self.start()
@@ -72,7 +75,7 @@ class Worker:
     def load(self, key, path, sizes):
         """Loads a version that is not loaded yet."""
         if key not in self.loaded:
-            self.loaded[key] = self.call(None, "load", key, path, sizes)
+            self.loaded[key] = self.call(self._load_seconds, "load", key, path, sizes)
 
     def unload(self, key):
         """Frees a version."""
@@ -95,7 +98,7 @@ class Worker:
             outcome, value = self._receive(seconds)
         except (BlockingIOError, TimeoutError) as error:
             self._process.kill()
-            raise TimeoutError(f"no answer for {seconds or self._batch_seconds:g} s") from error
+            raise TimeoutError(f"no answer for {seconds:g} s") from error
         except (EOFError, OSError) as error:
             raise type(error)(self._describe_end()) from error
         if outcome == "failed":
@@ -144,9 +147,16 @@ def _work(connection, output, devices):
     engine = InProcess(devices)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            command, *arguments = connection.recv()
+            command, *arguments = _receive(connection)
             connection.send(_call(getattr(engine, command), arguments))
     os._exit(0)  # skips the slow shutdown of TensorFlow
+
+
+def _receive(connection):
+    """Returns the next command, and returns freed memory if there is none for a while."""
+    if not connection.poll(_IDLE_SECONDS):
+        return_free_memory()
+    return connection.recv()
 
 
 def _call(function, arguments):

@@ -7,12 +7,14 @@
     # models/fashion/models.config
 
 A version is written to a temporary directory and then renamed, so a server that looks for new
-versions never sees half of one.
+versions never sees half of one. Of exports at the same time, each gets a version of its own.
 """
 
 import contextlib
 import datetime
+import errno
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -97,28 +99,43 @@ def export(
     rows = example_rows(endpoint.inputs, examples)
     if rows:
         check_protos_installed()
-    target = _target(directory, version)
+    first = _first_version(directory, version)
     details = {"classes": None if classes is None else list(classes), "devices": devices}
-    with _atomic_directory(target) as path:
+    with _temporary_directory(directory) as path:
         outside_any_scope(lambda: write_saved_model(endpoint, path, rows, bool(devices)))
-        _write_metadata(target, path, endpoint, details)
         if rows:
             name = directory.resolve().name
             write_warmup_requests(path, name, rows, padded_sizes(settings.max_batch))
+        for number in itertools.count(first):
+            target = directory / str(number)
+            _write_metadata(target, path, endpoint, details)
+            if _is_renamed(path, target):
+                break
+            if version is not None:
+                raise _exists(target)
     write_serving_files(directory, settings)
     return target
 
 
 @contextlib.contextmanager
-def _atomic_directory(target):
-    """Yields a path to write to. It is renamed to `target` unless the block fails."""
-    prefix = f".writing-{target.name}-"
-    writing = pathlib.Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+def _temporary_directory(directory):
+    """Yields a path to write to, of which nothing remains unless it is renamed."""
+    writing = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=directory))
     try:
         yield writing / "model"
-        os.rename(writing / "model", target)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
+
+
+def _is_renamed(path, target):
+    """Renames a directory; returns False if another export has just written to the target."""
+    try:
+        os.rename(path, target)
+        return True
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        return False
 
 
 def _kept_devices(model, placement):
@@ -160,18 +177,23 @@ def _check_classes(model, classes):
         )
 
 
-def _target(directory, version):
-    """Returns the directory of the version to write."""
+def _first_version(directory, version):
+    """Returns the version to write, or the first that may be free if none is given."""
     directory.mkdir(parents=True, exist_ok=True)
-    version = max(versions(directory), default=0) + 1 if version is None else version
+    is_given = version is not None
+    version = version if is_given else max(versions(directory), default=0) + 1
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise ValueError(f"version={version!r}: give a positive integer")
     target = directory / str(version)
-    if target.exists():
-        raise FileExistsError(
-            f"{target} exists, and servers do not reload a version: give another, or none"
-        )
-    return target
+    if is_given and target.exists():
+        raise _exists(target)
+    return version
+
+
+def _exists(target):
+    return FileExistsError(
+        f"{target} exists, and servers do not reload a version: give another, or none"
+    )
 
 
 def _write_metadata(target, path, endpoint, details):

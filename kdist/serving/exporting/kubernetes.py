@@ -50,7 +50,8 @@ class KubernetesOptions:
         'tensorflow/serving:2.21.0-gpu'
 
     Attributes:
-        name: name of all objects. Defaults to the model's name.
+        name: name of all objects. Defaults to the name of the model's directory.
+        model: name of the model for clients. Defaults to the name of its directory.
         namespace: namespace of all objects. Defaults to the current namespace of `kubectl`.
         image: image of TensorFlow Serving, with a tag. Defaults to
             `tensorflow/serving:2.21.0`, or its `-gpu` variant with `gpus`.
@@ -75,6 +76,7 @@ class KubernetesOptions:
     """
 
     name: str | None = None
+    model: str | None = None
     namespace: str | None = None
     image: str | None = None
     min_replicas: int = 1
@@ -313,17 +315,18 @@ def _pod(name, model, options):
 def _container(model, options):
     memory = {"memory": options.memory}
     gpus = {"nvidia.com/gpu": str(options.gpus)} if options.gpus else {}
+    served = options.model or model
     return {
         "name": "tensorflow-serving",
         "image": options.image_or_default,
         "command": ["tensorflow_model_server"],
-        "args": _arguments(mount_path(model)),
+        "args": _arguments(mount_path(model), served if served != model else None),
         "ports": [
             {"name": "grpc", "containerPort": _GRPC_PORT},
             {"name": "rest", "containerPort": _REST_PORT},
         ],
         "resources": {"requests": {"cpu": options.cpu, **memory}, "limits": {**memory, **gpus}},
-        **_probes(model),
+        **_probes(served),
         # A pod that is being stopped still receives requests for a moment.
         "lifecycle": {"preStop": {"exec": {"command": ["sleep", "5"]}}},
         "securityContext": {
@@ -338,11 +341,13 @@ def _container(model, options):
     }
 
 
-def _arguments(models):
+def _arguments(models, other_name):
+    """Returns the flags of TensorFlow Serving. The exported configuration has no other name."""
+    served = [f"--model_name={other_name}", f"--model_base_path={models}"]
     return [
         f"--port={_GRPC_PORT}",
         f"--rest_api_port={_REST_PORT}",
-        f"--model_config_file={models}/{MODEL_CONFIG}",
+        *(served if other_name else [f"--model_config_file={models}/{MODEL_CONFIG}"]),
         "--enable_batching",
         f"--batching_parameters_file={models}/{BATCHING_PARAMETERS}",
     ]

@@ -98,12 +98,22 @@ class Tuner:
             if kind != "alone":
                 return
         if kind == "alone" or len(self.load.recent(_WINDOW_SECONDS)) < _MIN_ARRIVALS:
-            self._report("")
+            self._report(self._reason_alone())
             self._change(self._default_settings(), apply)
         elif kind == "closed":
             await self._choose_by_trials(apply)
         elif kind == "open" and (self._is_rejecting() or self._has_changed()):
             await self._choose_by_simulation(apply)
+
+    def _reason_alone(self):
+        """Returns why a client alone, which never waits, is not served within the bound."""
+        bound, seconds = self._objective.p99_seconds, self.load.curve().seconds(1)
+        if bound is None or seconds <= bound:
+            return ""
+        return (
+            f"no setting keeps 99 of 100 requests within {bound * 1e3:g} ms; a request alone takes "
+            f"{seconds * 1e3:.1f} ms: raise the bound, or use a faster device or model"
+        )
 
     def _is_rejecting(self):
         return self._clock() - self.load.rejected_at < 2 * _STEP_SECONDS
@@ -159,7 +169,7 @@ class Tuner:
         if self._clock() < self._next_trial:
             return
         best = await self._trials.best(self.settings, self._default_settings(), apply)
-        self._report("")
+        self._report(self._trials.reason)
         self._pause = self._trials.pause(self._pause, best == self.settings)
         self._next_trial = self._clock() + self._pause
         self.settings = best

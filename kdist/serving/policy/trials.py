@@ -27,12 +27,17 @@ class Trials:
 
     A bound on the 99th percentile is applied to the mean, as all of these clients have about the
     same latency.
+
+    Attributes:
+        reason: why none of the last candidates was within the bound; empty if one was.
     """
 
     def __init__(
         self, load: LoadMonitor, objective: Objective, sleep: Callable[[float], Awaitable[None]]
     ):
         self._load, self._objective, self._sleep = load, objective, sleep
+        self.reason = ""
+        self._latencies: list[float] = []  # of all candidates
 
     async def best(
         self,
@@ -45,8 +50,10 @@ class Trials:
         Calls `apply` with the settings to try, and finally with the current ones.
         """
         clients = self._load.clients
+        self._latencies = []
         try:
             scores = {each: await self._score(each, apply) for each in self._candidates(default)}
+            self.reason = self._bound_reason()
             best = min(scores, key=lambda each: scores[each])
             for _ in range(_ROUNDS if best != current else 0):
                 before, after = await self._score(current, apply), await self._score(best, apply)
@@ -66,6 +73,16 @@ class Trials:
     def has_client_count_changed(self, clients: int) -> bool:
         """Returns whether the number of clients differs by more than a quarter."""
         return abs(self._load.clients - clients) > _CLIENT_CHANGE * clients
+
+    def _bound_reason(self):
+        bound, least = self._objective.p99_seconds, min(self._latencies, default=0.0)
+        if bound is None or least <= bound:
+            return ""
+        return (
+            f"no setting keeps 99 of 100 requests within {bound * 1e3:g} ms; the mean latency of "
+            f"{self._load.clients} clients is at least {least * 1e3:.1f} ms: raise the bound, or "
+            "add a process or a device"
+        )
 
     def _candidates(self, default):
         """Returns the default, and timeouts for batches that hold all clients."""
@@ -89,6 +106,7 @@ class Trials:
         if not sample.answered:
             return float("inf")
         latency = sample.waited / sample.answered
+        self._latencies.append(latency)
         bound = self._objective.p99_seconds
         if bound is not None and latency > bound:
             return float("inf")

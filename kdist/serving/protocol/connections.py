@@ -11,15 +11,16 @@ import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from kdist.serving.core.metrics import Metrics
 from kdist.serving.core.settings import ServerLimits
 
 # Headers, and tokens of the header Connection, that ask for another protocol.
 _OF_UPGRADES = (b"upgrade", b"http2-settings")
 
 
-def connection_factory(limits: ServerLimits):
+def connection_factory(limits: ServerLimits, metrics: Metrics):
     """Returns the factory of `HttpConnection` that uvicorn calls for each client."""
-    return functools.partial(HttpConnection, limits)
+    return functools.partial(HttpConnection, limits, metrics)
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -27,12 +28,12 @@ class HttpConnection(HttpToolsProtocol):
 
     The head and body of a response are written in one system call. uvicorn would wait forever for
     the rest of a request's head, of any length, and for a client to read its response; this class
-    enforces limits.
+    enforces limits, and counts what they reject before a request exists.
     """
 
-    def __init__(self, limits: ServerLimits, *args, **options):
+    def __init__(self, limits: ServerLimits, metrics: Metrics, *args, **options):
         super().__init__(*args, **options)
-        self._limits = limits
+        self._limits, self._metrics = limits, metrics
         self._head_bytes = 0  # bytes received outside of bodies
         self.is_silent, self.since = True, self.loop.time()
         self._head_timer = self._write_timer = None
@@ -57,9 +58,8 @@ class HttpConnection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._parse(data)
         if self._head_bytes > self._limits.head_bytes:
-            self._respond_and_close(
-                431, f"the head is larger than {self._limits.head_bytes:,} bytes"
-            )
+            text = f"the head is larger than {self._limits.head_bytes:,} bytes"
+            self._reject("head", 431, text)
         elif self._awaits_head and self._head_timer is None:
             self._start_head_timer()
 
@@ -76,7 +76,7 @@ class HttpConnection(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 if self.parser.get_method() == b"CONNECT":
-                    self._respond_and_close(501, "CONNECT is not supported")
+                    self._reject("invalid", 501, "CONNECT is not supported")
                     return
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self.parser = httptools.HttpRequestParser(self)
@@ -121,7 +121,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg):
         """Responds to data that is not HTTP."""
-        self._respond_and_close(400, msg)
+        self._reject("invalid", 400, msg)
 
     def pause_writing(self):
         """Starts the timer of a client that does not read its response."""
@@ -141,11 +141,11 @@ class HttpConnection(HttpToolsProtocol):
             return
         silent = [each for each in open_ones if each.is_silent and each is not self]
         if silent:
+            self._metrics.record_rejection("connections")
             min(silent, key=lambda each: each.since).transport.abort()
         else:
-            self._respond_and_close(
-                503, f"{self._limits.connections:,} clients are connected: try again later"
-            )
+            text = f"{self._limits.connections:,} clients are connected: try again later"
+            self._reject("connections", 503, text)
 
     @property
     def _awaits_head(self):
@@ -161,9 +161,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def _on_head_timeout(self):
         if self._head_bytes and self._awaits_head:
-            self._respond_and_close(
-                408, f"the head did not arrive within {self._limits.silent_seconds:g} s"
-            )
+            text = f"the head did not arrive within {self._limits.silent_seconds:g} s"
+            self._reject("silent", 408, text)
         else:  # idle, or sending the rest of a body that was rejected
             self.transport.close()
 
@@ -192,9 +191,10 @@ class HttpConnection(HttpToolsProtocol):
             size += struct.unpack("i", fcntl.ioctl(socket, termios.TIOCOUTQ, bytes(4)))[0]
         return size
 
-    def _respond_and_close(self, status, text):
+    def _reject(self, reason, status, text):
         if self.transport.is_closing():
             return
+        self._metrics.record_rejection(reason)
         body = orjson.dumps({"error": f"{HTTPStatus(status).phrase}: {text}"})
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(STATUS_LINE[status] + head % len(body) + body)

@@ -4,6 +4,7 @@ Requests are parsed here because gRPC would report a malformed request as an int
 """
 
 import asyncio
+import contextlib
 import math
 import os
 import time
@@ -23,20 +24,18 @@ from kdist.serving.core.requests import bytes_of_strings, count_rows
 from kdist.serving.core.settings import ServerLimits
 from kdist.serving.core.signature import SERVING_DEFAULT
 from kdist.serving.engine.models import Models
+from kdist.serving.protocol.message_slots import MessageSlots
 
 _SIGNATURE_DEF = "signature_def"
+# Clients send their HTTP/2 settings immediately, and connect again after an idle time.
+_HANDSHAKE_SECONDS, _IDLE_SECONDS = 5.0, 60.0
+# Responses that count as bodies until they are sent. Not all do, as a callback of gRPC is garbage.
+_LARGE_BYTES = 1 << 20
 
 
 def create_grpc_server(models: Models) -> grpc.aio.Server:
     """Returns a server of the models that has no address yet. Call it in a running event loop."""
-    limit = models.limits.body_bytes
-    server = grpc.aio.server(
-        options=[
-            ("grpc.max_receive_message_length", limit),
-            ("grpc.max_send_message_length", limit),
-            ("grpc.so_reuseport", 0),  # a port in use is an error instead of being shared
-        ],
-    )
+    server = grpc.aio.server(options=_options(models.limits))
     calls = _Calls(models)
     services: dict[str, dict[str, tuple]] = {
         "PredictionService": {
@@ -55,9 +54,25 @@ def create_grpc_server(models: Models) -> grpc.aio.Server:
     return server
 
 
+def _options(limits):
+    silent_milliseconds = int(1000 * min(limits.silent_seconds, _HANDSHAKE_SECONDS))
+    return [
+        ("grpc.max_receive_message_length", limits.body_bytes),
+        ("grpc.max_send_message_length", limits.body_bytes),
+        ("grpc.so_reuseport", 0),  # a port in use is an error instead of being shared
+        # Otherwise the part of a message that is buffered before it is read grows with bandwidth.
+        ("grpc.http2.bdp_probe", 0),
+        # Clients beyond these are disconnected by gRPC itself, so no metric counts them.
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        ("grpc.server_handshake_timeout_ms", silent_milliseconds),
+        ("grpc.max_connection_idle_ms", int(1000 * _IDLE_SECONDS)),
+    ]
+
+
 class _Calls:
     def __init__(self, models: Models):
         self._models = models
+        self._slots = MessageSlots(models.limits, models.metrics.record_rejection)
 
     def handler(self, answer, request_type, is_counted=False):
         """Returns a gRPC handler that parses requests and turns exceptions into a status.
@@ -65,29 +80,51 @@ class _Calls:
         Only predictions are counted, as in the REST API.
         """
 
-        async def handle(body, context):
-            since, name, status = time.perf_counter(), "", "OK"
+        async def handle(_, context):
+            since, labels = time.perf_counter(), {"model": "", "status": "OK"}
             try:
-                with self._models.body_memory.request() as reserve:
-                    reserve(len(body))
-                    request = _parsed(request_type, body)
-                    name = self._models.model(request.model_spec.name).name
-                    async with asyncio.timeout(self._models.limits.request_seconds):
-                        return await answer(request, reserve)
+                # The message is not a local variable here: gRPC keeps this frame after an abort.
+                return await self._answer(answer, request_type, context, labels)
             except asyncio.CancelledError:  # by the client or its deadline
-                status = "CANCELLED"
+                labels["status"] = "CANCELLED"
                 raise
             except Exception as error:
                 failure = to_request_error(error)
-                status = failure.grpc_status
+                labels["status"] = failure.grpc_status
                 await _abort(context, failure)
             finally:
                 if is_counted:
-                    self._models.metrics.record_request(name, "grpc", status, since)
+                    self._models.metrics.record_request(**labels, protocol="grpc", since=since)
 
-        return grpc.unary_unary_rpc_method_handler(
+        # Clients cannot tell this from a unary call, whose message gRPC would read at once.
+        return grpc.stream_unary_rpc_method_handler(
             handle, response_serializer=lambda message: message.SerializeToString()
         )
+
+    async def _answer(self, answer, request_type, context, labels):
+        with contextlib.ExitStack() as stack:
+            reserve = stack.enter_context(self._models.body_memory.request())
+            async with asyncio.timeout(self._models.limits.request_seconds):
+                body = await self._receive(context)
+                # The name of the model is inside: a request that is rejected here has none.
+                reserve(len(body))
+                request = _parsed(request_type, body)
+                labels["model"] = self._models.model(request.model_spec.name).name
+                response = await answer(request, reserve)
+            size = response.ByteSize()
+            if size >= _LARGE_BYTES:
+                reserve(size, is_response=True)
+                held = stack.pop_all()
+                context.add_done_callback(lambda _: held.close())
+            return response
+
+    async def _receive(self, context):
+        body = await self._slots.receive(context.read)
+        if body is grpc.aio.EOF:
+            limit = self._models.limits.body_bytes
+            message = f"no message, or one of more than {limit:,} bytes, was received"
+            raise RequestError("too_large", message)
+        return body
 
     async def predict(self, request, reserve):
         version = self._version(request.model_spec)

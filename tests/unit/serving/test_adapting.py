@@ -279,3 +279,25 @@ def test_littles_law():
     load.record_departure()
     load.record_departure()
     assert load.in_flight == 0
+
+
+@pytest.mark.parametrize("clients", [0, 1, 24])
+def test_a_bound_that_clients_in_a_closed_loop_cannot_have_is_reported_once(clients):
+    scene = Scene(Objective("latency", p99_seconds=0.005))
+    scene.server.clients(clients)
+    scene.run(60)
+    (message,) = scene.messages
+    assert "no setting keeps 99 of 100 requests within 5 ms" in message
+
+
+def test_a_bound_that_is_met_is_not_reported_and_one_that_is_met_again_is():
+    scene = Scene(Objective("latency", p99_seconds=0.012))
+    scene.server.clients(1)
+    scene.run(30)
+    assert not scene.messages
+    scene.server.clients(64)
+    scene.run(60)
+    assert len(scene.messages) == 1
+    scene.server._clients = 0
+    scene.run(60)
+    assert scene.messages[1:] == ["the load is served within the objective again"]

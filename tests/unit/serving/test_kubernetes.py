@@ -213,3 +213,15 @@ def test_without_yaml_it_says_so(fashion, tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError):
         write_manifests(fashion, tmp_path / "fashion.yaml")
     assert not (tmp_path / "fashion.yaml").exists()
+
+
+def test_a_model_may_have_another_name_than_its_directory(fashion):
+    objects = manifests(fashion, KubernetesOptions(name="shirts", model="shirts"))
+    assert {each["metadata"]["name"] for each in objects} == {"shirts"}
+    only = container(objects)
+    assert {"--model_name=shirts", "--model_base_path=/models/fashion"} <= set(only["args"])
+    assert not [each for each in only["args"] if "model_config_file" in each]
+    assert only["readinessProbe"]["httpGet"]["path"] == "/v1/models/shirts"
+    assert only["volumeMounts"][0]["mountPath"] == "/models/fashion"
+    same = manifests(fashion, KubernetesOptions(name="fashion", model="fashion"))
+    assert same == manifests(fashion)

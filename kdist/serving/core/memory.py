@@ -1,0 +1,93 @@
+"""Memory of a server and its workers: a ceiling for requests, and its return after a burst."""
+
+import contextlib
+import ctypes
+import logging
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+import psutil
+
+from kdist.serving.core.errors import RequestError
+
+_logger = logging.getLogger(__name__)
+# Default ceiling, so that requests are rejected before the kernel kills processes.
+_DEFAULT_FRACTION = 0.9
+_CGROUP_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
+_SAMPLE_SECONDS = 0.1
+_TRIM_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
+
+
+def default_memory_bytes(root: str = "/") -> int:
+    """Returns nine tenths of the memory of the control group, or of the machine if it has less.
+
+    A container sees its own control group at the path that is read here.
+    """
+    sizes = [psutil.virtual_memory().total]
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            sizes.append(int(pathlib.Path(root, path).read_text()))
+    return int(min(sizes) * _DEFAULT_FRACTION)
+
+
+def used_bytes(pids: Iterable[int]) -> int:
+    """Returns the resident memory of processes, without files and libraries that they share."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # a worker that has just ended
+            memory = psutil.Process(pid).memory_info()
+            total += memory.rss - getattr(memory, "shared", 0)
+    return total
+
+
+class MemoryCeiling:
+    """Rejects requests while the processes of a server use more than `max_bytes`; 0 is no limit.
+
+    Args:
+        max_bytes: limit.
+        read: returns the bytes in use; called at most ten times per second.
+    """
+
+    def __init__(self, max_bytes: int, read: Callable[[], int]):
+        self._max_bytes, self._read = max_bytes, read
+        self._bytes, self._sampled_at, self._trimmed_at = 0, -float("inf"), -float("inf")
+        self._is_exceeded = False
+
+    def check(self) -> None:
+        """Raises RequestError while the memory in use exceeds the limit."""
+        if not self._max_bytes:
+            return
+        now = time.monotonic()
+        if now - self._sampled_at >= _SAMPLE_SECONDS:
+            self._bytes, self._sampled_at = self._read(), now
+            self._report(self._bytes > self._max_bytes)
+        if self._is_exceeded:
+            # Freed memory that the C library keeps must not cause rejections forever.
+            if now - self._trimmed_at >= _TRIM_SECONDS:
+                self._trimmed_at = now
+                threading.Thread(target=return_free_memory, daemon=True).start()
+            raise RequestError(
+                "out_of_memory",
+                f"the server uses {self._bytes:,} bytes of memory, and its limit (--memory_mb) is "
+                f"{self._max_bytes:,}; try again later",
+                _RETRY_SECONDS,
+            )
+
+    def _report(self, is_exceeded):
+        if is_exceeded and not self._is_exceeded:
+            _logger.warning(
+                "the server uses %s bytes of memory: requests are rejected until it uses less than "
+                "%s (--memory_mb)",
+                f"{self._bytes:,}",
+                f"{self._max_bytes:,}",
+            )
+        self._is_exceeded = is_exceeded
+
+
+def return_free_memory() -> None:
+    """Returns freed memory to the operating system, which the C library would keep for later."""
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries than glibc
+        ctypes.CDLL(None).malloc_trim(0)
