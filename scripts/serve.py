@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import re
+import socket
 
 from absl import flags
 
@@ -118,11 +119,7 @@ program.writes_file("tune")
 def main(_):
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     models = parse_directories(FLAGS.model_dir)
-    for directory in models.values():
-        if not versions(directory):
-            raise ValueError(
-                f"{directory} holds no version that loads: write one with kdist.serving.export"
-            )
+    check(models)
     if FLAGS.kubernetes:
         print(kdist.serving.write_manifests(single(models), FLAGS.kubernetes))
     elif FLAGS.tune:
@@ -133,6 +130,26 @@ def main(_):
     else:
         checked = options(models)
         kdist.serving.run(checked, on_ready=functools.partial(print, flush=True))
+
+
+def check(models):
+    """Checks the directories of the models and --host, before TensorFlow is imported.
+
+    Raises:
+        ValueError: a directory does not exist or holds no version, or the address is unknown.
+    """
+    for directory in models.values():
+        if not versions(directory):
+            raise ValueError(
+                f"{directory} holds no version that loads: write one with kdist.serving.export"
+            )
+    try:
+        socket.getaddrinfo(FLAGS.host, None)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"--host={FLAGS.host}: {error}; give an address of this machine, such as 127.0.0.1, or "
+            "0.0.0.0 for all"
+        ) from error
 
 
 def single(models):

@@ -44,12 +44,13 @@ def check_data(*datasets):
     """Checks --operations, --data_dir, and the names of datasets; None is no dataset.
 
     Raises:
-        ValueError: an operation is unknown or has invalid arguments.
+        ValueError: an operation is unknown or has invalid arguments, or a name is empty.
         FileNotFoundError: a directory does not exist.
     """
     as_operations(FLAGS.operations)
-    for name in filter(None, datasets):
-        dataset_path(name)
+    for name in datasets:
+        if name is not None:
+            dataset_path(name)
     directory = FLAGS.data_dir
     if directory is None or os.path.isdir(directory):
         return
