@@ -1,4 +1,4 @@
-"""Command-line programs: grouped `--help`, one-line errors, and exit codes.
+"""Command-line programs: grouped `--help`, checks of flags, one-line errors, and exit codes.
 
 with program.flag_group("Data"):
     flags.DEFINE_string("dataset", "digits", "Dataset to train on.")
@@ -17,7 +17,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from absl import app, flags
 
@@ -219,6 +219,12 @@ def check_name(kind: str, name: str, names: Sequence[str]):
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     raise ValueError(f"unknown {kind} {name!r}{hint} Available are {', '.join(names)}")
+
+
+def check_items(name: str, known: Iterable[str]):
+    """Raises a ValueError unless all items of the list flag `name` are among the `known` ones."""
+    for item in FLAGS[name].value or ():
+        check_name(f"--{name}", item, tuple(known))
 
 
 def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):

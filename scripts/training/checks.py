@@ -92,6 +92,16 @@ def _check_strategy(spec):
             f"--local_steps={FLAGS.local_steps}: every replica needs its own weights, and under "
             f"{spec.kind} they share them; use --strategy=mirrored or multi_worker, or leave it out"
         )
+    if FLAGS.local_steps is not None and FLAGS.sync_batch_norm:
+        raise ValueError(
+            "--local_steps and --sync_batch_norm: replicas would communicate in every step; leave "
+            "one of them out"
+        )
+    if FLAGS.jit_compile and spec.kind == "layout":
+        raise ValueError(
+            "--jit_compile and --layout: XLA compiles for one device, not for a split model; leave "
+            "one of them out"
+        )
 
 
 def _check_effects(spec):
