@@ -86,9 +86,7 @@ def main(_):
 
 def _check_parts():
     """Raises an error for parts that cannot run, before anything is measured."""
-    for name in FLAGS.only:
-        if name not in PARTS:
-            raise ValueError(f"--only: no {name!r}; take some of {', '.join(PARTS)}")
+    program.check_items("only", PARTS)
     if "parameter_server" in FLAGS.only and not importlib.util.find_spec("tf_keras"):
         raise ImportError(
             "the rival of parameter_server is tf-keras, which is not installed: "

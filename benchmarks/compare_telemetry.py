@@ -75,8 +75,8 @@ flags.DEFINE_string(
 
 
 def main(_):
-    _check("models", SIZES)
-    _check("variants", VARIANTS)
+    program.check_items("models", SIZES)
+    program.check_items("variants", VARIANTS)
     chosen = {
         name: variant
         for name, variant in VARIANTS.items()
@@ -115,12 +115,6 @@ def _median(times, without):
     n = len(ratios)
     k = max(0, int((n - 1.96 * n**0.5) / 2))
     return statistics.median(ratios), ratios[k], ratios[n - 1 - k]
-
-
-def _check(flag, known):
-    for value in FLAGS[flag].value:
-        if value not in known:
-            raise ValueError(f"--{flag}: no {value!r}; take some of {', '.join(known)}")
 
 
 def _workload(model):

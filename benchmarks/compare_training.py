@@ -85,9 +85,9 @@ flags.DEFINE_enum(
 
 
 def main(_):
-    _check("models", SIZES)
-    _check("precisions", ("float32", "bfloat16"))
-    _check("variants", measuring.VARIANTS)
+    program.check_items("models", SIZES)
+    program.check_items("precisions", ("float32", "bfloat16"))
+    program.check_items("variants", measuring.VARIANTS)
     workloads = [
         _workload(model, precision) for model in FLAGS.models for precision in FLAGS.precisions
     ]
@@ -95,12 +95,6 @@ def main(_):
         _profile(measuring.VARIANTS[FLAGS.profile], workloads)
     else:
         _compare({name: measuring.VARIANTS[name] for name in FLAGS.variants}, workloads)
-
-
-def _check(flag, known):
-    for value in FLAGS[flag].value:
-        if value not in known:
-            raise ValueError(f"--{flag}: no {value!r}; take some of {', '.join(known)}")
 
 
 def _workload(model, precision):

@@ -57,6 +57,7 @@ def build(name):
 
 
 def main(_):
+    batches = program.read_numbers("local_batch_sizes")
     from kdist.calibrate.measure import (
         Training,
         calibration_from_trainings,
@@ -71,7 +72,7 @@ def main(_):
     tell = _teller()
     strategy = strategy_of(FLAGS.num_devices)
     probes = [] if calibration else probe_trainings(strategy, tell=tell)
-    cases = [(name, int(batch)) for name in FLAGS.models for batch in FLAGS.local_batch_sizes]
+    cases = [(name, batch) for name in FLAGS.models for batch in batches]
     trainings = []
     for name, batch in cases:
         trainings.append(Training(lambda name=name: build(name), batch, strategy))

@@ -95,8 +95,8 @@ def main(_):
     rivals = pathlib.Path(FLAGS.rivals_dir).resolve()
     if FLAGS.prepare:
         return _prepare(rivals)
-    _check("models", models.MODELS)
-    _check("contenders", CONTENDERS)
+    program.check_items("models", models.MODELS)
+    program.check_items("contenders", CONTENDERS)
     loads = _loads()
     contenders = _possible(rivals)
     with tempfile.TemporaryDirectory() as new:
@@ -113,12 +113,6 @@ def _prepare(rivals):
         environments.prepare(rivals, name)
     print(f"ready in {rivals}")
     return 0
-
-
-def _check(flag, known):
-    for value in FLAGS[flag].value:
-        if value not in known:
-            raise ValueError(f"--{flag}: no {value!r}; take some of {', '.join(known)}")
 
 
 def _loads():

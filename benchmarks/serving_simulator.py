@@ -46,6 +46,7 @@ flags.DEFINE_string(
 
 
 def main(_):
+    program.check_items("devices", DEVICES)
     from benchmarks import serving_comparison
 
     texts = []

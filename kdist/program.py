@@ -1,4 +1,4 @@
-"""Command-line programs: grouped `--help`, one-line errors, and exit codes.
+"""Command-line programs: grouped `--help`, checks of flags, one-line errors, and exit codes.
 
 with program.flag_group("Data"):
     flags.DEFINE_string("dataset", "digits", "Dataset to train on.")
@@ -17,7 +17,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from absl import app, flags
 
@@ -134,10 +134,21 @@ def _run_guarded(main, arguments, positional):
     except KeyboardInterrupt:
         sys.stderr.write(f"\n{name}: stopped by Ctrl-C\n")
         return _EXIT_INTERRUPTED
-    except _USER_ERRORS as error:
-        if os.environ.get("KDIST_TRACEBACK"):
+    except Exception as error:
+        reason = _reason(error)
+        if reason is None or os.environ.get("KDIST_TRACEBACK"):
             raise
-        return _fail(name, str(error) or type(error).__name__)
+        return _fail(name, reason)
+
+
+def _reason(error):
+    """Returns the message of an error that the user can correct; None for a defect."""
+    text = str(error)
+    # TensorFlow's error, which only some programs import, is longer than a line.
+    if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
+        details = text.strip().partition("\n")[0]
+        return f"out of memory ({details}); use smaller batches, examples, or models"
+    return (text or type(error).__name__) if isinstance(error, _USER_ERRORS) else None
 
 
 def objection(flag: flags.Flag) -> str | None:
@@ -210,6 +221,12 @@ def check_name(kind: str, name: str, names: Sequence[str]):
     raise ValueError(f"unknown {kind} {name!r}{hint} Available are {', '.join(names)}")
 
 
+def check_items(name: str, known: Iterable[str]):
+    """Raises a ValueError unless all items of the list flag `name` are among the `known` ones."""
+    for item in FLAGS[name].value or ():
+        check_name(f"--{name}", item, tuple(known))
+
+
 def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):
     """Makes the parser refuse a value of flag `name` at which there is no file.
 
@@ -220,7 +237,7 @@ def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):
     """
 
     def check(path):
-        if not path or path in unless:
+        if path is None or path in unless:
             return
         check_local(path)
         if os.path.isdir(path) or not os.path.exists(path):
@@ -229,15 +246,20 @@ def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):
     _add_validator(name, check)
 
 
-def writes_file(name: str):
-    """Makes the parser refuse a value of flag `name` at which no file can be written."""
+def writes_file(name: str, unless: Sequence[str] = ()):
+    """Makes the parser refuse a value of flag `name` at which no file can be written.
+
+    Args:
+        name: the flag; without a value nothing is checked.
+        unless: values that are not paths.
+    """
 
     def check(path):
-        if not path:
+        if path is None or path in unless:
             return
         check_local(path)
-        if os.path.isdir(path):
-            raise ValueError("this is a directory; give the path of a file")
+        if not path or os.path.isdir(path):
+            raise ValueError("this is not a file; give the path of one")
         directory = os.path.dirname(os.path.abspath(path))
         if not os.path.isdir(directory):
             raise ValueError("cannot write the file; give one in a directory that exists")

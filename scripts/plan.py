@@ -168,8 +168,9 @@ flags.mark_flags_as_mutual_exclusive(["learn", "validate", "calibrate", "trainin
 for table in ("machines", "prices", "validate", "trainings"):
     program.reads_file(table, "give the path of a table (CSV)")
 program.reads_file("calibration", "create it with --calibrate")
-for file in ("output", "page", "calibrate"):
-    program.writes_file(file)
+program.writes_file("output")
+program.writes_file("page", unless=[""])
+program.writes_file("calibrate")
 
 
 # Models that scripts/train.py can build.

@@ -16,6 +16,7 @@ import functools
 import logging
 import os
 import re
+import socket
 
 from absl import flags
 
@@ -139,11 +140,7 @@ def main(_):
     models = parse_directories(FLAGS.model_dir)
     if FLAGS.trust_models:
         os.environ[TRUST_MODELS] = "1"  # worker processes inherit it
-    for directory in models.values():
-        if not versions(directory):
-            raise ValueError(
-                f"{directory} holds no version that loads: write one with kdist.serving.export"
-            )
+    check(models)
     if FLAGS.kubernetes:
         name, directory = single(models)
         named = kdist.serving.KubernetesOptions(name=name, model=name)
@@ -156,6 +153,26 @@ def main(_):
     else:
         checked = options(models)
         kdist.serving.run(checked, on_ready=functools.partial(print, flush=True))
+
+
+def check(models):
+    """Checks the directories of the models and --host, before TensorFlow is imported.
+
+    Raises:
+        ValueError: a directory does not exist or holds no version, or the address is unknown.
+    """
+    for directory in models.values():
+        if not versions(directory):
+            raise ValueError(
+                f"{directory} holds no version that loads: write one with kdist.serving.export"
+            )
+    try:
+        socket.getaddrinfo(FLAGS.host, None)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"--host={FLAGS.host}: {error}; give an address of this machine, such as 127.0.0.1, or "
+            "0.0.0.0 for all"
+        ) from error
 
 
 def single(models):

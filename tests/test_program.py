@@ -30,6 +30,8 @@ with program.flag_group("Common"):
 
 def main(_):
     raise {"value": ValueError("no such file"), "key": KeyError("defect"),
+           "memory": MemoryError("Unable to allocate 9 TiB"),
+           "device": type("ResourceExhaustedError", (Exception,), {})("OOM\\nDetails"),
            "interrupt": KeyboardInterrupt()}[flags.FLAGS.source]
 
 
@@ -120,6 +122,12 @@ def test_objections_are_one_line(run):
     process = run("--source=value", "--seconds=nan")
     assert process.returncode == 1
     assert process.stderr == "copy_file.py: --seconds=nan: give a finite number\n"
+
+
+@pytest.mark.parametrize(("source", "details"), [("memory", "allocate 9 TiB"), ("device", "OOM")])
+def test_too_little_memory_is_one_line_with_a_remedy(run, source, details):
+    (line,) = run(f"--source={source}").stderr.splitlines()
+    assert f"{details}); use smaller batches" in line
 
 
 def test_defects_keep_their_traceback(run):

@@ -44,12 +44,13 @@ def check_data(*datasets):
     """Checks --operations, --data_dir, and the names of datasets; None is no dataset.
 
     Raises:
-        ValueError: an operation is unknown or has invalid arguments.
+        ValueError: an operation is unknown or has invalid arguments, or a name is empty.
         FileNotFoundError: a directory does not exist.
     """
     as_operations(FLAGS.operations)
-    for name in filter(None, datasets):
-        dataset_path(name)
+    for name in datasets:
+        if name is not None:
+            dataset_path(name)
     directory = FLAGS.data_dir
     if directory is None or os.path.isdir(directory):
         return
@@ -90,6 +91,16 @@ def _check_strategy(spec):
         raise ValueError(
             f"--local_steps={FLAGS.local_steps}: every replica needs its own weights, and under "
             f"{spec.kind} they share them; use --strategy=mirrored or multi_worker, or leave it out"
+        )
+    if FLAGS.local_steps is not None and FLAGS.sync_batch_norm:
+        raise ValueError(
+            "--local_steps and --sync_batch_norm: replicas would communicate in every step; leave "
+            "one of them out"
+        )
+    if FLAGS.jit_compile and spec.kind == "layout":
+        raise ValueError(
+            "--jit_compile and --layout: XLA compiles for one device, not for a split model; leave "
+            "one of them out"
         )
 
 

@@ -42,7 +42,6 @@ def test_two_processes_beside_one(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--only=ps"], "--only: no 'ps'; take some of multi_worker, parameter_server, slowed"),
         (["--steps_per_call=0"], "--steps_per_call=0: give numbers"),
         (["--only=multi_worker", "--cores=10000"], "--cores=10000, but only"),
     ],

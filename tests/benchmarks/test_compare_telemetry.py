@@ -26,9 +26,3 @@ def test_a_row_for_each_variant_beside_none(tmp_path):
     assert rows[0][3] == "1.000"
     (saved,) = tmp_path.iterdir()
     assert saved.read_text().startswith("# Telemetry compared")
-
-
-def test_what_is_unknown_is_refused():
-    process = compare("--variants=run,slow")
-    assert process.returncode == 1
-    assert "--variants: no 'slow'; take some of off, run, offline" in process.stderr

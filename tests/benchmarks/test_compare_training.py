@@ -108,8 +108,6 @@ def test_loop_by_hand_trains_as_keras_on_one_device():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--models=lenett"], "--models: no 'lenett'; take some of lenet, mlp, resnet18"),
-        (["--variants=jax"], "--variants: no 'jax'; take some of kdist, .*torch"),
         (["--torch_python=/no/python"], "--torch_python=/no/python cannot import torch"),
     ],
 )

@@ -91,12 +91,6 @@ def test_a_server_that_ends_too_early_says_why():
         Server(command, cores=1)
 
 
-def test_what_is_unknown_is_refused():
-    process = compare("--contenders=kdist,litserve")
-    assert process.returncode == 1
-    assert "--contenders: no 'litserve'; take some of kdist, kdist_grpc" in process.stderr
-
-
 def test_rivals_without_environment_are_left_out(tmp_path):
     process = compare("--contenders=mlserver,bentoml", f"--rivals_dir={tmp_path}")
     assert process.returncode == 1

@@ -49,7 +49,7 @@ def _run(path, arguments, environment):
             _run_here(path, arguments)
         _, status = os.waitpid(child, 0)
         output.seek(0)
-        return os.waitstatus_to_exitcode(status), output.read().decode()
+        return os.waitstatus_to_exitcode(status), output.read().decode(errors="replace")
 
 
 def _run_here(path, arguments):
