@@ -98,7 +98,7 @@ class _Calls:
 
         # Clients cannot tell this from a unary call, whose message gRPC would read at once.
         return grpc.stream_unary_rpc_method_handler(
-            handle, response_serializer=lambda message: message.SerializeToString()
+            handle, response_serializer=lambda message: _serialize(message)
         )
 
     async def _answer(self, answer, request_type, context, labels):
@@ -178,6 +178,10 @@ class _Calls:
 
     def _version(self, spec):
         return self._models.model(spec.name).version(_number(spec))
+
+
+def _serialize(message):
+    return message.SerializeToString()
 
 
 def _parsed(request_type, body):
