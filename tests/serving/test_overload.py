@@ -1,14 +1,20 @@
 """Servers with little memory or few connections, and what rejected requests leave behind."""
 
+import asyncio
 import contextlib
 import gc
 import socket
+import time
 
 import grpc
 import numpy as np
 import pytest
+from tensorflow_serving.apis import predict_pb2
 
 from kdist.serving.core.settings import ServerLimits
+from kdist.serving.engine import models as models_module
+from kdist.serving.engine.models import Models
+from kdist.serving.protocol import rpc
 from kdist.serving.protocol.message_slots import MessageSlots
 from tests.serving.running import SECONDS, predict_request, running
 
@@ -100,6 +106,49 @@ def test_connections_of_grpc_are_limited(directories):
         assert all(first)
         with contextlib.suppress(ConnectionError):
             assert clients[2].recv(9) == b""
+
+
+def test_large_responses_of_grpc_count_until_they_are_sent(served, monkeypatch):
+    monkeypatch.setattr(rpc, "_LARGE_BYTES", 1)
+    bodies, held = served.models.body_memory, []
+    request = predict_request("mixed", "any", x=np.zeros((1, 200_000), "float32"))
+    serialize = predict_pb2.PredictResponse.SerializeToString
+
+    def noted(message):  # after the handler has ended, before gRPC sends
+        held.append(bodies.held_bytes)
+        return serialize(message)
+
+    monkeypatch.setattr(rpc, "_serialize", noted)
+    with served.stubs() as (stub, _):
+        stub.Predict(request, timeout=SECONDS)
+    assert held[0] >= 2 * 800_000
+    until = time.monotonic() + SECONDS
+    while bodies.held_bytes and time.monotonic() < until:
+        time.sleep(0.01)
+    assert bodies.held_bytes == 0
+
+
+def test_memory_is_returned_after_a_burst_but_not_during_one(monkeypatch):
+    used, trims = [100 << 20], []
+    monkeypatch.setattr(models_module, "used_bytes", lambda pids: used[0])
+    monkeypatch.setattr(models_module, "return_free_memory", lambda: trims.append(used[0]))
+    models = Models({})
+
+    def look(size):
+        used[0] = size << 20
+        asyncio.run(models._return_memory_of_burst())
+
+    look(100)
+    look(200)
+    assert not trims
+    with models.body_memory.request() as reserve:
+        reserve(2 << 20)
+        look(300)
+        assert not trims
+    look(300)
+    assert trims == [300 << 20]
+    look(300)  # it is in use
+    assert len(trims) == 1
 
 
 def test_what_is_rejected_before_it_is_read_is_counted(directories):

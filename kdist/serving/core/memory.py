@@ -17,6 +17,8 @@ _logger = logging.getLogger(__name__)
 _DEFAULT_FRACTION = 0.9
 _CGROUP_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 _SAMPLE_SECONDS = 0.1
+# A body, its arrays, their batch, TensorFlow's tensors, and the outputs.
+_BODY_COPIES = 6
 _TRIM_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 
@@ -46,6 +48,8 @@ def used_bytes(pids: Iterable[int]) -> int:
 class MemoryCeiling:
     """Rejects requests while the processes of a server use more than `max_bytes`; 0 is no limit.
 
+    Bodies in flight count several times in addition, for copies that may not exist yet.
+
     Args:
         max_bytes: limit.
         read: returns the bytes in use; called at most ten times per second.
@@ -56,23 +60,23 @@ class MemoryCeiling:
         self._bytes, self._sampled_at, self._trimmed_at = 0, -float("inf"), -float("inf")
         self._is_exceeded = False
 
-    def check(self) -> None:
-        """Raises RequestError while the memory in use exceeds the limit."""
+    def check(self, body_bytes: int) -> None:
+        """Raises RequestError if memory exceeds the limit, or will with `body_bytes` in flight."""
         if not self._max_bytes:
             return
         now = time.monotonic()
         if now - self._sampled_at >= _SAMPLE_SECONDS:
             self._bytes, self._sampled_at = self._read(), now
             self._report(self._bytes > self._max_bytes)
-        if self._is_exceeded:
+        if self._bytes + _BODY_COPIES * body_bytes > self._max_bytes:
             # Freed memory that the C library keeps must not cause rejections forever.
             if now - self._trimmed_at >= _TRIM_SECONDS:
                 self._trimmed_at = now
                 threading.Thread(target=return_free_memory, daemon=True).start()
             raise RequestError(
                 "out_of_memory",
-                f"the server uses {self._bytes:,} bytes of memory, and its limit (--memory_mb) is "
-                f"{self._max_bytes:,}; try again later",
+                f"the server uses {self._bytes:,} bytes of memory for bodies of {body_bytes:,} and "
+                f"all else, and its limit (--memory_mb) is {self._max_bytes:,}; try again later",
                 _RETRY_SECONDS,
             )
 

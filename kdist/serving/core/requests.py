@@ -96,7 +96,7 @@ class BodyMemory:
         too much memory.
         """
         own_bytes = 0
-        self._check_ceiling()
+        self._check_ceiling(0)
 
         def reserve(size: int, is_response: bool = False):
             nonlocal own_bytes
@@ -108,6 +108,8 @@ class BodyMemory:
                     "again later",
                     _RETRY_SECONDS,
                 )
+            if not is_response:
+                self._check_ceiling(size)
             own_bytes += size
             self.held_bytes += size
 
@@ -116,10 +118,10 @@ class BodyMemory:
         finally:
             self.held_bytes -= own_bytes
 
-    def _check_ceiling(self):
+    def _check_ceiling(self, size):
         if self._ceiling:
             try:
-                self._ceiling.check()
+                self._ceiling.check(self.held_bytes + size)
             except RequestError:
                 self._on_rejected("memory")
                 raise

@@ -28,7 +28,10 @@ class MessageSlots:
 
     async def receive(self, read: Callable[[], Awaitable[bytes]]) -> bytes:
         """Returns the message that `read` receives; raises RequestError if it does not arrive."""
-        await self._wait_for_slot()
+        if self._quick.locked():
+            await self._wait_for_slot()
+        else:
+            await self._quick.acquire()
         is_slow, loop = False, asyncio.get_running_loop()
 
         def leave_quick_slot():
@@ -37,12 +40,12 @@ class MessageSlots:
                 is_slow = True
                 self._free_slow -= 1
                 self._quick.release()
-            else:
-                limit.reschedule(loop.time())
+            remaining = max(0.0, self._limits.body_seconds - _QUICK_SECONDS) if is_slow else 0.0
+            limit.reschedule(loop.time() + remaining)
 
         timer = loop.call_later(_QUICK_SECONDS, leave_quick_slot)
         try:
-            async with asyncio.timeout(self._limits.body_seconds) as limit:
+            async with asyncio.timeout(None) as limit:  # until `leave_quick_slot`
                 return await read()
         except TimeoutError as error:
             raise self._failure(is_slow) from error

@@ -90,6 +90,7 @@ class _Predict:
             version = model.version(number)
             request = json_bodies.parse_request(body, version.signature)
             reserve(max(0, bytes_of_arrays(request.arrays) - len(body)))
+            del body  # not needed while the request waits
             prediction = version.predict(request.arrays, request.signature_name)
             outputs = await _while_connected(receive, prediction)
             return json_bodies.format_response(outputs, request)

@@ -98,7 +98,7 @@ class _Calls:
 
         # Clients cannot tell this from a unary call, whose message gRPC would read at once.
         return grpc.stream_unary_rpc_method_handler(
-            handle, response_serializer=lambda message: message.SerializeToString()
+            handle, response_serializer=lambda message: _serialize(message)
         )
 
     async def _answer(self, answer, request_type, context, labels):
@@ -109,6 +109,7 @@ class _Calls:
                 # The name of the model is inside: a request that is rejected here has none.
                 reserve(len(body))
                 request = _parsed(request_type, body)
+                del body  # one copy less while the request waits
                 labels["model"] = self._models.model(request.model_spec.name).name
                 response = await answer(request, reserve)
             size = response.ByteSize()
@@ -142,6 +143,7 @@ class _Calls:
             key: _array(key, request.inputs[key], spec, shapes[key])
             for key, spec in signature.inputs.items()
         }
+        request.inputs.clear()
         count_rows(arrays)  # raises if they differ
         names = _output_names(request.output_filter, signature)
         outputs = await version.predict(arrays, name)
@@ -176,6 +178,10 @@ class _Calls:
 
     def _version(self, spec):
         return self._models.model(spec.name).version(_number(spec))
+
+
+def _serialize(message):
+    return message.SerializeToString()
 
 
 def _parsed(request_type, body):

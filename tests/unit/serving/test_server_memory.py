@@ -40,11 +40,11 @@ def trims(monkeypatch):
 def test_requests_are_rejected_above_the_ceiling_and_accepted_below_it(clock, trims, caplog):
     used, reasons = Used(99), []
     bodies = BodyMemory(1000, MemoryCeiling(100, used), reasons.append)
-    with bodies.request() as reserve:
-        reserve(10)
+    with bodies.request():
+        pass
     used.size, clock[0] = 101, 0.2
     with (
-        pytest.raises(RequestError, match="101 bytes of memory, .* is 100") as error,
+        pytest.raises(RequestError, match="101 bytes of memory .* is 100") as error,
         bodies.request(),
     ):
         pass
@@ -58,14 +58,26 @@ def test_requests_are_rejected_above_the_ceiling_and_accepted_below_it(clock, tr
     assert reasons == ["memory"]
 
 
+def test_bodies_count_before_they_are_seen_in_the_memory(clock, trims):
+    """Several requests begin before the memory is read again, and each needs more than its body."""
+    used = Used(1000)
+    bodies = BodyMemory(10_000, MemoryCeiling(2000, used))
+    with bodies.request() as second:
+        with bodies.request() as first:
+            first(100)
+            with pytest.raises(RequestError, match="bodies of 200 .* is 2,000"):
+                second(100)
+        second(100)
+
+
 def test_memory_is_read_seldom(clock, trims):
     used = Used(5)
     ceiling = MemoryCeiling(100, used)
     for number in range(1000):
         clock[0] = number / 1000
-        ceiling.check()
+        ceiling.check(0)
     assert 1 < used.reads <= 11
-    MemoryCeiling(0, None).check()  # no limit: not read at all
+    MemoryCeiling(0, None).check(0)  # no limit: not read at all
 
 
 def test_freed_memory_is_returned_while_requests_are_rejected(clock, trims):
@@ -73,7 +85,7 @@ def test_freed_memory_is_returned_while_requests_are_rejected(clock, trims):
     for number in range(50):
         clock[0] = number / 20
         with pytest.raises(RequestError):
-            ceiling.check()
+            ceiling.check(0)
     assert 2 <= len(trims) <= 3
 
 
