@@ -59,6 +59,7 @@ class DevicePool:
 class _Request:
     arrays: Arrays
     rows: int
+    requests: int  # 1, or 0 for a part of a large request that does not end it
     answer: asyncio.Future
     since: float
     shape: tuple  # without the rows; a batch holds requests of equal shapes
@@ -98,6 +99,7 @@ class Batcher:
         self._on_batch, self._load = on_batch, load
         self._is_scheduled = False
         self._in_flight: set[asyncio.Task] = set()
+        self._blocked_since: float | None = None  # by batches of other models
         self._timer: asyncio.TimerHandle | None = None
         self._row_seconds = 0.0  # time per row in the last batch
         self._closed = False
@@ -116,7 +118,11 @@ class Batcher:
         if rows <= size:
             return await self._enqueue(arrays, rows)
         parts = [{n: a[i : i + size] for n, a in arrays.items()} for i in range(0, rows, size)]
-        answers = await asyncio.gather(*(self._enqueue(p, count_rows(p)) for p in parts))
+        # The last part ends the request, which counts once.
+        counted = [0] * (len(parts) - 1) + [1]
+        answers = await asyncio.gather(
+            *(self._enqueue(p, count_rows(p), n) for p, n in zip(parts, counted, strict=True))
+        )
         return {name: np.concatenate([answer[name] for answer in answers]) for name in answers[0]}
 
     async def close(self):
@@ -149,19 +155,20 @@ class Batcher:
                 retry_after,
             )
 
-    async def _enqueue(self, arrays, rows):
+    async def _enqueue(self, arrays, rows, requests=1):
         loop = asyncio.get_running_loop()
         shape = tuple(array.shape[1:] for array in arrays.values())
-        request = _Request(arrays, rows, loop.create_future(), time.monotonic(), shape)
+        answer, now = loop.create_future(), time.monotonic()
+        request = _Request(arrays, rows, requests, answer, now, shape)
         self._queue.append(request)
         self.waiting_rows += rows
         if self._load:
-            self._load.record_arrival(rows)
+            self._load.record_arrival(rows, requests)
         if not self._is_scheduled:
             # Scheduled after callbacks that are already pending, so that a batch includes them.
             self._is_scheduled = True
             loop.call_soon(self._start_scheduled)
-        return await request.answer
+        return await answer
 
     def _start_scheduled(self):
         self._is_scheduled = False
@@ -176,16 +183,21 @@ class Batcher:
             self._record_removal(self._queue.popleft())
         if not self._queue:
             return
+        now = time.monotonic()
         if not self._devices.free:
+            if not self._in_flight and self._blocked_since is None:
+                self._blocked_since = now
             self._devices.call_when_free(self._start_if_due)
             return
-        remaining = self._queue[0].since + self.settings.timeout_seconds - time.monotonic()
+        waited = 0.0 if self._blocked_since is None else now - self._blocked_since
+        self._blocked_since = None
+        remaining = self._queue[0].since + self.settings.timeout_seconds - now
         loop = asyncio.get_running_loop()
         if remaining > 0 and self.waiting_rows < self.settings.max_batch and not self._closed:
             self._timer = loop.call_later(remaining, self._start_if_due)
             return
         self._devices.free -= 1
-        task = loop.create_task(self._serve(self._take_batch()))
+        task = loop.create_task(self._serve(self._take_batch(), waited))
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
         if self._queue:
@@ -211,18 +223,19 @@ class Batcher:
     def _record_removal(self, request):
         self.waiting_rows -= request.rows
         if self._load and request.answer.done():
-            self._load.record_departure()
+            self._load.record_departure(request.requests)
 
-    async def _serve(self, batch):
+    async def _serve(self, batch, waited):
         try:
-            await self._answer(batch)
+            await self._answer(batch, waited)
         finally:
             # Queues up behind other models that wait for a device.
             if self._queue:
+                self._blocked_since = time.monotonic()
                 self._devices.call_when_free(self._start_if_due)
             self._devices.release()
 
-    async def _answer(self, batch):
+    async def _answer(self, batch, waited=0.0):
         """Computes a batch. If that fails, computes parts, so that no request harms another.
 
         The parts are halves if the model rejects rows, which isolates them fastest. After other
@@ -243,9 +256,9 @@ class Batcher:
             for first in range(0, len(pending), size):
                 await self._answer(pending[first : first + size])
             return
-        self._complete(batch, *result, time.monotonic() - began)
+        self._complete(batch, *result, time.monotonic() - began, waited)
 
-    def _complete(self, batch, outputs, size, seconds, held_seconds):
+    def _complete(self, batch, outputs, size, seconds, held_seconds, waited):
         rows = sum(each.rows for each in batch)
         self._row_seconds = held_seconds / rows
         first = 0
@@ -256,13 +269,14 @@ class Batcher:
             first += request.rows
         if self._load:
             # Includes the thread hand-off, which takes as long as a small model.
-            self._load.record_batch(rows, held_seconds, len(batch))
+            requests = sum(each.requests for each in batch)
+            self._load.record_batch(rows, held_seconds, requests, waited)
         if self._on_batch:
             self._on_batch(rows, size, seconds)
 
     def _fail(self, request, error):
         if self._load:
-            self._load.record_departure()
+            self._load.record_departure(request.requests)
         if not request.answer.done():
             request.answer.set_exception(error)
 

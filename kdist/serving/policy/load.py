@@ -57,7 +57,8 @@ class _BatchEnd(NamedTuple):
 class LoadMonitor:
     """Records the load of a batcher, in the thread of the event loop.
 
-    The initial latency curve is corrected by the measured times of batches. `in_flight` counts
+    The initial latency curve is corrected by the measured times of batches, and by the time that
+    they wait for other models on the same device. `in_flight` counts
     requests that are not answered yet; `rejected_at` is the time of the last rejected request, or
     minus infinity.
     """
@@ -76,10 +77,10 @@ class LoadMonitor:
         self._mean_slowdown = 1.0
         self._ratios: collections.deque[float] = collections.deque(maxlen=_KEPT_BATCHES)
 
-    def record_arrival(self, rows: int = 1):
-        """Records that a request was accepted."""
+    def record_arrival(self, rows: int = 1, requests: int = 1):
+        """Records that a request was accepted, or a part of one that counts as 0 `requests`."""
         now = self._advance()
-        self.in_flight += 1
+        self.in_flight += requests
         if rows == 1:
             self._arrivals.append(now)
         else:
@@ -90,15 +91,18 @@ class LoadMonitor:
         self.rejected_at = self._clock()
         self._arrivals.extend([self.rejected_at] * rows)
 
-    def record_departure(self):
-        """Records that an accepted request was canceled or failed."""
+    def record_departure(self, requests: int = 1):
+        """Records that an accepted request was canceled or failed, or a part that counts as 0."""
         self._advance()
-        self.in_flight = max(0, self.in_flight - 1)
+        self.in_flight = max(0, self.in_flight - requests)
 
-    def record_batch(self, rows: int, seconds: float, requests: int | None = None):
+    def record_batch(
+        self, rows: int, seconds: float, requests: int | None = None, waited: float = 0.0
+    ):
         """Records a batch of `rows` without padding that a device computed for `seconds`.
 
-        The number of `requests` defaults to one per row.
+        The number of `requests` defaults to one per row. The batch `waited` seconds for a device
+        that other models used: to this model, the device is slower by that.
         """
         now = self._advance()
         requests = rows if requests is None else requests
@@ -108,7 +112,8 @@ class LoadMonitor:
         self._rows += rows
         self._batches += 1
         self._busy += seconds
-        self._correct(min(int(self._sizes.searchsorted(rows)), len(self._sizes) - 1), seconds)
+        place = min(int(self._sizes.searchsorted(rows)), len(self._sizes) - 1)
+        self._correct(place, seconds + waited)
 
     def totals(self) -> LoadTotals:
         """Returns the totals up to now."""

@@ -8,6 +8,8 @@ import pytest
 
 from kdist.serving.core.settings import BatchSettings
 from kdist.serving.engine.batcher import BadInput, Batcher, DevicePool, Overloaded
+from kdist.serving.policy.latency_curve import LatencyCurve
+from kdist.serving.policy.load import LoadMonitor
 
 LONG = 60.0
 
@@ -370,28 +372,82 @@ def test_a_request_larger_than_all_the_room_is_refused_for_good():
     run(scenario)
 
 
+class Told:
+    """Load that records how long batches took and waited."""
+
+    def __init__(self):
+        self.seconds, self.waited = [], []
+
+    def record_arrival(self, rows, requests):
+        pass
+
+    def record_batch(self, rows, seconds, requests, waited):
+        self.seconds.append(seconds)
+        self.waited.append(waited)
+
+
 def test_the_load_is_told_how_long_the_device_was_held():
     """The time includes the thread hand-off, which the simulator needs."""
-    told, computed = [], []
-
-    class Told:
-        def record_arrival(self, rows):
-            pass
-
-        def record_batch(self, rows, seconds, requests):
-            told.append(seconds)
+    told, computed = Told(), []
 
     async def scenario():
         batcher = Batcher(
             lambda arrays: arrays,
             BatchSettings(0.0, 4),
             on_batch=lambda rows, size, seconds: computed.append(seconds),
-            load=Told(),
+            load=told,
         )
         for _ in range(5):
             await batcher({"x": np.zeros((1, 2))})
         await batcher.close()
 
     asyncio.run(scenario())
-    assert len(told) == len(computed) == 5
-    assert all(held > seconds for held, seconds in zip(told, computed, strict=True))
+    assert len(told.seconds) == len(computed) == 5
+    assert all(held > seconds for held, seconds in zip(told.seconds, computed, strict=True))
+
+
+def test_a_request_larger_than_a_batch_counts_once():
+    async def scenario():
+        load = LoadMonitor(LatencyCurve([1, 2], [0.01, 0.01]))
+        batcher = Batcher(Device(), BatchSettings(0.0, 2), load=load)
+        for _ in range(16):
+            await batcher(rows(1, 2, 3, 4, 5))
+        assert load.totals().answered == 16
+        assert load.totals().rows == 80
+        assert load.kind == "alone"
+        with pytest.raises(ArithmeticError):
+            await batcher(rows(1, 2, 3, 4, -1))
+        assert load.in_flight == 0
+
+    run(scenario)
+
+
+def test_the_load_is_told_how_long_a_batch_waited_for_other_models():
+    async def scenario():
+        devices, held = DevicePool(1), 0.2
+        slow, mine, alone = Device(open=False), Told(), Told()
+        other = Batcher(slow, BatchSettings(0.0, 1), devices=devices, load=alone)
+        batcher = Batcher(Device(), BatchSettings(0.0, 1), devices=devices, load=mine)
+        (waiting,) = await started_one_first(other, rows(1))
+        tasks = started(batcher, rows(2), rows(3))
+        await asyncio.sleep(held)
+        slow.may_go_on.release()
+        await asyncio.gather(waiting, *tasks)
+        assert mine.waited[0] > 0.9 * held
+        # Its own batch before it is no other model, and a free device is no wait.
+        assert mine.waited[1] < 0.5 * held
+        assert alone.waited == [0.0]
+        devices.close()
+
+    run(scenario)
+
+
+def test_a_device_that_other_models_use_is_slower():
+    curve = LatencyCurve([1], [0.001])
+    alone, shared = LoadMonitor(curve), LoadMonitor(curve)
+    for _ in range(100):
+        alone.record_batch(1, 0.001)
+        shared.record_batch(1, 0.001, waited=0.001)
+    assert alone.curve().seconds(1) == pytest.approx(0.001)
+    assert shared.curve().seconds(1) > 0.0018
+    assert shared.totals().busy == pytest.approx(alone.totals().busy)
