@@ -68,7 +68,7 @@ def end_marked(mark):
     return left
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # Ray itself gives its processes a minute to start
 def test_it_predicts_as_the_model_in_batches(seen):
     assert seen["worst"] <= 1e-6
     numbers = dict(
@@ -82,7 +82,7 @@ def test_it_predicts_as_the_model_in_batches(seen):
     assert any(name.startswith("target_info{replica=") for name in numbers)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # Ray itself gives its processes a minute to start
 def test_a_bad_request_is_told_why(seen):
     for status, message in seen["refused"]:
         assert status == 400
@@ -90,13 +90,13 @@ def test_a_bad_request_is_told_why(seen):
     assert "shape" in seen["refused"][0][1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # Ray itself gives its processes a minute to start
 def test_more_load_brings_more_replicas_on_other_nodes(seen):
     assert seen["replicas"][:2] == [1, 2]
     assert seen["nodes"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # Ray itself gives its processes a minute to start
 def test_a_killed_node_and_a_new_version_lose_no_request_that_is_asked_for_again(seen):
     assert seen["lost"] == []
     assert 0 < seen["asked"][0] < seen["asked"][1]
@@ -104,7 +104,7 @@ def test_a_killed_node_and_a_new_version_lose_no_request_that_is_asked_for_again
     assert not seen["killed node serves"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # Ray itself gives its processes a minute to start
 def test_only_replicas_listen_beyond_loopback_and_strangers_are_refused(seen):
     # Of Ray 2.60; a later one may well listen at less.
     for name, told in seen["open to a network"]:
@@ -112,7 +112,7 @@ def test_only_replicas_listen_beyond_loopback_and_strangers_are_refused(seen):
         assert told == "UNAUTHENTICATED"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # Ray itself gives its processes a minute to start
 def test_nothing_is_left(seen):
     assert seen["left"] == []
     assert seen["without TensorFlow"]
