@@ -134,7 +134,7 @@ def launch(program, *arguments, directory):
         (["--", "trian.py"], "did you mean train.py?"),
         (["--", "no-such-program"], "cannot find an executable program 'no-such-program'"),
         (["--run_dir=train.py", "--", "true"], "cannot create the directory train.py/logs"),
-        (["--workers=0", "--", "x"], "--workers=0: 0 is not a positive integer"),
+        (["--workers=0", "--", "x"], "--workers=0: 0 is not an integer in the range [1, 256]"),
         (["--wrkers=2", "--", "x"], "Did you mean: workers ?"),
     ],
 )
