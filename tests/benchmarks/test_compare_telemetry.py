@@ -9,7 +9,7 @@ from tests.benchmarks import programs
 compare = functools.partial(programs.run, "compare_telemetry")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_for_each_variant_beside_none(tmp_path):
     process = compare(
         *("--models=lenet", "--variants=run,refusing", "--steps=4", "--turns=6"),

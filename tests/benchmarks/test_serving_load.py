@@ -107,7 +107,7 @@ def test_an_environment_from_other_pins_is_none(tmp_path):
     assert environments.python(tmp_path, "bentoml") is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(400)
 def test_a_row_for_each_server_under_each_load(tmp_path):
     process = compare(

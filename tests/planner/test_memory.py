@@ -214,8 +214,6 @@ SOME_CASES = (  # in CI
     "transformer 128 32 float32 adamw",
     "resnet18 28 16 float32 adam",
     "MobileNetV2 96 32 float32 rmsprop",
-    "DenseNet121 64 8 float32 sgd",
-    "EfficientNetB0 96 8 float32 adam",
 )
 
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.planner import read_workload
+from tests.tiers import seldom
 
 # More of the same blocks as in a smaller network of the family.
 LARGER = re.compile(
@@ -23,6 +24,8 @@ APPLICATIONS = sorted(
     if inspect.isfunction(builder) and not LARGER.fullmatch(name)
 )
 FAST = {"MobileNetV2", "VGG16"}
+SLOW = {"ConvNeXtTiny", "DenseNet121", "EfficientNetB0", "InceptionV3", "ResNet50"}
+IN_CI = sorted(FAST | SLOW)
 
 
 def by_name(work):
@@ -75,7 +78,11 @@ def parts_of(layer, work):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in APPLICATIONS]
+    "name",
+    [
+        *(pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in IN_CI),
+        *seldom(APPLICATIONS, other_than=IN_CI),
+    ],
 )
 def test_applications_agree_with_the_profiler(name):
     model, shape = built(name)
