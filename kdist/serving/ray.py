@@ -141,9 +141,8 @@ class Replica:
 
 
 def _create_models(directories, options):
-    devices = all_needed_devices(
-        directories.values(), options.newest
-    )  # fails early without a directory
+    # First, so that a missing directory is an error before TensorFlow is imported.
+    devices = all_needed_devices(directories.values(), options.newest)
     import tensorflow as tf
 
     from kdist.serving.engine.in_process import InProcess

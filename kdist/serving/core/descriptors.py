@@ -23,15 +23,16 @@ def limit_connections(limits: ServerLimits, workers: int = 0) -> ServerLimits:
     Raises:
         OSError: the descriptors are not sufficient for a few connections.
     """
-    available = _raise_limit() - _count_open() - _RESERVE - _RESERVE_PER_WORKER * workers
+    limit = _raise_limit()
+    available = limit - _count_open() - _RESERVE - _RESERVE_PER_WORKER * workers
     connections = min(limits.connections, available // 2)
     if connections < min(_MIN_CONNECTIONS, limits.connections):
-        raise OSError(f"{_raise_limit()} file descriptors are too few: raise `ulimit -n`")
+        raise OSError(f"{limit} file descriptors are too few: raise `ulimit -n`")
     if connections < limits.connections:
         _logger.warning(
             "the limit of file descriptors (%d) allows %d connections each over REST and gRPC "
             "instead of %d: raise `ulimit -n` for more",
-            _raise_limit(),
+            limit,
             connections,
             limits.connections,
         )
