@@ -15,10 +15,9 @@ import psutil
 import pytest
 
 from kdist.serving.core.settings import ServerLimits
-from kdist.serving.exporting.export import export
 from tests.adversary import fuzzed_requests
-from tests.serving.conftest import dense
-from tests.serving.running import SECONDS, running, save_mixed, unharmed
+from tests.serving.conftest import export_models
+from tests.serving.running import SECONDS, running, unharmed
 
 CASES = int(os.environ.get("KDIST_FUZZ_CASES", 600))
 CLIENTS = 8
@@ -37,14 +36,9 @@ CODES = {
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    home = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("first", "second")):
-        export(dense(seed), home / name)
-    save_mixed(home / "mixed" / "1")
     # A client of this test that lacks an answer has sent less than it said.
     limits = ServerLimits(body_bytes=1 << 20, body_seconds=0.2)
-    names = {name: home / name for name in ("first", "second", "mixed")}
-    with running(names, limits=limits) as it:
+    with running(export_models(tmp_path_factory.mktemp("models")), limits=limits) as it:
         yield it
 
 

@@ -14,14 +14,18 @@ def dense(seed):
     return keras.Model(x, keras.layers.Dense(3, "softmax")(keras.layers.Dense(8, "relu")(x)))
 
 
-@pytest.fixture(scope="session")
-def directories(tmp_path_factory):
+def export_models(home):
     """Returns {name: directory}: two models of equal shapes, and one with several signatures."""
-    home = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("first", "second")):
         export(dense(seed), home / name)
     save_mixed(home / "mixed" / "1")
     return {name: home / name for name in ("first", "second", "mixed")}
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory):
+    """Returns the directories of `export_models`, written once."""
+    return export_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
