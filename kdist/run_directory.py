@@ -24,6 +24,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kdist.json_text import parse_json
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -249,10 +251,7 @@ class RunDirectory:
 
     def _read_config(self):
         """Returns the configuration; raises a ValueError if it is no JSON object."""
-        try:
-            config = json.loads(self.config.read_text(encoding="utf-8"))
-        except RecursionError as error:
-            raise ValueError("it is nested too deeply") from error
+        config = parse_json(self.config.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"it is JSON, but {type(config).__name__} instead of an object")
         return config

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist.json_text import parse_json
 from kdist.run_directory import CHECKPOINT_PREFIX, checkpoint_step
 
 _logger = logging.getLogger(__name__)
@@ -272,10 +273,7 @@ def _read_json(path):
     """Returns a JSON object; raises a ValueError for other files, which may be damaged."""
     if _regular(path).stat().st_size > _MAX_JSON_BYTES:
         raise ValueError(f"{path.name} has more than {_MAX_JSON_BYTES:,} bytes")
-    try:
-        value = json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise ValueError(f"{path.name} is nested too deeply") from error
+    value = parse_json(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError(f"{path.name} is no JSON object")
     return value

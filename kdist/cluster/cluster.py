@@ -21,6 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from kdist.cluster.slurm import read_slurm_tasks
+from kdist.json_text import parse_json
 
 ROLES = ("chief", "worker", "ps", "evaluator")
 TF_CONFIG = "TF_CONFIG"
@@ -95,7 +96,7 @@ class Cluster:
         """
         try:
             tasks, role, index = _parse_tf_config(text)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(
                 f'TF_CONFIG is not {{"cluster": {{"worker": ["host:port", …]}}, "task": {{"type": '
                 f'"worker", "index": 0}}}}: {error}. Correct it, or unset it to train in a single '
@@ -192,7 +193,7 @@ class Cluster:
 
 def _parse_tf_config(text):
     """Returns (addresses by role, role, index) of the value of TF_CONFIG."""
-    config = json.loads(text)
+    config = parse_json(text)
     tasks, task = config.get("cluster", {}), config.get("task", {})
     role, index = task.get("type", "worker"), task.get("index", 0)
     if not isinstance(tasks, dict):

@@ -23,6 +23,7 @@ from typing import Any
 
 from kdist.cluster import Cluster
 from kdist.cluster.lines import first_lines, receive_line
+from kdist.json_text import parse_json
 
 # Environment variable of each task: a secret that the tasks of a job share.
 TOKEN_VARIABLE = "KDIST_JOB_TOKEN"
@@ -259,8 +260,8 @@ def _encode(data):
 def _decode(line):
     """Returns the value of a line of JSON; None if it is malformed."""
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
+        return parse_json(line)
+    except ValueError:
         return None
 
 

@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Mapping
 
+from kdist.json_text import parse_json
 from kdist.planner.workload.layers import LayerWork, Workload
 
 # Between these numbers of weights of a layer, seconds per FLOP are interpolated over the logarithm.
@@ -61,10 +62,10 @@ class Calibration:
             ValueError: If `text` is no calibration, or a cost in it is no number from 0 on.
         """
         try:
-            calibration = cls(**json.loads(text))
+            calibration = cls(**parse_json(text))
             costs = dict(calibration.seconds_per)
             bad = [name for name, cost in costs.items() if not (0 <= cost < math.inf)]
-        except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{source} holds no calibration ({error!r}); write it with Calibration.to_json()"
             ) from error

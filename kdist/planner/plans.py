@@ -12,6 +12,7 @@ import pathlib
 import warnings
 
 from kdist.batch import Batch
+from kdist.json_text import parse_json
 from kdist.layout import Layout
 from kdist.planner.cost.setup import Gradients, InputWork, Setup
 from kdist.planner.cost.step import Term
@@ -165,8 +166,8 @@ class Plan:
             ValueError: If the file holds no plan.
         """
         try:
-            fields = json.loads(pathlib.Path(path).read_text())
-        except (ValueError, RecursionError) as error:  # not JSON, or not text
+            fields = parse_json(pathlib.Path(path).read_text())
+        except ValueError as error:  # not JSON, or not text
             raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from None
         return cls.from_dict(fields, os.fspath(path))
 

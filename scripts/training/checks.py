@@ -1,6 +1,5 @@
 """Checks of everything that the flags tell before TensorFlow is imported and data are loaded."""
 
-import json
 import os
 import pathlib
 
@@ -9,6 +8,7 @@ from absl import flags
 from kdist import program
 from kdist.data.names import dataset_path
 from kdist.data.operations import as_operations
+from kdist.json_text import parse_json
 
 FLAGS = flags.FLAGS
 
@@ -66,8 +66,8 @@ def check_split():
     if FLAGS.split == "auto":
         return
     try:
-        placement = json.loads(pathlib.Path(FLAGS.split).read_text())
-    except (ValueError, RecursionError) as error:
+        placement = parse_json(pathlib.Path(FLAGS.split).read_text())
+    except ValueError as error:
         raise ValueError(f"--split={FLAGS.split} is not JSON ({error}); correct it") from error
     if not isinstance(placement, dict):
         raise ValueError(f'--split={FLAGS.split}: write {{"layer.*": "stage(0)", …}}')

@@ -14,6 +14,7 @@ import warnings
 import keras
 
 from kdist.compat.backend import is_tensorflow
+from kdist.json_text import parse_json
 from kdist.layout import Layout
 from kdist.parallel.placement import patterns
 from kdist.parallel.search.divide import choose_divisions
@@ -88,8 +89,8 @@ def read_placement(path: str | os.PathLike) -> patterns.Placement:
         model = kdist.parallel.split(plain, kdist.parallel.read_placement("placement.json"))
     """
     try:
-        entries = json.loads(pathlib.Path(path).read_text())
-    except (ValueError, RecursionError) as error:
+        entries = parse_json(pathlib.Path(path).read_text())
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error})") from error
     if not isinstance(entries, dict) or not entries:
         raise ValueError(f'{path} holds no placement. Write {{"layer.*": "stage(0)", …}}')

@@ -16,6 +16,8 @@ import json
 import os
 from collections.abc import Sequence
 
+from kdist.json_text import parse_json
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerWork:
@@ -211,13 +213,13 @@ class Workload:
             ValueError: If `text` is no workload.
         """
         try:
-            fields = json.loads(text)
+            fields = parse_json(text)
             layers = tuple(LayerWork(**layer) for layer in fields.pop("layers"))
             fields |= {name: tuple(fields[name]) for name in ("input_shape", "uncounted")}
             fields["peaks"] = _pairs(fields["peaks"])
             fields["peaks_applied"] = _pairs(fields.get("peaks_applied", ()))
             return cls(layers=layers, **fields)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"{source} holds no workload ({error!r}); write it with Workload.to_json()"
             ) from error

@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
+from kdist.json_text import parse_json
 from kdist.run_directory import replacing
 from kdist.serving.core.settings import BatchSettings, padded_sizes
 
@@ -70,12 +71,12 @@ def read_metadata(version_directory: str | os.PathLike) -> dict[str, Any]:
     """
     path = pathlib.Path(version_directory) / METADATA
     try:
-        metadata = json.loads(path.read_text())
+        metadata = parse_json(path.read_text())
         if not isinstance(metadata, dict):
             raise TypeError("it is no JSON object")
         if not isinstance(metadata.get("devices") or [], list):
             raise TypeError("its devices are no list")
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): export the version again") from error
     return metadata
 
