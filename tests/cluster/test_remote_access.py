@@ -186,19 +186,22 @@ def test_no_task_of_a_job_accepts_other_machines(strategy, own_address, tmp_path
             assert time.monotonic() < deadline, (tmp_path / "log").read_text()
             time.sleep(0.1)
         time.sleep(1)  # the other tasks start their servers
-        ports = _listening_ports(psutil.Process(job.pid).children(recursive=True))
+        processes = psutil.Process(job.pid).children(recursive=True)
+        ports = _listening_ports(processes)
         assert len(intruder.ports) == (4 if strategy == "parameter_server" else 2)
         assert set(intruder.ports) <= ports
         assert not any(reaches(own_address, port) for port in ports)
-        assert intruder.num_connections == 0
+        # The kernel completes at most the one connection that fills the queue of a port's guard.
+        assert len(intruder.connections) <= len(intruder.ports)
+        assert not intruder.addresses() & _peers(processes)
 
 
 class Intruder:
-    """Tries to connect to the tasks of a job from its start on."""
+    """Tries to connect to the tasks of a job from its start on, and keeps its connections."""
 
     def __init__(self, pid, host):
         self._launcher, self._host = psutil.Process(pid), host
-        self.ports, self.num_connections = [], 0
+        self.ports, self.connections = [], []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -209,12 +212,19 @@ class Intruder:
     def __exit__(self, *error):
         self._ended.set()
         self._thread.join()
+        for connection in self.connections:
+            connection.close()
+
+    def addresses(self):
+        """Returns the own (host, port) of each connection."""
+        return {connection.getsockname()[:2] for connection in self.connections}
 
     def _run(self):
         while not self._ended.is_set():
             self.ports = self.ports or self._find_ports()
             for port in self.ports:
-                self.num_connections += reaches(self._host, port, 0.02)
+                with contextlib.suppress(OSError):
+                    self.connections.append(socket.create_connection((self._host, port), 0.02))
             time.sleep(0.01)
 
     def _find_ports(self):
@@ -223,6 +233,16 @@ class Intruder:
                 tasks = json.loads(process.environ()["TF_CONFIG"])["cluster"]
                 return [int(one.rpartition(":")[2]) for role in tasks.values() for one in role]
         return []
+
+
+def _peers(processes):
+    """Returns the (host, port) of the clients whose connections these processes have accepted."""
+    return {
+        (connection.raddr.ip.removeprefix("::ffff:"), connection.raddr.port)
+        for process in processes
+        for connection in process.net_connections("tcp")
+        if connection.raddr
+    }
 
 
 def _listening_ports(processes):
