@@ -562,6 +562,48 @@ def test_other_functions_of_rows_are_computed_from_the_whole_batch(loss, remedy)
         trained(kdist.Model, own_step(loss), kdist.create_strategy("mirrored", 2), accumulate=2)
 
 
+def _first_rows(model, x, y):
+    return tf.reduce_mean(squares(model, x[:3], y[:3])) + tf.reduce_mean(model(x[3:]) ** 2)
+
+
+def _halves(model, x, y):
+    """Mixes the rows of one half of the batch with those of the other."""
+    (one, other), (y, _) = tf.split(x, 2), tf.split(y, 2)
+    return tf.reduce_mean(squares(model, 0.3 * one + 0.7 * other, y))
+
+
+def _halves_of_outputs(model, x, y):
+    outputs, middle = model(x), tf.shape(x)[0] // 2
+    return tf.reduce_mean((outputs[:middle] - y[middle:]) ** 2)
+
+
+def _chosen_rows(model, x, y):
+    return tf.reduce_mean(squares(model, tf.gather(x, [0, 2]), tf.gather(y, [0, 2])))
+
+
+@pytest.mark.parametrize("loss", [_first_rows, _halves, _chosen_rows])
+def test_rows_at_positions_are_those_of_the_whole_batch(loss):
+    message = "every replica computes the whole batch"
+    assert_equal(own_step(loss), data=(X_STATIC, Y_STATIC), warns=message)
+
+
+def test_outputs_at_positions_are_taken_from_those_of_all_replicas():
+    assert_equal(own_step(_halves_of_outputs), data=(X_STATIC, Y_STATIC))
+    assert_equal(own_step(_halves_of_outputs))
+
+
+def test_joined_rows_that_are_divided_again_are_not_reported():
+    """Two views of each row pass through the model at once."""
+
+    def loss(model, x, y):
+        one, other = tf.split(model(tf.concat([x, 0.5 * x], 0)), 2)
+        return tf.reduce_mean((one - y) ** 2) + tf.reduce_mean((other - one) ** 2)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal(own_step(loss))
+
+
 def _mixed_up(model, x, y):
     weight = tf.random.uniform([], dtype=x.dtype)
     return tf.reduce_mean(squares(model, weight * x + (1 - weight) * x[::-1], y))

@@ -522,7 +522,13 @@ def _contracted_axis(tensor, place):
 
 
 def _mixes_rows(tensor, kind, inputs):
-    """Returns True if an operation combines a row with other rows, or with a mean over rows."""
+    """Returns True if an operation combines a row with other rows, or with a mean over rows.
+
+    Rows that are taken by their positions in the batch count as well: the first of each replica are
+    not those of the batch.
+    """
+    if _takes_positions(tensor, kind, inputs):
+        return True
     if kind in (*_ELEMENTWISE, *_COMPARISONS) and _has_pairs(tensor, inputs):
         return True
     is_with_rows = any(i.axis is not None for i in inputs)
@@ -585,6 +591,16 @@ def _slices_others(tensor, inputs):
     is_whole = all(masks) and strides is not None and strides[0] == 1
     others = operation.get_attr("shrink_axis_mask") | operation.get_attr("new_axis_mask")
     return (is_whole and not others & 1) or bool(operation.get_attr("ellipsis_mask") & 1)
+
+
+def _takes_positions(tensor, kind, inputs):
+    """Returns True if an operation takes some rows of the batch by their positions."""
+    place = {"Split": 1, "SplitV": 0, "GatherV2": 0, "Slice": 0, "StridedSlice": 0}.get(kind)
+    if place is None or not inputs[place].is_by_row:
+        return False
+    if kind == "GatherV2" and (not inputs[1].is_fixed or tensor.op.get_attr("batch_dims")):
+        return False
+    return not _KEEPS_ROWS[kind](tensor, inputs)
 
 
 def _first_number(tensor):

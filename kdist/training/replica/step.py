@@ -376,9 +376,10 @@ class ReplicaStep:
 
     def _fall_back_on_mixed_rows(self, tensor, noun="loss"):
         self._fall_back(
-            f"the {noun} {tensor.name!r} combines rows of the batch with each other, or with a "
-            "mean or sum over rows. Call kdist.gather_batch on what is combined, or accept the "
-            f'{noun} of each replica\'s rows by compile(loss_reduction="mean") '
+            f"the {noun} {tensor.name!r} combines rows of the batch with each other or with a "
+            "mean or sum over rows, or takes rows by their positions. Call kdist.gather_batch on "
+            f"what is combined, or accept the {noun} of each replica's rows by "
+            'compile(loss_reduction="mean") '
             "(docs/guides/strategies.md)",
             "Each replica sees its own rows only, so that the result is not that of one device",
         )
