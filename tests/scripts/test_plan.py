@@ -1,4 +1,4 @@
-"""Runs of scripts/plan.py: valid and invalid flags, missing files."""
+"""Runs of `kdist plan`: valid and invalid flags, missing files."""
 
 import json
 import os
