@@ -4,10 +4,12 @@ import json
 import sys
 import time
 
+import numpy as np
 from absl import flags
 
 import kdist
 from kdist.commands.training_run.compiled_model import compiled_model
+from kdist.commands.training_run.user_code import call, is_reference
 from kdist.run_directory import RunDirectory
 
 FLAGS = flags.FLAGS
@@ -47,6 +49,11 @@ def load_data(batch, examples=None):
         examples: number of training examples, instead of --examples.
     """
     options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
+    if is_reference(FLAGS.dataset):
+        from kdist.data.datasets import create_pipelines
+
+        sources, chosen = sources_of_function(FLAGS.dataset), examples or FLAGS.examples
+        return FLAGS.dataset, *create_pipelines(sources, examples=chosen, **options)
     try:
         return FLAGS.dataset, *kdist.data.load(
             FLAGS.dataset,
@@ -60,6 +67,34 @@ def load_data(batch, examples=None):
             raise
         print(f"{error}\nTraining on {FLAGS.fallback_dataset} instead.", file=sys.stderr)
         return FLAGS.fallback_dataset, *kdist.data.load(FLAGS.fallback_dataset, **options)
+
+
+def sources_of_function(text):
+    """Returns the training and the test source of a user's function.
+
+    It returns `(train, test)`. Each is a `kdist.data.Source`, or arrays `(images, labels)` as in
+    `keras.datasets`, whose labels may be (N, 1).
+    """
+    from kdist.data import Source
+
+    returned = call(text)
+    try:
+        train, test = returned
+        if isinstance(train, Source) and isinstance(test, Source):
+            return train, test
+        train, test = ((np.asarray(x), _flat(y)) for x, y in (train, test))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"--dataset={text} returned {type(returned).__name__}; return (x_train, y_train), "
+            "(x_test, y_test), arrays of images and labels, or two kdist.data.Source"
+        ) from error
+    classes = 1 + int(max(labels.max(initial=0) for _, labels in (train, test)))
+    return tuple(kdist.data.from_arrays(*arrays, num_classes=classes) for arrays in (train, test))
+
+
+def _flat(labels):
+    labels = np.asarray(labels)
+    return labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
 
 
 def examples_in_time(strategy, train, test, started):
