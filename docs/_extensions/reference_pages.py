@@ -27,6 +27,10 @@ def setup(app):
 def _write_pages(app, config):
     directory = pathlib.Path(app.srcdir, "reference")
     directory.mkdir(exist_ok=True)
+    for stale in set(directory.glob("kdist*.md")) - {
+        directory / f"{name}.md" for name in config.reference_packages
+    }:
+        stale.unlink()
     for name in config.reference_packages:
         text = _PAGE.format(name=name, table=_table(name))
         page = directory / f"{name}.md"

@@ -6,12 +6,14 @@ minutes. `<!-- setup … -->` holds code that a reader does not need, such as on
 Commands of a page are checked for flags that do not exist.
 """
 
+import doctest
 import pathlib
 import re
 
 import pytest
 
 from tests.forked import python, run_program
+from tests.tiers import seldom
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Pages that conf.py copies or generates are tested where they come from.
@@ -24,20 +26,23 @@ PAGES = [
         if not set(_BUILT) & set(page.relative_to(ROOT).parts)
     ),
 ]
-_BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n+)?^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_SETUP = re.compile(r"<!-- setup\n(.*?)-->", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- not run: [^>]+ -->\n+)?^```(\w+)\n(.*?)^```$|^<!-- setup\n(.*?)^-->$",
+    re.MULTILINE | re.DOTALL,
+)
 _REPLACEMENT = re.compile(r"<!-- in tests: (.+?) -> (.+?) -->")
 _COMMAND = re.compile(r"kdist (train|launch|check|plan|report|serve)\b(.*)")
 _FLAG = re.compile(r"(?<=\s)--(?!no\b)([a-z0-9_]+)")
 
 
 def programs(page):
-    """Returns the Python blocks of a page that are run, with its replacements."""
+    """Returns the Python blocks of a page that are run, in order, with its replacements."""
     text = page.read_text()
     blocks = [
-        code for skipped, language, code in _BLOCK.findall(text) if language == "python" and not skipped
+        setup or code
+        for skipped, language, code, setup in _BLOCK.findall(text)
+        if setup or (language == "python" and not skipped)
     ]
-    blocks = _SETUP.findall(text) + blocks
     for old, new in _REPLACEMENT.findall(text):
         assert any(old in code for code in blocks), f"{page.name} does not contain {old!r}"
         blocks = [code.replace(old, new) for code in blocks]
@@ -53,15 +58,25 @@ def commands(page):
                 yield command, set(_FLAG.findall(re.split(r"[`#|]", rest)[0]))
 
 
-_WITH_PROGRAMS = [page for page in PAGES if programs(page)]
+_NAMES = [str(page.relative_to(ROOT)) for page in PAGES if programs(page)]
+# In CI, the pages that most readers start with.
+_FIRST = ["README.md", "docs/quickstart.md", "docs/guides/own_model.md", "docs/guides/own_data.md"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", _WITH_PROGRAMS, ids=lambda page: page.stem)
-def test_programs_of_a_page_run(page, tmp_path):
-    code = "\n".join(programs(page))
+@pytest.mark.parametrize("name", [*_FIRST, *seldom(_NAMES, other_than=_FIRST)])
+def test_programs_of_a_page_run(name, tmp_path):
+    code = "\n".join(programs(ROOT / name))
     start = f"import os\nos.chdir({str(tmp_path)!r})\n"
     python(f"{start}{code}\nprint('null')", environment={"WANDB_MODE": "offline"})
+
+
+def test_examples_of_concepts_have_the_results_that_they_show():
+    text = (ROOT / "docs" / "concepts.md").read_text()
+    code = "".join(block[2] for block in _BLOCK.findall(text) if block[1] == "pycon")
+    examples = doctest.DocTestParser().get_doctest(code, {}, "concepts.md", None, 0)
+    assert doctest.DocTestRunner().run(examples).failed == 0
+    assert examples.examples
 
 
 def test_commands_use_flags_that_exist():
