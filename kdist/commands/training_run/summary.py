@@ -9,15 +9,15 @@ import sys
 from absl import flags
 
 import kdist
+from kdist import program
 
 FLAGS = flags.FLAGS
 
 
 def run_config(dataset, num_examples=None):
     """Returns all flags of this program with the actual dataset and number of examples."""
-    own = FLAGS.flags_by_module_dict()[sys.argv[0]]
     return {
-        **{flag.name: flag.value for flag in own},
+        **{name: flag.value for name, flag in program.own_flags().items()},
         "dataset": dataset,
         "num_examples": num_examples,
     }
@@ -95,11 +95,14 @@ def versions(*more):
 
 
 def git_commit():
-    """Returns the commit of this checkout; None outside of one."""
+    """Returns the commit of the clone that contains this package; None without one."""
+    root = pathlib.Path(kdist.__file__).parents[1]
+    if not (root / ".git").exists():  # not that of a project that has the package in its folder
+        return None
     try:
         return subprocess.run(
             ["git", "rev-parse", "HEAD"],
-            cwd=pathlib.Path(__file__).parent,
+            cwd=root,
             capture_output=True,
             text=True,
             check=True,
