@@ -31,7 +31,7 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _REPLACEMENT = re.compile(r"<!-- in tests: (.+?) -> (.+?) -->")
-_COMMAND = re.compile(r"kdist (train|launch|check|plan|report|serve)\b(.*)")
+_COMMAND = re.compile(r"kdist (train|launch|check|plan|report|serve|export|compare)\b(.*)")
 _FLAG = re.compile(r"(?<=\s)--(?!no\b)([a-z0-9_]+)")
 
 
@@ -39,14 +39,20 @@ def programs(page):
     """Returns the Python blocks of a page that are run, in order, with its replacements."""
     text = page.read_text()
     blocks = [
-        setup or code
+        setup or (code if language == "python" else _applied(code))
         for skipped, language, code, setup in _BLOCK.findall(text)
-        if setup or (language == "python" and not skipped)
+        if setup or (language in ("python", "diff") and not skipped)
     ]
     for old, new in _REPLACEMENT.findall(text):
         assert any(old in code for code in blocks), f"{page.name} does not contain {old!r}"
         blocks = [code.replace(old, new) for code in blocks]
     return blocks
+
+
+def _applied(diff):
+    """Returns the program that a diff of a whole file leads to."""
+    lines = diff.splitlines(keepends=True)
+    return "".join(line[1:] or "\n" for line in lines if not line.startswith("-"))
 
 
 def commands(page):
