@@ -49,6 +49,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # Notebooks are shown as they are stored. Tests run them.
 nb_merge_streams = True
+nb_output_stderr = "remove"  # TensorFlow's messages about the machine.
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 # Reference.
