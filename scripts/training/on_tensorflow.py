@@ -12,7 +12,7 @@ from training.data import load_data_in_time
 from training.model import compiled_model, split_layout, verbosity
 from training.options import apply_plan, report_data_differences
 from training.recording import check_directory, run_directory, start_recording
-from training.summary import cost, print_summary, run_config, tensorflow_summary
+from training.summary import cost, print_summary, run_config
 
 FLAGS = flags.FLAGS
 _logger = logging.getLogger("kdist.train")
@@ -49,9 +49,11 @@ def train_on_tensorflow():
     if not is_chief:
         return
     summary = {
-        **tensorflow_summary(strategy, batch, dataset, train.num_examples, model),
-        **test_results(model, test, history),
         **recording.telemetry.summary(),
+        "model": FLAGS.model,
+        "dataset": dataset,
+        "examples": train.num_examples,
+        **test_results(model, test, history),
         **cost(time.perf_counter() - started),
     }
     finish(recording, summary, plan)

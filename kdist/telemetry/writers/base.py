@@ -42,6 +42,9 @@ class Writer:
                 fields are measurements.
         """
 
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes the configuration of the run; called before the records of each training."""
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the results of the run; called once, at its end."""
 
@@ -87,6 +90,10 @@ class SeveralWriters(Writer):
     def write_device(self, record: Mapping[str, Any]):
         """Passes the record to each writer."""
         self._call_each("write_device", record)
+
+    def write_config(self, config: Mapping[str, Any]):
+        """Passes the configuration to each writer."""
+        self._call_each("write_config", config)
 
     def write_summary(self, summary: Mapping[str, Any]):
         """Passes the summary to each writer."""
