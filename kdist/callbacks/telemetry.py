@@ -13,7 +13,7 @@ from kdist.strategies import is_chief, num_workers
 from kdist.telemetry.axes import Axes, last_values, note_largest
 from kdist.telemetry.devices.collector import collector_of
 from kdist.telemetry.facts import shares_cores, training_config, training_summary
-from kdist.telemetry.steps.verdict import DeviceMeans, verdict
+from kdist.telemetry.steps.verdict import DeviceMeans, is_long_enough, verdict
 from kdist.telemetry.steps.window_means import WindowMeans, running_means
 from kdist.telemetry.steps.windows import TimingWindows
 from kdist.telemetry.writers.base import NullWriter, Writer, create_writer
@@ -141,6 +141,7 @@ class Telemetry(keras.callbacks.Callback):
             "verdict": verdict(timing, self._devices.gpus(), self._shares_cores()),
             "measured_steps": timing.get("window_steps"),
             "measured_seconds": timing.get("window_seconds"),
+            "measured_enough": is_long_enough(timing),
             "breakdown": _breakdown(timing),
             "goodput": useful / whole if useful and whole else None,
             "model_flops_utilization": timing.get("model_flops_utilization"),

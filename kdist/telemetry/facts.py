@@ -146,7 +146,10 @@ def _state(model, name):
 
 
 def _batch(model):
-    replicas, size = model.distribute_strategy.num_replicas_in_sync, _state(model, "global_batch_size")
+    replicas, size = (
+        model.distribute_strategy.num_replicas_in_sync,
+        _state(model, "global_batch_size"),
+    )
     accumulate = _state(model, "accumulate") or 1
     local, rest = divmod(size, replicas * accumulate) if size else (None, 0)
     return {

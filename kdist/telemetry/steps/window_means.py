@@ -26,7 +26,7 @@ class WindowMeans:
         self._steps_before = 0  # in this epoch, at the last reading
         self._before: dict[str, float] = {}  # sums at the last reading
         self.steps = 0
-        self._sums: collections.Counter[str] = collections.Counter()
+        self._sums: dict[str, float] = collections.defaultdict(float)
         self._latest: dict[str, float] = {}
 
     def begin_epoch(self):
@@ -49,7 +49,7 @@ class WindowMeans:
         if self._running.intersection(logs) and self.steps:
             logs |= {name: total / self.steps for name, total in self._sums.items()}
             logs["window_steps"] = self.steps
-        self.steps, self._sums = 0, collections.Counter()
+        self.steps, self._sums = 0, collections.defaultdict(float)
         return logs
 
     def get_state(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class WindowMeans:
     def set_state(self, state: Mapping[str, Any]):
         """Restores the result of `get_state`."""
         self._steps_before, self._before = state["steps_before"], dict(state["before"])
-        self.steps, self._sums = state["steps"], collections.Counter(state["sums"])
+        self.steps, self._sums = state["steps"], collections.defaultdict(float, state["sums"])
         self._latest = dict(state["latest"])
 
 
@@ -77,7 +77,8 @@ def running_means(model: keras.Model) -> frozenset[str]:
     """
     if not _logs_are_metrics(model) or has_parameter_servers(model.distribute_strategy):
         return frozenset()
-    means, others = set(), set()
+    means: set[str] = set()
+    others: set[str] = set()
     for metric in _flat(model.metrics):
         # Subclasses such as RootMeanSquaredError return a function of the mean.
         is_mean = isinstance(metric, keras.metrics.Mean)
