@@ -3,7 +3,10 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Files that tell which extras are installed: .venv/installed for none, .venv/installed-test, …
 INSTALLED := $(VENV)/installed
+# uv, where it is there, installs several times as fast as pip.
+INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN),$(RUN) -m pip install) --quiet
 
 # The main job: as small a part of an epoch as ends within five minutes, on two CPU cores as well.
 # For a full epoch: make train EXAMPLES=60000 MINUTES=60. On GPUs: make train FLAGS="--strategy=auto"
@@ -22,11 +25,17 @@ DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
-env: $(INSTALLED) ## the environment in .venv, with every version pinned
+env: $(INSTALLED) ## the environment in .venv, with what training needs, every version pinned
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@echo "installing kdist into $(VENV): about 2.8 GB, one to four minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --editable '.[test,dev,notebooks]' --constraint constraints.txt
+	$(INSTALL) --editable . --constraint constraints.txt
+	@touch $@
+
+# Tests, lint, and notebooks need more; each target names the extra that it needs.
+$(INSTALLED)-%: $(INSTALLED)
+	$(INSTALL) --editable '.[$*]' --constraint constraints.txt
 	@touch $@
 
 data: ## Fashion-MNIST from Debian's package, where apt and the rights are there
@@ -52,64 +61,64 @@ NOTEBOOKS := $(RUN) -m pytest -p nbmake.pytest_plugin --nbmake --nbmake-timeout=
 
 test: test-unit test-tensorflow ## all tests but the slow ones
 
-test-unit: env ## tests that need no TensorFlow and no other process
+test-unit: $(INSTALLED)-test ## tests that need no TensorFlow and no other process
 	$(PYTEST) -m unit tests/unit
 
-test-tensorflow: env ## tests that use TensorFlow, and short ones that start processes
+test-tensorflow: $(INSTALLED)-test ## tests that use TensorFlow, and short ones that start processes
 	$(PYTEST) -m tensorflow --ignore=tests/unit tests
 
-test-slow: env ## jobs of several processes, long trainings, and the notebooks
+test-slow: $(INSTALLED)-test ## jobs of several processes, long trainings, and the notebooks
 	$(PYTEST_SLOW) -m "slow and not exhaustive" tests
 	$(NOTEBOOKS)
 
-test-exhaustive: env ## all cases of the large matrices, before a release
+test-exhaustive: $(INSTALLED)-test ## all cases of the large matrices, before a release
 	$(PYTEST_SLOW) -m exhaustive tests
 
 # Cases that fail are printed; they belong into tests/equivalence/test_random_models.py.
 CASES ?= 3000
 
-fuzz: env ## random models on several devices beside one device: CASES=3000
+fuzz: $(INSTALLED)-test ## random models on several devices beside one device: CASES=3000
 	KDIST_FUZZ_CASES=$(CASES) KDIST_FUZZ_SHARDS=$$(nproc) $(PYTEST) -m slow --timeout=0 \
 	  tests/equivalence/test_random_models.py
 
-adversary: env ## random requests, mutated models, and changed texts: CASES=3000
+adversary: $(INSTALLED)-test ## random requests, mutated models, and changed texts: CASES=3000
 	KDIST_FUZZ_CASES=$(CASES) $(RUN) -m pytest --timeout=0 tests/adversary
 
-keras-suite: env ## Keras's own tests, with kdist's trainer
-	$(RUN) -m pip install --quiet --editable '.[keras_suite]' --constraint constraints.txt
+keras-suite: $(INSTALLED)-test ## Keras's own tests, with kdist's trainer
+	$(INSTALL) --editable '.[keras_suite]' --constraint constraints.txt
 	$(RUN) scripts/keras_suite.py
 
 # tests/test_schedules.py runs the examples of kdist/schedules.py, which start TensorFlow.
-doctest: env ## examples in docstrings
+doctest: $(INSTALLED)-test ## examples in docstrings
 	$(RUN) -m pytest --quiet --doctest-modules \
 	  $$(grep -rlE '^ *>>> ' --include='*.py' kdist | grep -v kdist/schedules.py)
 
-lint: env doctest ## format, lint, types, and examples in docstrings, as CI checks them
+lint: $(INSTALLED)-dev doctest ## format, lint, types, and examples in docstrings, as CI checks them
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) tools/house.py
 
-format: env ## mend what lint says, as far as a tool can
+format: $(INSTALLED)-dev ## mend what lint says, as far as a tool can
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
-notebooks: env ## run the notebooks and keep their output
+notebooks: $(INSTALLED)-notebooks ## run the notebooks and keep their output
 	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 bench: env ## kdist beside Keras, a loop by hand and PyTorch, in one session
 	$(RUN) -m benchmarks.compare_training $(BENCH_FLAGS)
 
 bench-clusters: env ## training on several processes beside its rivals; as root for the slow link
-	$(RUN) -m pip install --quiet tf-keras --constraint constraints.txt
+	$(INSTALL) tf-keras --constraint constraints.txt
 	$(RUN) -m benchmarks.compare_clusters $(BENCH_FLAGS)
 
 bench-serving: env ## our server beside its rivals, which get environments of their own
 	$(RUN) -m benchmarks.serving_load --prepare
 	$(RUN) -m benchmarks.serving_load $(BENCH_FLAGS)
 
-constraints: env ## write the installed versions to constraints.txt
+constraints: $(INSTALLED)-test $(INSTALLED)-dev $(INSTALLED)-notebooks ## write the installed versions to constraints.txt
 	{ sed '/^[^#]/,$$d' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new
 	mv constraints.new constraints.txt
 

@@ -59,7 +59,7 @@ def _available_text(gpus):
     if gpus:
         return f"TensorFlow sees {len(gpus)} GPU(s): {', '.join(gpus)}"
     return (
-        "TensorFlow sees no GPU; request CPU devices (--num_devices=N), or run scripts/check.py to "
+        "TensorFlow sees no GPU; request CPU devices (--num_devices=N), or run `kdist check` to "
         "see what TensorFlow finds"
     )
 

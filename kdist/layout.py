@@ -196,7 +196,7 @@ class Layout:
         if self != self.degrees:
             raise ValueError(
                 f"{self} has fields that only a plan can have: pass accumulate and local_steps to "
-                "compile(), machines to scripts/launch.py --workers, and instead of asynchronous "
+                "compile(), machines to kdist launch --workers, and instead of asynchronous "
                 "use the strategy parameter_server"
             )
 

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import contextlib
 import difflib
+import functools
 import logging
 import math
 import os
@@ -47,6 +48,7 @@ _LARGEST_INTEGER = 10**12  # without a unit
 
 # Heading -> names of its flags, both in the order in which `--help` shows them.
 _groups: dict[str, list[str]] = {}
+_running = "__main__"  # module of the running program
 
 
 @contextlib.contextmanager
@@ -58,8 +60,7 @@ def flag_group(heading: str) -> Iterator[None]:
     """
     defined_before = set(FLAGS)
     yield
-    names = _groups.setdefault(heading, [])
-    names.extend(name for name in own_flags() if name not in defined_before)
+    _groups.setdefault(heading, []).extend(name for name in FLAGS if name not in defined_before)
 
 
 def run(main: Callable[[Sequence[str]], int | None], positional: str | None = None):
@@ -69,21 +70,30 @@ def run(main: Callable[[Sequence[str]], int | None], positional: str | None = No
     the traceback as well. Ctrl-C exits with 130. `main` receives the program's name and the
     positional arguments, which `positional` describes; by default the program accepts flags only.
     """
+    global _running
+    _running = main.__module__
     # TensorFlow logs every gradient reduction that it plans at the level INFO.
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     app.define_help_flags()
-    flags.DEFINE_flag(_HelpFlag("help", help_text, short_name="?"))
-    flags.DEFINE_flag(_HelpFlag("helpshort", help_text))
+    text = functools.partial(help_text, positional)
+    flags.DEFINE_flag(_HelpFlag("help", text, short_name="?"))
+    flags.DEFINE_flag(_HelpFlag("helpshort", text))
     flags.DEFINE_flag(_HelpFlag("helpfull", FLAGS.get_help))
     app.run(lambda arguments: _run_guarded(main, arguments, positional))
 
 
-def help_text() -> str:
-    """Returns the running program's docstring and its flags, grouped by subject."""
+def help_text(positional: str | None = None) -> str:
+    """Returns the running program's docstring and its flags, grouped by subject.
+
+    `positional` describes its positional arguments, if it has some.
+    """
     own = own_flags()
     grouped = {name for names in _groups.values() for name in names}
     groups = {**_groups, _OTHER: [name for name in own if name not in grouped]}
-    parts = [(sys.modules["__main__"].__doc__ or "").strip("\n")]
+    parts = [(sys.modules[_running].__doc__ or "").strip("\n")]
+    if sys.argv[0].startswith("kdist "):
+        arguments = f" <{positional}>" if positional else ""
+        parts.insert(0, f"Usage: {sys.argv[0]} [--flag=value …]{arguments}")
     for heading, names in groups.items():
         if names:
             parts.append("\n".join([f"{heading}:", *(_flag_text(own[name]) for name in names)]))
@@ -93,9 +103,14 @@ def help_text() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def own_flags():
-    """Returns {name: flag} of the flags that the running program defines itself."""
-    return {flag.name: flag for flag in FLAGS.flags_by_module_dict().get(sys.argv[0], ())}
+def own_flags(module: str | None = None) -> dict[str, flags.Flag]:
+    """Returns {name: flag} of the flags that a program defines itself.
+
+    `module` is the program's module; by default that of the running program.
+    """
+    module = module or _running
+    name = sys.argv[0] if module == "__main__" else module  # as absl names them
+    return {flag.name: flag for flag in FLAGS.flags_by_module_dict().get(name, ())}
 
 
 def _flag_text(flag):
@@ -232,7 +247,7 @@ def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):
 
     Args:
         name: the flag; without a value nothing is checked.
-        remedy: what to do about it, such as "create it with scripts/plan.py --output".
+        remedy: what to do about it, such as "create it with kdist plan --output".
         unless: values that are not paths.
     """
 

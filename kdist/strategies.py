@@ -1,6 +1,6 @@
 """Creates `tf.distribute` strategies by name, from a plan, or from a layout.
 
-    strategy = create_strategy("auto")                             # uses all devices of this host
+    strategy = create_strategy("auto")                   # all devices of this host, or of the job
     strategy = create_strategy("mirrored", devices=2)              # two GPUs, or logical CPUs
     strategy = create_strategy("mirrored", devices=["GPU:0", "GPU:3"], reduction="nccl")
     strategy = create_strategy("multi_worker")                     # on each task of a job
@@ -71,11 +71,12 @@ def create_strategy(
             model.compile("sgd", "sparse_categorical_crossentropy")
 
     Args:
-        name: `"auto"` (mirrored on several devices, otherwise one device; the choice is logged),
-            `"one_device"`, `"mirrored"`, `"multi_worker"`, `"parameter_server"`,
-            `"central_storage"`, or `"tpu"`. Or a `kdist.planner.Plan`, which also determines the
-            devices; the job must have as many tasks as the plan has machines. Or the
-            `kdist.Layout` of a split model. Defaults to `"auto"`.
+        name: `"auto"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"parameter_server"`,
+            `"central_storage"`, or `"tpu"`. `"auto"` is `"parameter_server"` in a job with
+            parameter servers, `"multi_worker"` in any other job of several tasks, otherwise
+            `"mirrored"` on several devices and `"one_device"` on one; the choice is logged. Or a
+            `kdist.planner.Plan`, which also determines the devices; the job must have as many tasks
+            as the plan has machines. Or the `kdist.Layout` of a split model. Defaults to `"auto"`.
         devices: Number of devices or their names, such as `["GPU:0", "GPU:3"]`. A number on a
             machine without GPUs creates that many logical CPU devices. In a job, these are the
             devices of this task, and every task has the same number. Defaults to all GPUs, or the

@@ -10,6 +10,7 @@
 
 import dataclasses
 import difflib
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from kdist.layout import Layout
 
 if TYPE_CHECKING:
     from kdist.planner.plans import Plan
+
+_logger = logging.getLogger(__name__)
 
 # Strategies of one process, and of the tasks of a job.
 SINGLE_PROCESS = ("auto", "one_device", "mirrored", "central_storage", "tpu")
@@ -85,7 +88,7 @@ def resolve(
     """Returns the spec of a strategy, after checking that its options agree.
 
     It has the arguments of `kdist.create_strategy`. It reads TF_CONFIG and Slurm's variables if
-    `cluster` is not given, and has no side effects.
+    `cluster` is not given. It has no side effects, but logs what `"auto"` is in a job.
 
     Raises:
         ValueError: If the name or the reduction is unknown, options contradict each other, the
@@ -96,6 +99,8 @@ def resolve(
     elif not isinstance(name, str):
         name, devices, cluster = _from_plan(name, devices, cluster)
     devices = parse_devices(devices)
+    if name == "auto":
+        name, cluster = _automatic(cluster)
     layout = name if isinstance(name, Layout) else None
     if layout is not None:
         name = "layout"
@@ -117,6 +122,16 @@ def resolve(
         _check_single_process(spec)
         return spec
     return _in_cluster(spec, Cluster.resolve() if cluster is None else cluster, allow_remote)
+
+
+def _automatic(cluster):
+    """Returns ("auto", cluster), or the strategy of a job of several tasks instead of "auto"."""
+    cluster = Cluster.resolve() if cluster is None else cluster
+    if cluster.is_alone:
+        return "auto", cluster
+    name = "parameter_server" if "ps" in cluster.tasks else "multi_worker"
+    _logger.info("auto chose %s: the job has %s", name, cluster.counts())
+    return name, cluster
 
 
 def _in_cluster(spec, cluster, allow_remote):
@@ -174,7 +189,7 @@ def _check_machines(layout, cluster):
         raise ValueError(
             f"the plan is for {layout.machines} machines ({layout.strategy}"
             f"{', a server on each' * served}), and this job has {tasks} task{'s' * (tasks > 1)}"
-            f"{f' and {servers} servers' * served}; start it with scripts/launch.py {flags}, with "
+            f"{f' and {servers} servers' * served}; start it with kdist launch {flags}, with "
             "TF_CONFIG on each machine, or create another plan with --max_machines"
         )
 

@@ -1,8 +1,5 @@
-"""Runs `benchmarks/equivalence/compare.py`; see there, or `--help`."""
+"""Runs `kdist compare`, also in a clone in which kdist is not on the PATH; see `--help`."""
 
-import pathlib
-import runpy
-import sys
+from kdist.commands.command_line import run
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # benchmarks/ is not installed
-runpy.run_module("benchmarks.equivalence.compare", run_name="__main__", alter_sys=True)
+run("compare")

@@ -8,6 +8,7 @@ import pytest
 from absl import flags
 
 from kdist import program
+from kdist.commands.command_line import COMMANDS
 
 PROGRAM = '''"""Copies a file.
 
@@ -15,6 +16,7 @@ PROGRAM = '''"""Copies a file.
 """
 from absl import flags
 from kdist import program
+from kdist.commands.command_line import COMMANDS
 
 with program.flag_group("Common"):
     flags.DEFINE_string("source", None, "File to copy.")
@@ -136,3 +138,33 @@ def test_defects_keep_their_traceback(run):
 
 def test_ctrl_c_exits_with_130(run):
     assert run("--source=interrupt").returncode == 130
+
+
+def kdist(*arguments):
+    command = [sys.executable, "-X", "importtime", "-m", "kdist", *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "tensorflow" not in process.stderr
+    return process
+
+
+def test_the_command_lists_its_programs():
+    process = kdist()
+    assert process.returncode == 0
+    for name, (words, example) in COMMANDS.items():
+        assert words in process.stdout
+        assert example.startswith(f"kdist {name}")
+    assert kdist("--help").stdout == process.stdout
+    assert "absl" not in kdist().stderr  # it appears at once
+
+
+def test_the_command_names_the_nearest_program():
+    process = kdist("trian")
+    assert process.returncode == 1
+    assert "did you mean 'train'" in process.stderr
+
+
+def test_help_of_one_program_has_its_usage():
+    lines = kdist("report", "--help").stdout.splitlines()
+    assert lines[0] == "Usage: kdist report [--flag=value …] <run directories>"
+    assert lines[2].startswith("Writes ")
+    assert "Live page:" in lines

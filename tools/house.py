@@ -91,7 +91,9 @@ def replaced_words(module):
 
 
 def prints(module):
-    """Yields calls of `print`."""
+    """Yields calls of `print`, except in the programs of `kdist.commands`."""
+    if module.name.startswith("kdist/commands/"):
+        return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print":
             yield node.lineno, "print", "use logging.getLogger(__name__)"
@@ -208,8 +210,9 @@ def shared_class_names(modules):
 
 
 def large_folders(modules, most=15):
-    """Yields folders with more than `most` modules."""
-    folders = collections.Counter(str(pathlib.Path(module.name).parent) for module in modules)
+    """Yields folders with more than `most` modules, not counting `__main__`."""
+    paths = [pathlib.Path(module.name) for module in modules]
+    folders = collections.Counter(str(path.parent) for path in paths if path.stem != "__main__")
     for folder, count in sorted(folders.items()):
         if count > most:
             yield folder, count, f"more than {most} modules"

@@ -8,5 +8,5 @@
     print(feature.judge(outcome, reference))                      # works | wrong by 0.05
 
 `feature` defines a row, `trial` trains it, and `features` lists all rows. The modules named after a
-theme contain the definitions. `cells`, `table`, and `compare` are the program `scripts/compare.py`.
+theme contain the definitions. `cells`, `table`, and `compare` are the program `kdist compare`.
 """

@@ -1,9 +1,9 @@
 """Measures which features of Keras give the same model on several devices as on one.
 
-  python scripts/compare.py                                  # the whole table
-  python scripts/compare.py --features=clipnorm,dropout      # two rows of it
-  python scripts/compare.py --libraries=kdist --replicas=2   # one column
-  python scripts/compare.py --markdown=README.md --json=compare.json
+  kdist compare                                  # the whole table
+  kdist compare --features=clipnorm,dropout      # two rows of it
+  kdist compare --libraries=kdist --replicas=2   # one column
+  kdist compare --markdown=README.md --json=compare.json
 
 The reference of a feature is plain Keras on one device. The same training then runs with the same
 global batches on logical CPU devices: by plain Keras and by kdist under MirroredStrategy, and by

@@ -1,7 +1,7 @@
 """Compares the planner with published rates and trainings, and fits its constants to them.
 
-    python scripts/plan.py --validate=benchmarks/planner_validation/tables/scaling.csv
-    python scripts/plan.py --trainings=benchmarks/planner_validation/tables/time_to_accuracy.csv
+    kdist plan --validate=benchmarks/planner_validation/tables/scaling.csv
+    kdist plan --trainings=benchmarks/planner_validation/tables/time_to_accuracy.csv
     python -m benchmarks.planner_validation.fitting          # constants of exchange and input
     python -m benchmarks.planner_validation.compute_fitting  # constants of computation
 

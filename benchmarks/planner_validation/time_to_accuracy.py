@@ -108,7 +108,7 @@ def trainings_text(trained: Sequence[Trained]) -> str:
         trained: trainings from `check_trainings`.
 
     Returns:
-        The text that `scripts/plan.py --trainings` prints.
+        The text that `kdist plan --trainings` prints.
 
     Example:
 

@@ -114,7 +114,7 @@ def validate(
             of computation likewise.
 
     Returns:
-        The predictions; `str()` gives the text that `scripts/plan.py --validate` prints.
+        The predictions; `str()` gives the text that `kdist plan --validate` prints.
 
     Raises:
         FileNotFoundError: the file does not exist.

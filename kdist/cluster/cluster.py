@@ -176,7 +176,7 @@ class Cluster:
         if missing:
             raise ValueError(
                 f"{strategy} needs tasks of the role {' and '.join(missing)}; the cluster has "
-                f"{self.counts() or 'none'}. Start them with scripts/launch.py or srun, or set "
+                f"{self.counts() or 'none'}. Start them with kdist launch or srun, or set "
                 "TF_CONFIG for each task"
             )
         unused = [role for role in self.tasks if role not in required | allowed]

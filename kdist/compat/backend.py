@@ -28,7 +28,7 @@ def check_is_jax(what: str):
     if keras.backend.backend() != "jax":
         raise RuntimeError(
             f"{what} requires Keras on JAX, and KERAS_BACKEND is {keras.backend.backend()}: set "
-            "KERAS_BACKEND=jax before Keras is imported (scripts/train.py --backend=jax); on "
+            "KERAS_BACKEND=jax before Keras is imported (kdist train --backend=jax); on "
             "TensorFlow use kdist.create_strategy(layout)"
         )
 
@@ -43,5 +43,5 @@ def check_no_distribution():
             f"keras.distribution.set_distribution({type(given).__name__}(…)) does nothing on "
             "Keras's TensorFlow backend, which would use one device. Use kdist.create_strategy("
             "kdist.Layout(…)) instead and undo it with keras.distribution.set_distribution(None); "
-            "or set KERAS_BACKEND=jax (scripts/train.py --backend=jax)"
+            "or set KERAS_BACKEND=jax (kdist train --backend=jax)"
         )

@@ -1,6 +1,6 @@
 """Starts the tasks of a job on this machine, from a terminal or from a notebook.
 
-    python scripts/launch.py --workers=2 -- scripts/train.py --strategy=multi_worker
+    kdist launch --workers=2 -- my_script.py
 
     result = kdist.launch.local(function, workers=2)    # calls function() in each task
 

@@ -49,7 +49,8 @@ def local_job(
 
     Args:
         counts: Number of tasks per role. Parameter servers add a chief.
-        arguments: Command of each task: a Python script or another program, and its arguments.
+        arguments: Command of each task: a Python script, `kdist`, or another program, and its
+            arguments.
         log_dir: Directory of one log file per task, such as worker-1.log. Existing files grow.
         timeouts, screen: Time limits of the job, and the output of its tasks.
         share_one_gpu: Whether several tasks may share one GPU; a ValueError if they would have to.
@@ -137,8 +138,13 @@ def _make_directory(directory):
 
 
 def _command(arguments, environment):
-    """Returns the command to execute: a script runs in this Python, with unbuffered output."""
+    """Returns the command to execute.
+
+    A script, and kdist's own command, run in this Python, with unbuffered output.
+    """
     program, *rest = arguments
+    if program == "kdist":  # the package of this process, wherever the PATH leads
+        return [sys.executable, "-u", "-m", "kdist", *rest]
     if program.endswith(".py"):
         if not pathlib.Path(program).is_file():
             raise FileNotFoundError(_missing_script(program))

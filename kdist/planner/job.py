@@ -57,7 +57,7 @@ class Job:
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"precision {self.precision!r} is none of {', '.join(PRECISIONS)}, the values of "
-                "scripts/train.py --precision"
+                "kdist train --precision"
             )
 
     @property

@@ -29,6 +29,7 @@ from kdist.planner.selection.constraints import (
 )
 from kdist.planner.selection.prediction import Predictor
 from kdist.planner.selection.ranking import (
+    choices,
     pareto_front,
     rank_candidates,
     resolve_ranking,
@@ -73,6 +74,15 @@ class RankedPlans:
     def best(self) -> Plan:
         """The first plan."""
         return self.plans[0]
+
+    @property
+    def choices(self) -> dict[str, Plan]:
+        """The plans that are `"recommended"`, `"fastest"`, `"cheapest"`, and `"balanced"`.
+
+        The balanced plan has the smallest product of hours and dollars. Without prices there is no
+        cheapest and no balanced plan. A plan may have several of these names.
+        """
+        return choices(self.plans)
 
     @property
     def found(self) -> "RankedPlans":
@@ -194,7 +204,7 @@ def search(
         constraints: Constraints on a plan. Defaults to `Constraints()`.
         ranking: `"time"`, `"money"`, or `"both"`: time × money, so that half the time is worth
             twice the money. `"auto"`, the default, is time if only money is limited, money if only
-            time is limited, else both.
+            time is limited, else both, and puts plans for one machine before those for several.
 
     Returns:
         `RankedPlans`.
@@ -203,7 +213,7 @@ def search(
         ValueError: If no plan meets the constraints; the message names the one to relax, and by how
             much.
     """
-    ranking = resolve_ranking(ranking, constraints)
+    by = resolve_ranking(ranking, constraints)
     offers = list(offers)
     fitting, too_large = fitting_layouts(predictor, offers, constraints)
     candidates = priced_candidates(predictor, fitting, constraints.spot)
@@ -213,11 +223,11 @@ def search(
         raise ValueError(infeasible_message(candidates, alternatives, too_large, constraints))
     plans = tuple(
         predictor.plan(each.layout, each.local_batch, each.offer, constraints.spot)
-        for each in rank_candidates(kept, ranking)
+        for each in rank_candidates(kept, by, one_machine_first=ranking == "auto")
     )
     return RankedPlans(
         plans=plans,
-        ranking=ranking,
+        ranking=by,
         pareto=pareto_front(plans),
         rejected=(*too_large, *excluded),
         warnings=tuple(slowdown_warnings(predictor, plans, offers)),

@@ -1,7 +1,7 @@
 """Plan: a layout, a batch, and a machine, with predicted time, memory, and price.
 
 plan = kdist.plan(model, examples=60_000, epochs=10).best
-plan.save("plan.json")                      # for scripts/train.py --plan=plan.json
+plan.save("plan.json")                      # for kdist train --plan=plan.json
 strategy = kdist.create_strategy(Plan.load("plan.json"))
 """
 
@@ -150,7 +150,7 @@ class Plan:
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"{source} is no plan ({error!r}); write one with scripts/plan.py --output"
+                f"{source} is no plan ({error!r}); write one with kdist plan --output"
             ) from error
 
     def save(self, path: str | os.PathLike):

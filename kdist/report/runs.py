@@ -184,7 +184,7 @@ def _no_run_message(path):
         found = "it is a file"
     else:
         found = "it has no config.json, metrics.jsonl, or summary.json"
-    return f"{path} is no run directory: {found}. Pass the --run_dir of a run of scripts/train.py"
+    return f"{path} is no run directory: {found}. Pass the --run_dir of a run of `kdist train`"
 
 
 def _config(path, notes):

@@ -1,7 +1,7 @@
 """Model serving: export, dynamic batching and its tuning, a server, Ray, and Kubernetes.
 
     kdist.serving.export(model, "models/fashion")
-    # then: python scripts/serve.py --model_dir=models/fashion
+    # then: kdist serve --model_dir=models/fashion
 
 Public names are imported on demand, and TensorFlow with those that need it. The server needs
 `kdist[serve]`; `kdist.serving.ray` needs `kdist[ray]`.

@@ -7,7 +7,7 @@
     # curl -d '{"instances": [[…]]}' http://127.0.0.1:8000/v1/models/fashion:predict
 
 Each replica serves TensorFlow Serving's REST API with the batching, limits, and metrics of
-`scripts/serve.py`. Only `scripts/serve.py` serves gRPC. Every replica loads new versions.
+`kdist serve`. Only `kdist serve` serves gRPC. Every replica loads new versions.
 `/metrics` and the state of a version describe the replica that responds; `target_info` in the
 metrics names it. Ray's own metrics count the requests of all replicas.
 

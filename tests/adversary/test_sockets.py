@@ -75,10 +75,10 @@ def test_training_and_its_live_page(tmp_path):
     metrics = run / "metrics.jsonl"
     flags = [f"--run_dir={run}", *TRAINING]
     with running(tmp_path, lambda _: metrics.exists(), "train.py", *flags) as process:
-        assert listening(process) == addresses("train.py") == []
+        assert listening(process) == addresses("kdist train") == []
     flags = ["--watch", "--port=0", f"--output={tmp_path / 'page.html'}", run]
     with running(tmp_path, lambda text: "http://" in text, "report.py", *flags) as process:
-        assert listening(process) == addresses("report.py")
+        assert listening(process) == addresses("kdist report")
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_server_with_workers(tmp_path):
     save_times(tmp_path / "model" / "1", 2)
     flags = [f"--model_dir={tmp_path / 'model'}", "--port=0", "--grpc_port=0", "--workers=1"]
     with running(tmp_path, lambda text: "kdist serves" in text, "serve.py", *flags) as process:
-        assert listening(process) == addresses("serve.py")
+        assert listening(process) == addresses("kdist serve")
 
 
 @pytest.mark.slow
@@ -96,5 +96,5 @@ def test_a_job(tmp_path):
     ready.mkdir()
     flags = ["--workers=2", f"--run_dir={tmp_path / 'run'}", "--", tmp_path / "task.py", ready]
     with running(tmp_path, lambda _: len([*ready.iterdir()]) == 2, "launch.py", *flags) as process:
-        second_task = addresses("launch.py`, each task")
-        assert listening(process) == sorted(addresses("launch.py") + second_task)
+        second_task = addresses("kdist launch`, each task")
+        assert listening(process) == sorted(addresses("kdist launch") + second_task)

@@ -1,6 +1,6 @@
 """Every feature of `benchmarks.equivalence` on 2 and 4 replicas, next to plain Keras on one device.
 
-A new feature joins by a row in one of the tables there; `scripts/compare.py` shows the same rows
+A new feature joins by a row in one of the tables there; `kdist compare` shows the same rows
 for plain Keras as well.
 """
 

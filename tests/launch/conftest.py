@@ -1,4 +1,4 @@
-"""scripts/launch.py in a process of its own, with small Python scripts as tasks."""
+"""`kdist launch` in a process of its own, with small Python scripts as tasks."""
 
 import os
 import pathlib
@@ -25,7 +25,7 @@ note(f"{role}-{index}", os.getpid())
 
 
 class Launcher:
-    """Runs scripts/launch.py with a test's script; the logs are in `directory`/run/logs."""
+    """Runs `kdist launch` with a test's script; the logs are in `directory`/run/logs."""
 
     def __init__(self, directory):
         self.directory = directory

@@ -149,7 +149,7 @@ def test_an_error_at_the_start_is_one_line(scripts, tmp_path, arguments, message
 
 def test_help_has_examples(scripts, tmp_path):
     process = launch(scripts / "launch.py", "--help", directory=tmp_path)
-    assert "python scripts/launch.py --workers=2 -- scripts/train.py" in process.stdout
+    assert "kdist launch --workers=2 -- my_script.py" in process.stdout
 
 
 def test_any_program_can_be_a_task_and_makes_a_new_directory(scripts, tmp_path):

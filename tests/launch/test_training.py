@@ -14,7 +14,7 @@ def test_two_workers_train_and_the_chief_alone_writes(scripts, tmp_path):
     process = subprocess.run(
         [
             *(sys.executable, scripts / "launch.py", "--workers=2", "--timeout_seconds=240"),
-            *("--", scripts / "train.py", "--strategy=multi_worker", "--model=lenet"),
+            *("--", "kdist", "train", "--model=lenet"),  # --strategy=auto is multi_worker in a job
             *("--dataset=digits", "--examples=512", "--epochs=1", "--verbose=1"),
             "--run_dir=run",
         ],

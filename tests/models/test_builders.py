@@ -44,6 +44,7 @@ def test_every_builder_shows_the_arguments_they_share():
 
 def test_parameter_counts():
     assert trainable(models.resnet18((28, 28, 1), 10)) == 11_175_818
+    assert trainable(models.resnet18((28, 28, 1), 10, width=8)) == 176_634
     assert models.mlp((28, 28, 1), 10).count_params() == (784 + 1) * 256 + (256 + 1) * 10
     lenet = 6 * 26 + 16 * (6 * 25 + 1) + 120 * (16 * 25 + 1) + 84 * 121 + 10 * 85
     assert models.lenet((28, 28, 1), 10).count_params() == lenet
@@ -180,6 +181,8 @@ def test_initializers_given_to_resnet_are_not_shared():
     assert not np.array_equal(first, second)
     with pytest.raises(ValueError, match="seed=3"):
         models.resnet18((8, 8, 1), 10, initializer=keras.initializers.RandomNormal(seed=3))
+    with pytest.raises(ValueError, match="channels"):
+        models.resnet18((8, 8, 1), 10, width=0)
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])

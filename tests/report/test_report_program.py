@@ -1,4 +1,4 @@
-"""scripts/report.py as a user runs it."""
+"""`kdist report` as a user runs it."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs of scripts/compare.py."""
+"""Runs of `kdist compare`."""
 
 import json
 import pathlib

@@ -132,7 +132,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     assert process.returncode == 0, process.stderr
     assert "test accuracy" in process.stdout
     assert "report: " not in process.stdout
-    assert f"scripts/report.py {tmp_path / 'run'} --output=" in process.stderr
+    assert f"kdist report {tmp_path / 'run'} --output=" in process.stderr
     assert (tmp_path / "run" / "summary.json").exists()
 
 
@@ -202,7 +202,7 @@ def test_fallback_dataset_is_used_with_a_warning(tmp_path):
 
 def test_help_has_examples_and_flags():
     process = program("train", "--help")
-    assert "python scripts/train.py --strategy=mirrored --num_devices=2" in process.stdout
+    assert "kdist train --strategy=mirrored --num_devices=2" in process.stdout
     for flag in ("--local_batch_size", "sync_batch_norm", "--run_dir"):
         assert flag in process.stdout
 

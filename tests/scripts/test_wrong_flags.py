@@ -8,14 +8,17 @@ import sys
 
 import pytest
 
+from kdist.commands.command_line import COMMANDS
 from kdist.models import BUILDERS
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = sorted(
-    str(path.relative_to(ROOT))
-    for folder in ("scripts", "benchmarks")
-    for path in (ROOT / folder).rglob("*.py")
-    if "program.run(main" in path.read_text()
+    [f"scripts/{name}.py" for name in COMMANDS if name != "compare"]  # which is in benchmarks/
+    + [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "benchmarks").rglob("*.py")
+        if "program.run(main" in path.read_text()
+    ]
 )
 # Large values that are unusual, and the port that means none.
 ACCEPTED = {"learning_rate": ["1e30", "1000000000000000000000000000000"], "grpc_port": ["-1"]}
@@ -69,9 +72,9 @@ TRAIN = [
     (["--run_dir=interrupted"], "--epochs=7, but now it is 1"),
     (["--run_dir=interrupted", "--epochs=7", "--resume=never"], "already holds another run"),
     (["--resume=nowhere"], "--resume=nowhere: no such checkpoint"),
-    (["--plan=nowhere.json"], "create it with scripts/plan.py --output"),
-    (["--plan="], "create it with scripts/plan.py --output"),
-    (["--plan=finished"], "create it with scripts/plan.py --output"),
+    (["--plan=nowhere.json"], "create it with kdist plan --output"),
+    (["--plan="], "create it with kdist plan --output"),
+    (["--plan=finished"], "create it with kdist plan --output"),
     (["--plan=a_file"], "a_file is no JSON"),
     (["--plan=binary"], "binary is no JSON"),
     (["--plan=list.json"], "list.json is no plan"),
@@ -144,6 +147,14 @@ OTHERS = [
     ("serve", ["--model_dir=models/m", "--tune=nowhere/p.html"], "in a directory that exists"),
     ("serve", ["--model_dir=models/m", "--tune=a.html", "--kubernetes=b.yaml"], "At most one"),
     ("serve", ["--model_dir=models/m", "--tune=a.html", "--objective=throughput"], "--p99_ms=50"),
+    ("export", [], "missing argument: a run directory"),
+    ("export", ["nowhere"], "neither a run directory nor a .keras file"),
+    ("export", ["interrupted"], "no model in checkpoints/"),
+    ("export", ["a", "b"], "instead of 2"),
+    ("export", ["m.keras"], "--output=models/fashion"),
+    ("export", ["m.keras", "--output=a_file"], "give a directory"),
+    ("export", ["m.keras", "--output=models/m", "--version=1"], "give another --version"),
+    ("export", ["m.keras", "--output=models/m", "--version=0"], "--version=0"),
     ("report", [], "missing argument: run directories"),
     ("report", ["nowhere"], "is no run directory"),
     ("report", ["finished", "--output=nowhere/page.html"], "in a directory that exists"),
@@ -200,6 +211,7 @@ def outcomes(tmp_path_factory):
     for name in ("finished", "interrupted", "empty", "models/m/1"):
         (folder / name).mkdir(parents=True)
     (folder / "models" / "m" / "1" / "saved_model.pb").touch()
+    (folder / "m.keras").touch()
     (folder / "a_file").write_text("not JSON")
     (folder / "binary").write_bytes(b"\xff\xfe\x00")
     (folder / "list.json").write_text("[1]")

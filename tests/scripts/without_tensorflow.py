@@ -11,7 +11,6 @@ import importlib
 import importlib.abc
 import json
 import os
-import pathlib
 import runpy
 import sys
 import tempfile
@@ -21,12 +20,11 @@ from absl import flags
 
 from kdist import program
 
-_SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
 # Imports of the programs, which the forks share.
 _SHARED = (
     *("absl.app", "numpy", "kdist.data.operations", "kdist.launch.local_engine"),
     *("kdist.planner.planning", "kdist.report.page", "kdist.serving.core.settings"),
-    *("training.on_jax", "training.on_tensorflow"),
+    *("kdist.commands.training_run.on_jax", "kdist.commands.training_run.on_tensorflow"),
 )
 _ABSURD = ("nan", "inf", "-inf", "-1", "1e30", "1000000000000000000000000000000")
 
@@ -71,10 +69,10 @@ def _run_here(path, arguments):
         os._exit(code)
 
 
-def _print_accepted_numbers(*_, **__):
+def _print_accepted_numbers(main, **_):
     """Prints which absurd values each flag accepts that holds a number."""
     accepted = {}
-    for flag in program.own_flags().values():
+    for flag in program.own_flags(main.__module__).values():
         if flag.flag_type() in ("int", "float"):
             accepted[flag.name] = [text for text in _ABSURD if _is_accepted(flag, text)]
     json.dump(accepted, sys.stdout)
@@ -90,7 +88,6 @@ def _is_accepted(flag, text):
 
 if __name__ == "__main__":
     sys.meta_path.insert(0, _NoTensorFlow())
-    sys.path.insert(0, str(_SCRIPTS))
     for name in _SHARED:
         importlib.import_module(name)
     json.dump([_run(*case) for case in json.load(sys.stdin)], sys.stdout)

@@ -1,4 +1,4 @@
-"""Tests of scripts/serve.py as a user runs it."""
+"""Tests of `kdist serve` as a user runs it."""
 
 import ast
 import contextlib
@@ -130,10 +130,8 @@ def test_told_twice_it_ends_at_once(directory):
     ],
 )
 def test_names_of_directories(given, found):
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import serve; print(serve.parse_directories("
-    )
-    command = [sys.executable, "-c", f"{code}sys.argv[2].split(',')))", str(PROGRAM.parent), given]
+    code = "import sys; from kdist.commands import serve; print(serve.parse_directories("
+    command = [sys.executable, "-c", f"{code}sys.argv[1].split(',')))", given]
     out = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     assert ast.literal_eval(out.stdout) == found
 

@@ -31,6 +31,28 @@ def test_a_strategy_of_one_process_ignores_the_job(monkeypatch):
     assert resolve("mirrored").cluster == Cluster()
 
 
+@pytest.mark.parametrize(
+    ("tasks", "kind"),
+    [
+        ({}, "auto"),
+        ({"worker": ["h:1"]}, "auto"),
+        ({"worker": ["localhost:1", "localhost:2"]}, "multi_worker"),
+        ({"chief": ["localhost:1"], "worker": ["localhost:2"]}, "multi_worker"),
+        (
+            {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]},
+            "parameter_server",
+        ),
+    ],
+)
+def test_auto_is_the_strategy_of_the_job(monkeypatch, tasks, kind):
+    job = Cluster(tasks, next(iter(tasks), "worker"))
+    monkeypatch.setenv("TF_CONFIG", job.to_tf_config())
+    spec = resolve("auto", 2)
+    assert (spec.kind, spec.devices) == (kind, 2)
+    assert spec.cluster == (Cluster() if kind == "auto" else job)
+    assert resolve("auto", cluster=Cluster()).kind == "auto"
+
+
 def test_a_job_is_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", workers(2).to_tf_config())
     spec = resolve("multi_worker", 2, reduction="ring", step_timeout_seconds=7)
@@ -63,7 +85,7 @@ def test_specs_are_frozen_and_comparable():
         ({"name": None}, "unknown strategy None"),
         (
             {"name": "parameter_server"},
-            "needs tasks of the role chief and worker and ps.*launch.py",
+            "needs tasks of the role chief and worker and ps.*kdist launch",
         ),
         ({"name": "local_sgd"}, r"mirrored' and 'multi_worker': use.*compile\(…, local_steps=k\)"),
         ({"name": "multi_worker"}, "needs tasks of the role worker.* has none.*TF_CONFIG"),

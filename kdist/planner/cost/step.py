@@ -119,7 +119,7 @@ class Spot:
         restart_hours: Time from the loss of a VM until the job computes again: another VM,
             packages, data, graph. Defaults to 6 minutes.
         checkpoint_hours: Work between two checkpoints. Defaults to 10 minutes, as in
-            `scripts/train.py`.
+            `kdist train`.
     """
 
     preemptions_per_hour: float = _PREEMPTIONS_PER_HOUR

@@ -15,6 +15,7 @@ from kdist.planner.plans import (
 )
 from kdist.planner.report.arithmetic import memory_texts, term_texts
 from kdist.planner.selection.prediction import Predictor
+from kdist.planner.selection.ranking import CHOICES
 
 if TYPE_CHECKING:
     from kdist.planner.planning import RankedPlans
@@ -23,13 +24,14 @@ HEADINGS = (
     *("machine", "strategy", "devices", "batch", "step", "of it", "examples/s", "efficiency"),
     *("memory", "time", "on demand", "spot"),
 )
+ALTERNATIVES = ("instead", "plan", "time", "price")
 _LEFT_ALIGNED = (0, 1, 3, 5)
 _MAX_WARNINGS = 5
 _MIN_SHARE = 0.02  # smaller terms of a step are left out
 _REASONS = {
-    "time": "it is the fastest that meets the constraints",
-    "money": "it is the cheapest that meets the constraints",
-    "both": "its hours times its dollars are the least: half the time may cost twice as much",
+    "fastest": "the fastest",
+    "cheapest": "the cheapest",
+    "balanced": "the least hours × dollars",
 }
 
 
@@ -68,16 +70,24 @@ def _shares(plan):
 
 
 def plans_text(result: RankedPlans, number: int = 10) -> str:
-    """Returns a table of the first `number` plans, why one is first, warnings, and rejections."""
+    """Returns the recommended plan, what can be had instead, a table of `number` plans, and notes.
+
+    Args:
+        result: the plans.
+        number: number of plans in the table. Defaults to 10.
+    """
     rows = [["", *HEADINGS]]
     for place, plan in enumerate(result.plans[:number], 1):
         mark = "*" if plan in result.pareto else ""
         rows.append([f"{place}{mark}", *row_cells(plan)])
-    lines = _columns(rows, left=[place + 1 for place in _LEFT_ALIGNED])
+    lines = [recommendation(result), ""]
+    if others := alternatives(result):
+        lines += [*_columns([ALTERNATIVES, *others], left=(0, 1)), ""]
+    lines += _columns(rows, left=[place + 1 for place in _LEFT_ALIGNED])
     if len(result.plans) > number:
         lines.append(f"… and {len(result.plans) - number} more (--top)")
     spot = "; time and ranking are those of spot VMs" if result.best.spot else ""
-    lines += [f"* no other is both faster and cheaper{spot}", "", reason_text(result)]
+    lines += [f"* no other is both faster and cheaper{spot}", ""]
     lines += [f"Warning: {warning}" for warning in result.warnings[:_MAX_WARNINGS]]
     if len(result.warnings) > _MAX_WARNINGS:
         lines.append(f"… and {len(result.warnings) - _MAX_WARNINGS} more of these")
@@ -86,19 +96,35 @@ def plans_text(result: RankedPlans, number: int = 10) -> str:
     return "\n".join(lines)
 
 
-def reason_text(result: RankedPlans) -> str:
-    """Returns why the first plan is first, and how far the second is behind."""
-    best = result.best
-    description = describe(best.layout, best.local_batch, best.machine)
-    sentence = f"First is {description}: {_REASONS[result.ranking]}."
-    if len(result.plans) > 1:
-        second = result.plans[1]
-        sentence += (
-            f" The second takes {second.hours / best.hours:.2f} times the hours"
-            + (f" and {second.usd / best.usd:.2f} times the money" if best.usd else "")
-            + "."
-        )
-    return sentence
+def recommendation(result: RankedPlans) -> str:
+    """Returns the first plan, its time and price, and why it is first, in a sentence."""
+    best, aim = result.best, CHOICES[result.ranking]
+    names = [name for name, plan in result.choices.items() if plan is best][1:]
+    reasons = [_REASONS[name] for name in names if name != aim]
+    is_limited = aim not in names and best.layout.machines == 1
+    reasons.insert(0, _REASONS[aim] + (" on one machine" if is_limited else ""))
+    price = f" for {dollars(best.usd)}" if best.usd else ""
+    return (
+        f"Recommended: {describe(best.layout, best.local_batch, best.machine)}, "
+        f"{duration(best.hours)}{price}: {' and '.join(reasons)}."
+    )
+
+
+def alternatives(result: RankedPlans) -> list[list[str]]:
+    """Returns rows about other plans to choose: names, plan, time, price, as multiples as well."""
+    named: dict[Plan, list[str]] = {}
+    for name, plan in result.choices.items():
+        named.setdefault(plan, []).append(name)
+    return [
+        [
+            " and ".join(names),
+            describe(plan.layout, plan.local_batch, plan.machine),
+            f"{duration(plan.hours)} ({plan.hours / result.best.hours:.2g} ×)",
+            f"{dollars(plan.usd)} ({plan.usd / result.best.usd:.2g} ×)" if result.best.usd else "–",
+        ]
+        for plan, names in named.items()
+        if plan is not result.best
+    ]
 
 
 def notes_text(result: RankedPlans, number: int) -> str:

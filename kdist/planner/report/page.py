@@ -1,4 +1,4 @@
-"""Web page about plans: a table, time against money, efficiency against devices.
+"""Web page about plans: which to choose, time against money, efficiency against devices, a table.
 
 It is one file without external resources.
 """
@@ -55,7 +55,8 @@ def _parts(result):
         "title": html.escape(
             f"{job.workload.name}: {job.examples:,} examples, {job.epochs:g} epochs"
         ),
-        "sentence": html.escape(listing.reason_text(result)),
+        "sentence": html.escape(listing.recommendation(result)),
+        "choices": _choices(result),
         "notes": html.escape(listing.notes_text(result, _MAX_ROWS)),
         "warnings": "".join(f"<p class=note>{html.escape(text)}</p>" for text in result.warnings),
         "plans": plans,
@@ -66,6 +67,14 @@ def _parts(result):
         "arithmetic": f"<div class=scroll tabindex=0 role=region aria-label=arithmetic><pre>"
         f"{html.escape(result.explain())}</pre></div>",
     }
+
+
+def _choices(result):
+    """Returns a table of the plans that are the fastest, the cheapest, and balanced."""
+    from kdist.report.tables import table
+
+    rows = listing.alternatives(result)
+    return table("Other choices", listing.ALTERNATIVES, rows) if rows else ""
 
 
 def _rejections(result):
@@ -85,6 +94,7 @@ def money_plot(result: RankedPlans):
     plot = Plot("Time against money", "US dollars", "hours", 2)
     for axis in ("xaxis", "yaxis"):
         plot.layout[axis]["type"] = "log"
+    plot.layout["yaxis"]["dtick"] = "D2"  # 1, 2, 5, 10, …: all digits would cover each other
     priced = [plan for plan in result.plans if plan.usd]
     if not priced:
         plot.layout["xaxis"]["type"] = "linear"

@@ -9,6 +9,8 @@ from kdist.planner.selection.candidates import Candidate, powers_of_two
 from kdist.planner.selection.constraints import Constraints
 
 RANKINGS = ("auto", "time", "money", "both")
+# What the first plan of each ranking is called.
+CHOICES = {"time": "fastest", "money": "cheapest", "both": "balanced"}
 # Number of plans that are checked for slowdowns, and the smallest relative slowdown to report.
 _CHECKED_PLANS, _MIN_SLOWDOWN = 20, 0.01
 # A smaller global batch suits more learning rates: it is preferred within this fraction of time.
@@ -38,9 +40,21 @@ def resolve_ranking(ranking: str, constraints: Constraints) -> str:
     return "both"
 
 
-def rank_candidates(candidates: Sequence[Candidate], ranking: str) -> list[Candidate]:
-    """Returns the best batch of each machine and strategy, best first."""
-    return sorted(_best_batches(candidates), key=_KEYS[ranking])
+def rank_candidates(
+    candidates: Sequence[Candidate], ranking: str, one_machine_first: bool = False
+) -> list[Candidate]:
+    """Returns the best batch of each machine and strategy, best first.
+
+    Args:
+        candidates: candidates that meet the constraints.
+        ranking: "time", "money", or "both".
+        one_machine_first: whether candidates on one machine come before those on several, which
+            are more work to set up and to keep running. Defaults to False.
+    """
+    found = sorted(_best_batches(candidates), key=_KEYS[ranking])
+    if one_machine_first:
+        found.sort(key=lambda each: each.layout.machines > 1)
+    return found
 
 
 def _best_batches(candidates) -> Iterator[Candidate]:
@@ -64,6 +78,19 @@ def pareto_front(plans: Sequence[Plan]) -> tuple[Plan, ...]:
         if not front or plan.hours < front[-1].hours:
             front.append(plan)
     return tuple(front)
+
+
+def choices(plans: Sequence[Plan]) -> dict[str, Plan]:
+    """Returns the first plan as "recommended", and the "fastest", "cheapest", and "balanced" one.
+
+    The balanced plan has the smallest product of hours and dollars: half the time may cost twice
+    as much. Without prices there is no cheapest and no balanced plan.
+    """
+    keys = _KEYS if any(plan.usd for plan in plans) else {"time": _KEYS["time"]}
+    return {
+        "recommended": plans[0],
+        **{CHOICES[ranking]: min(plans, key=key) for ranking, key in keys.items()},
+    }
 
 
 def slowdown_warnings(predictor, plans, offers) -> Iterator[str]:

@@ -87,7 +87,7 @@ def export(
     Example:
 
         path = kdist.serving.export(model, "models/fashion", classes=["shirt", "shoe"])
-        # then: python scripts/serve.py --model_dir=models/fashion
+        # then: kdist serve --model_dir=models/fashion
     """
     directory, settings = pathlib.Path(directory), settings or BatchSettings(0.002)
     devices = _kept_devices(model, placement)

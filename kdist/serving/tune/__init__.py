@@ -1,1 +1,1 @@
-"""Tunes an exported model before it serves: `scripts/serve.py --tune`."""
+"""Tunes an exported model before it serves: `kdist serve --tune`."""

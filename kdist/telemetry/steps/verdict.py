@@ -31,7 +31,7 @@ _SHARES = {
         0.25,
         "the devices of the split model wait {:.0%} of the time for each other; use more "
         "micro-batches in the pipeline (--layout=…,micro_batches=8), or balance the work of the "
-        "devices (scripts/check.py --layout shows the placement of layers)",
+        "devices (`kdist check --layout` shows the placement of layers)",
     ),
 }
 # Logical devices of one CPU take turns on its cores, so that none of them waits for the others.
@@ -109,7 +109,7 @@ def _input(timing):
         f"input-bound: the pipeline delivers {rate:,.0f} examples/s, the devices could train on "
         f"{rate / max(1 - share, 0.001):,.0f} ({share:.0%} of a step is waiting for input); keep "
         "decoded examples in memory (cache=True), make the operations cheaper, or use more cores; "
-        "scripts/check.py --input measures the pipeline alone"
+        "`kdist check --input` measures the pipeline alone"
     )
 
 

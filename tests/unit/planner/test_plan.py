@@ -24,7 +24,7 @@ def test_saved_plan_loads_equal(planned, tmp_path):
 def test_invalid_plan_file_is_rejected(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"is no plan .*scripts/plan.py --output"):
+    with pytest.raises(ValueError, match=r"is no plan .*kdist plan --output"):
         Plan.load(path)
     path.write_text("not JSON")
     with pytest.raises(ValueError, match="is no JSON"):

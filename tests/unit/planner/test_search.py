@@ -57,6 +57,32 @@ def test_plans_are_sorted(resnet50, ranking):
     assert values == sorted(values)
 
 
+def test_one_machine_comes_first_unless_more_are_needed(resnet50):
+    found = search(resnet50, [offer()])
+    machines = [plan.layout.machines for plan in found.plans]
+    assert machines == sorted(machines, key=lambda number: number > 1)
+    assert machines[0] == 1 < max(machines)
+    assert "on one machine" in found.text()
+    needed = min(plan.hours for plan in found.plans if plan.layout.machines == 1)
+    hurried = search(resnet50, [offer()], Constraints(max_hours=0.9 * needed))
+    assert hurried.best.layout.machines > 1
+    assert search(resnet50, [offer()], ranking="time").best.layout.machines > 1
+
+
+def test_choices_beside_the_first(resnet50):
+    found = search(resnet50, [offer(), offer(RTX, 8.0)])
+    choices = found.choices
+    assert choices["recommended"] == found.best
+    assert choices["fastest"].hours == min(plan.hours for plan in found.plans)
+    assert choices["cheapest"].usd == min(plan.usd for plan in found.plans)
+    assert choices["balanced"].usd * choices["balanced"].hours == min(
+        plan.usd * plan.hours for plan in found.plans
+    )
+    assert all(name in found.text() for name in ("fastest", "the cheapest", "balanced"))
+    unpriced = search(resnet50, [offer(RTX, 0.0)])
+    assert set(unpriced.choices) == {"recommended", "fastest"}
+
+
 def test_automatic_ranking_follows_the_limits(resnet50):
     assert search(resnet50, [offer()], Constraints(max_usd=1e5)).ranking == "time"
     assert search(resnet50, [offer()], Constraints(max_hours=1e5)).ranking == "money"

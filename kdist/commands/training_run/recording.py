@@ -7,9 +7,9 @@ import pathlib
 from absl import flags
 
 import kdist
+from kdist.commands.training_run.summary import run_config
 from kdist.run_directory import RUN_DIR, RunDirectory, check_writable, new_run_path
 from kdist.telemetry import create_writer
-from training.summary import run_config
 
 FLAGS = flags.FLAGS
 

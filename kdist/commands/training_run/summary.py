@@ -4,14 +4,15 @@ import sys
 
 from absl import flags
 
+from kdist import program
+
 FLAGS = flags.FLAGS
 
 
 def run_config(dataset, num_examples=None):
     """Returns all flags of this program with the actual dataset and number of examples."""
-    own = FLAGS.flags_by_module_dict()[sys.argv[0]]
     return {
-        **{flag.name: flag.value for flag in own},
+        **{name: flag.value for name, flag in program.own_flags().items()},
         "dataset": dataset,
         "num_examples": num_examples,
     }

@@ -5,12 +5,7 @@ import time
 from absl import flags
 
 import kdist
-from kdist.hardware import parse_devices
-from kdist.run_directory import RunDirectory, check_writable
-from kdist.strategy_spec import resolve
-from training.checks import check_flags
-from training.data import load_data
-from training.model import (
+from kdist.commands.training_run.compiled_model import (
     accuracy,
     build_model,
     learning_rate,
@@ -20,8 +15,19 @@ from training.model import (
     steps_per_execution,
     verbosity,
 )
-from training.recording import run_directory
-from training.summary import cost, jax_summary, print_summary, run_config, speed_of
+from kdist.commands.training_run.datasets import load_data
+from kdist.commands.training_run.flag_checks import check_flags
+from kdist.commands.training_run.recording import run_directory
+from kdist.commands.training_run.summary import (
+    cost,
+    jax_summary,
+    print_summary,
+    run_config,
+    speed_of,
+)
+from kdist.hardware import parse_devices
+from kdist.run_directory import RunDirectory, check_writable
+from kdist.strategy_spec import resolve
 
 FLAGS = flags.FLAGS
 
@@ -29,7 +35,7 @@ FLAGS = flags.FLAGS
 def train_on_jax():
     """Trains a layout of data and tensor parallelism on a mesh, and writes a run directory."""
     run_dir, layout = run_directory(), jax_layout()
-    check_flags(resolve("auto"))
+    check_flags(resolve("auto", cluster=kdist.Cluster()))
     check_writable(RunDirectory(run_dir).config)
     RunDirectory(run_dir).check_available()
     check_one_task()

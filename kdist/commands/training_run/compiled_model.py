@@ -49,7 +49,10 @@ def split_layout():
 
 
 def call_on_cpu(function, *arguments):
-    """Calls a function with its variables in host memory, as a split model may not fit a device."""
+    """Returns `function(*arguments)` with its variables in host memory.
+
+    A model that is going to be split may not fit one device.
+    """
     import tensorflow as tf
 
     with tf.device("CPU:0"):

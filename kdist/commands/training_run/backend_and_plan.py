@@ -2,11 +2,11 @@
 
 import importlib.util
 import os
-import sys
 
 from absl import flags
 
 import kdist
+from kdist import program
 
 FLAGS = flags.FLAGS
 
@@ -39,7 +39,7 @@ def choose_backend():
     os.environ["KERAS_BACKEND"] = FLAGS.backend
     if FLAGS.backend == "tensorflow":
         return
-    for flag in FLAGS.flags_by_module_dict()[sys.argv[0]]:
+    for flag in program.own_flags().values():
         if flag.present and flag.name not in SUPPORTED_ON_JAX:
             remedy = REMEDIES_ON_JAX.get(flag.name, "leave it out, or use --backend=tensorflow")
             raise ValueError(f"--{flag.name} is not supported by --backend=jax: {remedy}")
@@ -50,7 +50,7 @@ def choose_backend():
 
 
 def apply_plan():
-    """Loads the plan of --plan and sets its flags; returns None without --plan.
+    """Returns the plan of --plan, after setting its flags; None without --plan.
 
     Raises:
         ValueError: a flag on the command line contradicts the plan.
@@ -75,7 +75,7 @@ def apply_plan():
         if FLAGS[name].present and FLAGS[name].value != value:
             raise ValueError(
                 f"--{name}={FLAGS[name].value} contradicts {FLAGS.plan}, which has {value}; leave "
-                "the flag out, or create a new plan with scripts/plan.py"
+                "the flag out, or create a new plan with kdist plan"
             )
         FLAGS[name].value = value
     if plan.epochs != int(plan.epochs):

@@ -7,8 +7,8 @@ import time
 from absl import flags
 
 import kdist
+from kdist.commands.training_run.compiled_model import compiled_model
 from kdist.run_directory import RunDirectory
-from training.model import compiled_model
 
 FLAGS = flags.FLAGS
 

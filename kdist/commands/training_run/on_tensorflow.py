@@ -6,13 +6,13 @@ import time
 from absl import flags
 
 import kdist
+from kdist.commands.training_run.backend_and_plan import apply_plan, report_data_differences
+from kdist.commands.training_run.compiled_model import compiled_model, split_layout, verbosity
+from kdist.commands.training_run.datasets import load_data_in_time
+from kdist.commands.training_run.flag_checks import check_flags
+from kdist.commands.training_run.recording import check_directory, run_directory, start_recording
+from kdist.commands.training_run.summary import cost, print_summary, run_config
 from kdist.strategy_spec import resolve
-from training.checks import check_flags
-from training.data import load_data_in_time
-from training.model import compiled_model, split_layout, verbosity
-from training.options import apply_plan, report_data_differences
-from training.recording import check_directory, run_directory, start_recording
-from training.summary import cost, print_summary, run_config
 
 FLAGS = flags.FLAGS
 _logger = logging.getLogger("kdist.train")
@@ -107,7 +107,7 @@ def write_report(run):
     except (OSError, ValueError) as error:
         _logger.warning(
             "the report was not written: %s. The results are in %s; write the report later with "
-            "scripts/report.py %s --output=report.html",
+            "kdist report %s --output=report.html",
             error,
             run.summary,
             run.path,

@@ -1,0 +1,1 @@
+"""Programs of the `kdist` command, one module each; `scripts/*.py` run them as well."""

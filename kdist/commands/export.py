@@ -1,0 +1,110 @@
+"""Exports a trained model to a directory that `kdist serve` or TensorFlow Serving reads.
+
+  # the newest model of a run, as the next version of models/fashion
+  kdist export runs/a --output=models/fashion
+  kdist serve --model_dir=models/fashion
+
+  # any model that Keras has saved, with names of its outputs
+  kdist export best.keras --output=models/pets --classes=cat,dog
+
+The newest model of a run is that after its last complete epoch. The directory contains one folder
+per version; a server that runs loads the new one. It prints the directory of the version.
+"""
+
+import pathlib
+import re
+
+from absl import flags
+
+from kdist import program
+from kdist.run_directory import RunDirectory, check_writable
+from kdist.serving.core.model_directory import versions
+from kdist.serving.core.settings import BatchSettings
+
+FLAGS = flags.FLAGS
+# Files of `kdist.callbacks.EpochCheckpoint`, which imports Keras. Number 0 is not trained.
+_EPOCH = re.compile(r"epoch-([0-9]+)\.keras")
+
+with program.flag_group("Export"):
+    flags.DEFINE_string(
+        "output",
+        None,
+        "Directory of all versions of the model, such as models/fashion. Its last part is the "
+        "model's name.",
+    )
+    flags.DEFINE_integer(
+        "version",
+        None,
+        "Version to write; by default one more than the highest that exists.",
+        lower_bound=1,
+    )
+    flags.DEFINE_list("classes", None, "Names of the model's outputs, in order.")
+    flags.DEFINE_integer(
+        "max_batch", 32, "Maximum number of rows per batch, for TensorFlow Serving.", 1, 65_536
+    )
+    flags.DEFINE_boolean(
+        "warm_up", True, "Add requests with which a server warms up (needs kdist[serve])."
+    )
+
+
+def main(arguments):
+    source = model_file(arguments[1:])
+    check_output()
+    import keras  # after all checks, which are to fail early
+
+    from kdist.serving.exporting.export import export
+
+    version = export(
+        keras.saving.load_model(source, compile=False),
+        FLAGS.output,
+        FLAGS.version,
+        classes=FLAGS.classes,
+        settings=BatchSettings(0.002, FLAGS.max_batch),
+        examples=None if FLAGS.warm_up else {},
+    )
+    print(f"{source} is exported to {version}; serve it: kdist serve --model_dir={FLAGS.output}")
+
+
+def model_file(arguments):
+    """Returns the `.keras` file to export: the one that is given, or the newest of a run.
+
+    Raises:
+        ValueError: there are several arguments, or no model.
+    """
+    if len(arguments) > 1:
+        raise ValueError(f"pass one run directory or .keras file instead of {len(arguments)}")
+    path = pathlib.Path(arguments[0])
+    if path.suffix == ".keras" and path.is_file():
+        return path
+    if not path.is_dir():
+        raise ValueError(f"{path} is neither a run directory nor a .keras file")
+    files = RunDirectory(path).checkpoints.glob("epoch-*.keras")
+    epochs = {int(number[1]): file for file in files if (number := _EPOCH.fullmatch(file.name))}
+    if not any(epochs):
+        raise ValueError(
+            f"{path} has no model in checkpoints/ after an epoch of training; pass the directory "
+            "of a run of `kdist train`, or a .keras file"
+        )
+    return epochs[max(epochs)]
+
+
+def check_output():
+    """Checks --output and --version, before TensorFlow is imported.
+
+    Raises:
+        ValueError: there is no --output, or the version exists.
+        OSError: the directory cannot be written.
+    """
+    if not FLAGS.output:
+        raise ValueError("pass a directory for the model: --output=models/fashion")
+    output = pathlib.Path(FLAGS.output)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"--output={output} is a file; give a directory")
+    check_writable(output / "1")
+    if FLAGS.version is not None and output.is_dir() and FLAGS.version in versions(output):
+        raise ValueError(f"{output / str(FLAGS.version)} exists; give another --version, or none")
+
+
+def run():
+    """Runs the program with the arguments in `sys.argv`, and exits."""
+    program.run(main, positional="a run directory or .keras file")

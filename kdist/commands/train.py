@@ -1,0 +1,336 @@
+"""Trains a model with Keras's `model.fit`, on one device or several.
+
+  # ResNet-18 on Fashion-MNIST, two replicas (without GPUs: two logical CPU devices)
+  kdist train --strategy=mirrored --num_devices=2 --local_batch_size=64
+
+  # on one device: the same global batch, data, and resulting weights
+  kdist train --strategy=one_device --local_batch_size=128
+
+  # on two hosts: run this on each of them, with TF_CONFIG set (or by srun)
+  kdist train --strategy=multi_worker --local_batch_size=64 --allow_remote
+
+  # asynchronously: a chief dispatches steps to two workers; a parameter server holds the weights
+  kdist launch --workers=2 --ps=1 -- kdist train --model=lenet
+
+  # local SGD: replicas train independently for 8 steps, then their weights are averaged
+  kdist train --strategy=mirrored --num_devices=2 --local_steps=8
+
+  # a model in two pipeline stages, with two replicas: four devices
+  kdist train --layout=data=2,pipeline=2 --model=lenet --dataset=digits
+
+  # the same with one stage of both replicas per host; here, processes act as hosts
+  kdist launch --workers=2 -- kdist train --model=lenet --layout=data=2,pipeline=2,between=model
+
+  # Keras's JAX backend, two replicas of two devices; the file assigns the divided weights
+  kdist train --backend=jax --layout=data=2,tensor=2 --split=split.json --model=mlp
+
+  # find the bottleneck: the ten most expensive operations, and curves in W&B
+  kdist train --profile=10:20 --wandb_mode=auto --price_usd_per_hour=2.48
+
+  # run a plan of `kdist plan`, and compare its prediction with the measurement
+  kdist train --plan=plan.json
+
+  # within a minute: a small model on scikit-learn's digits
+  kdist train --model=lenet --dataset=digits --epochs=5
+
+It prints the test accuracy, seconds per epoch, examples per second, and the devices. It writes
+config.json, metrics.jsonl, devices.jsonl, summary.json, checkpoints, and a report to --run_dir
+(with --backend=jax: config.json, summary.json, and a model per epoch).
+"""
+
+import re
+
+from absl import flags
+
+from kdist import program
+from kdist.commands.training_run.backend_and_plan import choose_backend
+from kdist.commands.training_run.on_jax import train_on_jax
+from kdist.commands.training_run.on_tensorflow import train_on_tensorflow
+
+FLAGS = flags.FLAGS
+
+with program.flag_group("Common"):
+    flags.DEFINE_string(
+        "model", "resnet18", "Model to train: mlp, lenet, resnet18, mobilenet_v2, or inception."
+    )
+    flags.DEFINE_string(
+        "dataset",
+        "fashion_mnist",
+        "Dataset: a TFDS name (fashion_mnist, cats_vs_dogs, …), digits, or a directory of images "
+        "or IDX files.",
+    )
+    flags.DEFINE_string(
+        "strategy",
+        "auto",
+        "Distribution strategy: auto, one_device, mirrored, multi_worker, parameter_server, "
+        "central_storage, or tpu. auto: parameter_server or multi_worker in a job of several "
+        "processes, else all devices of this machine.",
+    )
+    flags.DEFINE_integer(
+        "num_devices",
+        None,
+        "Number of devices. Without GPUs, that many logical CPU devices are created.",
+        lower_bound=1,
+    )
+    flags.DEFINE_integer(
+        "local_batch_size", 64, "Examples per replica and micro-step.", lower_bound=1
+    )
+    flags.DEFINE_integer("epochs", 1, "Passes over the training data.", lower_bound=1)
+    flags.DEFINE_float("learning_rate", 0.05, "Peak learning rate.", lower_bound=0.0)
+    flags.DEFINE_string(
+        "run_dir",
+        None,
+        "Run directory: a new one, or that of an interrupted run, which resumes. By default a new "
+        "directory under runs/.",
+    )
+
+with program.flag_group("Data"):
+    flags.DEFINE_string(
+        "fallback_dataset", None, "Dataset to use, with a warning, if --dataset is not available."
+    )
+    flags.DEFINE_string("data_dir", None, "Directory of TFDS datasets or of the IDX files.")
+    flags.DEFINE_boolean("download", True, "Allow downloading a dataset.")
+    flags.DEFINE_integer(
+        "examples", None, "Number of training examples to use; all by default.", lower_bound=1
+    )
+    flags.DEFINE_float(
+        "minutes",
+        None,
+        "Time budget for the run. Times a few steps first, then uses as many examples as fit into "
+        "the budget. For one host.",
+        lower_bound=0.01,
+    )
+    flags.DEFINE_string(
+        "operations",
+        "",
+        "Image operations, applied in order, such as 'resize(160, 160)|random_flip()'.",
+    )
+
+with program.flag_group("Devices and layout"):
+    flags.DEFINE_enum(
+        "backend",
+        "tensorflow",
+        ["tensorflow", "jax"],
+        "Keras backend. jax (pip install 'kdist[jax]') supports --layout with data and tensor, or "
+        "--num_devices, but not --strategy. It reports other flags that it does not support.",
+    )
+    flags.DEFINE_list("devices", None, "Names of the devices to use, such as GPU:0,GPU:2.")
+    flags.DEFINE_string(
+        "layout",
+        None,
+        "Degrees of parallelism of a split model; replaces --strategy. data=2,branch=2: two "
+        "replicas, each with parallel branches of the model on two devices. "
+        "pipeline=2,micro_batches=4: two stages "
+        "that process four parts of each batch (recompute: trade activation memory for "
+        "computation; schedule=gpipe: all forward passes first). tensor=2: weights divided over "
+        "two devices. On several hosts each host computes whole replicas; with between=model each "
+        "host computes a part of the model for all replicas.",
+    )
+    flags.DEFINE_string(
+        "split",
+        "auto",
+        "Placement of layers for --layout. auto balances the cost of the layers and divides the "
+        'largest weights. Or a JSON file such as {"stem.*": "stage(0)", "head": "stage(1)"} or '
+        '{".*_up": "column()", ".*_down": "row()"}. `kdist check --layout` prints it.',
+    )
+    flags.DEFINE_string(
+        "reduction",
+        "auto",
+        "Gradient reduction. mirrored: auto, nccl, hierarchical_copy, or reduction_to_one_device. "
+        "multi_worker: auto, nccl, or ring.",
+    )
+    flags.DEFINE_integer(
+        "num_packs",
+        None,
+        "Number of tensors into which gradients are packed before the reduction.",
+        lower_bound=0,
+    )
+    flags.DEFINE_string(
+        "plan",
+        None,
+        "Plan written by `kdist plan --output`. It sets the model, strategy, devices, batch, "
+        "precision, optimizer, and epochs. A flag that contradicts it is an error.",
+    )
+
+with program.flag_group("Several hosts"):
+    flags.DEFINE_float(
+        "cluster_timeout_seconds",
+        60.0,
+        "Time limit for the tasks of a job to connect.",
+        lower_bound=0,
+    )
+    flags.DEFINE_float(
+        "step_timeout_seconds",
+        600.0,
+        "Time limit for a worker that waits for the others in a step.",
+        lower_bound=0,
+    )
+    flags.DEFINE_boolean(
+        "allow_remote",
+        False,
+        "Accept connections from other hosts; required for jobs on several hosts. TensorFlow's "
+        "servers do not authenticate clients.",
+    )
+
+with program.flag_group("Optimization"):
+    flags.DEFINE_enum(
+        "optimizer",
+        "momentum",
+        ["sgd", "momentum", "adam"],
+        "Optimizer. momentum is SGD with a momentum of 0.9.",
+    )
+    flags.DEFINE_enum(
+        "schedule", "cosine", ["constant", "ramp", "cosine"], "Learning rate schedule."
+    )
+    flags.DEFINE_float(
+        "ramp_epochs", 0.2, "Length of the learning-rate warmup (ramp), in epochs.", 0.0, 1e6
+    )
+    flags.DEFINE_float(
+        "decay", 0.5, "Decay factor per epoch after the warmup of --schedule=ramp.", 0.0, 1.0
+    )
+    flags.DEFINE_enum(
+        "scale_learning_rate",
+        "none",
+        ["none", "linear", "sqrt"],
+        "Scaling of --learning_rate with the global batch size.",
+    )
+    flags.DEFINE_integer(
+        "base_batch_size",
+        128,
+        "Global batch size for which --learning_rate was tuned.",
+        lower_bound=1,
+    )
+    flags.DEFINE_integer("accumulate", 1, "Micro-steps per optimizer update.", lower_bound=1)
+    flags.DEFINE_boolean(
+        "sync_batch_norm", False, "Compute BatchNormalization statistics over all replicas."
+    )
+    flags.DEFINE_integer(
+        "seed",
+        0,
+        "Seed of the initial weights, shuffling, augmentation, and dropout.",
+        lower_bound=0,
+        upper_bound=2**32 - 1,
+    )
+
+with program.flag_group("Local SGD and asynchronous training"):
+    flags.DEFINE_integer(
+        "local_steps",
+        None,
+        "Local SGD: number of steps after which the weights are averaged. They are also averaged "
+        "at the end of an epoch. By default gradients are reduced in every step. More local steps "
+        "save communication and cost accuracy. On several hosts, use a --steps_per_execution that "
+        "is a multiple of it.",
+        lower_bound=1,
+    )
+    flags.DEFINE_enum(
+        "local_slots",
+        "keep",
+        ["keep", "average", "reset"],
+        "Optimizer slots when --local_steps averages the weights: each replica keeps its own, they "
+        "are averaged, or they are reset to zero.",
+    )
+    flags.DEFINE_integer(
+        "max_staleness",
+        None,
+        "parameter_server: maximum number of updates by other workers between reading the weights "
+        "and applying an update. 0 runs one step at a time. Unlimited by default.",
+        lower_bound=0,
+    )
+
+with program.flag_group("Performance"):
+    flags.DEFINE_enum(
+        "precision",
+        "float32",
+        ["float32", "mixed_bfloat16", "mixed_float16"],
+        "Keras dtype policy.",
+    )
+    flags.DEFINE_boolean("jit_compile", False, "Compile the training step with XLA.")
+    flags.DEFINE_string(
+        "steps_per_execution", "1", "Steps per call of the train function; auto tunes the number."
+    )
+    flags.DEFINE_string(
+        "profile",
+        None,
+        "Steps to trace, FIRST:LAST, such as 10:20. Writes a trace for TensorBoard and xprof to "
+        "RUN_DIR/profile and lists the ten most expensive operations in the report.",
+    )
+
+with program.flag_group("Checkpoints"):
+    flags.DEFINE_string(
+        "resume",
+        "auto",
+        "auto: resume an interrupted run in --run_dir from its newest checkpoint. never: start a "
+        "new run, in a new --run_dir. Or the path of a checkpoint.",
+    )
+    flags.DEFINE_integer(
+        "checkpoint_steps",
+        None,
+        "Steps between checkpoints, in addition to those at the end of an epoch and on SIGTERM or "
+        "Ctrl-C. None by default.",
+        lower_bound=1,
+    )
+    flags.DEFINE_float(
+        "checkpoint_minutes", 10.0, "Minutes between checkpoints; 0 disables them.", lower_bound=0.0
+    )
+
+with program.flag_group("Logs and tracking"):
+    flags.DEFINE_enum(
+        "wandb_mode",
+        "off",
+        ["auto", "online", "offline", "off"],
+        "Weights & Biases, in addition to the run directory. auto: online if there is a login and "
+        "the server answers, otherwise offline; upload later with `wandb sync`.",
+    )
+    flags.DEFINE_string(
+        "wandb_project", None, "W&B project. By default WANDB_PROJECT, otherwise kdist."
+    )
+    flags.DEFINE_string("wandb_group", None, "W&B group of the run. By default WANDB_RUN_GROUP.")
+    flags.DEFINE_string("wandb_job_type", None, "W&B job type of the run within its group.")
+    flags.DEFINE_boolean("tensorboard", False, "Write TensorBoard logs to RUN_DIR/tensorboard.")
+    flags.DEFINE_float(
+        "device_seconds",
+        5.0,
+        "Seconds between two samples of the devices; 0 disables sampling.",
+        lower_bound=0.0,
+    )
+    flags.DEFINE_float(
+        "price_usd_per_hour",
+        None,
+        "Price of all machines of the run, in US dollars per hour, for the cost in the report.",
+        0.0,
+    )
+    flags.DEFINE_enum(
+        "verbose",
+        "auto",
+        ["auto", "0", "1", "2"],
+        "Verbosity of Keras: 0 silent, 1 progress bar, 2 one line per epoch.",
+    )
+
+flags.mark_flags_as_mutual_exclusive(["num_devices", "devices"])
+flags.mark_flags_as_mutual_exclusive(["num_devices", "layout"])
+flags.mark_flags_as_mutual_exclusive(["plan", "layout"])
+flags.register_validator(
+    "steps_per_execution",
+    lambda text: text == "auto" or re.fullmatch(r"[1-9][0-9]{0,5}", text),
+    "must be auto, or an integer from 1 to 999999",
+)
+flags.register_validator(
+    "profile",
+    lambda text: text is None or re.fullmatch(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}", text),
+    "must be FIRST:LAST, with steps counted from 1, such as 10:20",
+)
+program.reads_file("plan", "create it with kdist plan --output")
+program.reads_file("split", "write the placement to it, or use --split=auto", unless=["auto"])
+
+
+def main(_):
+    choose_backend()
+    if FLAGS.backend == "jax":
+        train_on_jax()
+    else:
+        train_on_tensorflow()
+
+
+def run():
+    """Runs the program with the arguments in `sys.argv`, and exits."""
+    program.run(main)

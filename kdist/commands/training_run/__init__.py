@@ -1,0 +1,1 @@
+"""Parts of `kdist train`: options, data, model, recording, and summary."""

@@ -1,1 +1,0 @@
-"""Parts of scripts/train.py: options, data, model, recording, and summary."""
