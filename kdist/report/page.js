@@ -43,7 +43,7 @@ function withChoices(data, layout, native) {
     layout.xaxis = { ...layout.xaxis, title: { text: TITLES[axis] } };
   }
   if (chosen.smoothing > 0) data = data.flatMap(smoothed);
-  if (chosen.logarithmic) layout.yaxis = { ...layout.yaxis, type: "log" };
+  if (chosen.logarithmic) layout.yaxis = { ...layout.yaxis, type: "log", tickformat: "~g", range: undefined };
   // A zoomed range is that of one axis.
   layout.xaxis = { ...layout.xaxis, uirevision: axis };
   layout.yaxis = { ...layout.yaxis, uirevision: chosen.logarithmic };

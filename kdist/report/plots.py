@@ -283,6 +283,7 @@ COMMON_LAYOUT: dict[str, Any] = {
 
 def figure_html(plot: Plot, identity: str) -> str:
     """Returns a `<figure>` that the script of the page draws; `identity` is unique in the page."""
+    _keep_in_range(plot)
     data = json.dumps({"data": plot.data, "layout": plot.layout}, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # text of a run must not end the script
     label = html.escape(f"{plot.title}, against {plot.x_title}. {_in_words(plot)}")
@@ -293,6 +294,14 @@ def figure_html(plot: Plot, identity: str) -> str:
         f'style="height:{plot.layout["height"]}px"></div>\n'
         f"<script type=application/json>{data}</script>\n{_in_figures(plot, identity)}</figure>"
     )
+
+
+def _keep_in_range(plot):
+    """Sets the range of a plot of one constant; plotly's own is the constant plus and minus 1."""
+    values = {value for extent in plot.extents for value in (extent.lowest, extent.highest)}
+    if len(values) == 1 and (value := values.pop()) > 0:
+        plot.layout["yaxis"] |= {"range": [0, 2 * value]}
+        plot.layout["yaxis"].pop("rangemode", None)  # has no effect with a range
 
 
 def _in_words(plot):

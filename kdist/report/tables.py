@@ -56,6 +56,9 @@ _NO_SETTINGS = {"run_dir", "git_commit", "devices"}
 # Tables that compare more runs have a row per run.
 _MAX_RUNS_SIDE_BY_SIDE = 8
 
+# Longer words are broken anywhere, such as the hash of a commit.
+_LONG_WORD = 24
+
 _four = functools.partial(shown, digits=4)
 _one = functools.partial(shown, digits=1)
 
@@ -355,6 +358,17 @@ def table(
 
 def _cells(labels, cells, marked):
     return "".join(
-        f'<td data-label="{label}"{" class=differs" if mark else ""}>{html.escape(cell)}</td>'
+        f'<td data-label="{label}"{_classes(cell, mark)}>{_breakable(cell)}</td>'
         for label, cell, mark in zip(labels, cells, marked, strict=True)
     )
+
+
+def _classes(cell, is_other):
+    longest = max(map(len, cell.split()), default=0)
+    names = ["long"] * (longest > _LONG_WORD) + ["differs"] * is_other
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def _breakable(text):
+    """Returns text as HTML in which names such as mixed_bfloat16 may continue in the next line."""
+    return html.escape(text).replace("_", "_<wbr>")

@@ -1,7 +1,5 @@
 """Configuration and summary of a run."""
 
-import sys
-
 from absl import flags
 
 from kdist import program
