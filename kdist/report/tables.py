@@ -21,6 +21,8 @@ def shown(value: Any, digits: int | None = None) -> str:
         return NOTHING
     if digits is not None and number(value) is not None:
         return f"{value:,.{digits}f}"
+    if isinstance(value, float):
+        return f"{value:.7g}"
     if isinstance(value, list):
         return ", ".join(map(shown, value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

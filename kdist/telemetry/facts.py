@@ -1,11 +1,6 @@
 """Facts about a training that its configuration and its summary contain."""
 
 import dataclasses
-import importlib.metadata
-import os
-import pathlib
-import subprocess
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +11,7 @@ from kdist.cluster import Cluster
 from kdist.cluster.handshake import parse_address
 from kdist.layout import Layout
 from kdist.parallel.device_groups import GroupStrategy, device_names
+from kdist.telemetry.provenance import git_commit, versions
 from kdist.training.scopes import has_parameter_servers
 from kdist.training.state import training_state_of
 
@@ -40,7 +36,7 @@ def training_config(
         "model": model.name,
         "optimizer": _optimizer(model.optimizer),
         "loss": _name(getattr(model, "loss", None)),
-        "strategy": type(strategy).__name__,
+        "strategy": _strategy_name(strategy),
         "devices": _devices(strategy),
         "precision": model.dtype_policy.name,
         "epochs": fit_params.get("epochs"),
@@ -68,7 +64,7 @@ def training_summary(model: keras.Model, workers: int = 1) -> dict[str, Any]:
     return {
         "model": model.name,
         "parameters": model.count_params() if model.built else None,
-        "strategy": type(strategy).__name__,
+        "strategy": _strategy_name(strategy),
         "devices": _devices(strategy),
         "num_replicas": batch["replicas"],
         "local_batch_size": batch["local"],
@@ -97,41 +93,9 @@ def shares_cores(strategy: tf.distribute.Strategy) -> bool:
     return (len(names) > 1 or len(addresses) > 1) and len(hosts) <= 1
 
 
-def versions(*more: str) -> dict[str, str]:
-    """Returns the versions of Python and of the packages that affect the results."""
-    found = {"python": sys.version.split()[0]}
-    for name in ("kdist", "tensorflow", "keras", "numpy", *more):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def git_commit() -> str | None:
-    """Returns the commit of the program's checkout, or of the working directory; None without."""
-    program = pathlib.Path(sys.argv[0] or ".").resolve()
-    # A console command lies in an environment, whose checkout says nothing about the program.
-    is_own = program.is_file() and not program.is_relative_to(pathlib.Path(sys.prefix).resolve())
-    for directory in [program.parent] * is_own + [pathlib.Path.cwd()]:
-        if commit := _commit_of(directory):
-            return commit
-    return None
-
-
-def _commit_of(directory):
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=directory,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+def _strategy_name(strategy):
+    name = type(strategy).__name__
+    return "DefaultStrategy" if name.startswith("_Default") else name
 
 
 def _devices(strategy):
@@ -189,14 +153,20 @@ def _optimizer(optimizer):
 
 
 def _setting(value):
+    if isinstance(value, float):
+        return float(f"{value:.7g}")  # optimizers have float32
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, dict) and isinstance(value.get("class_name"), str):
         config = value.get("config") or {}
-        plain = {k: v for k, v in config.items() if isinstance(v, _PLAIN) and v is not None}
+        plain = {
+            key: _setting(part)
+            for key, part in config.items()
+            if isinstance(part, _PLAIN) and part is not None
+        }
         return {"name": value["class_name"], **plain}
     try:
-        return float(value)  # a NumPy number
+        return float(f"{float(value):.7g}")  # a NumPy number
     except (TypeError, ValueError):
         return None
 

@@ -113,7 +113,7 @@ def test_telemetry_alone_writes_a_whole_run(tmp_path, mirrored):
         json.loads((tmp_path / name).read_text()) for name in ("config.json", "summary.json")
     )
     assert config["optimizer"]["name"] == "SGD"
-    assert config["optimizer"]["learning_rate"] == pytest.approx(0.1)
+    assert config["optimizer"]["learning_rate"] == 0.1
     assert config["batch"] == {"global": 8, "local": 4, "replicas": 2, "accumulate": 1}
     assert config["layout"]["data"] == 2
     assert config["versions"]["keras"] == keras.__version__
@@ -145,8 +145,8 @@ def test_a_run_that_its_program_has_configured_stays_as_it_is(tmp_path):
     assert not run.report.exists()
 
 
-def steps_of(model, k=1, epochs=2):
-    """Returns the (loss, root of it) of each of the 5 steps of some epochs, without `fit`."""
+def losses_of_steps(model, epochs=2):
+    """Returns the loss of each of the 5 steps of some epochs, without `fit`."""
     seen = []
     for start in list(range(0, 40, 8)) * epochs:
         x, y = X[start : start + 8], Y[start : start + 8]
@@ -167,7 +167,7 @@ def test_curves_are_means_of_windows(tmp_path, model_class):
     arguments = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
     model.fit(X, Y, callbacks=[telemetry], **arguments)
     train = [r for r in lines(tmp_path / "metrics.jsonl") if r["kind"] == "train"]
-    assert [r["loss"] for r in train] == pytest.approx(steps_of(alone), rel=1e-4)
+    assert [r["loss"] for r in train] == pytest.approx(losses_of_steps(alone), rel=1e-4)
     # It is no mean, and stays Keras's.
     last = train[-1]["rmse"]
     assert last == pytest.approx(model.history.history["rmse"][-1], rel=1e-5)

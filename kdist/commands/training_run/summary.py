@@ -19,7 +19,7 @@ def run_config(dataset, num_examples=None):
 def jax_summary(mesh, batch, dataset, train, model):
     """Returns the summary of a run on a JAX mesh, with the bytes of state per device."""
     from kdist.parallel.jax_mesh import bytes_per_device
-    from kdist.telemetry.facts import git_commit, versions
+    from kdist.telemetry.provenance import git_commit, versions
 
     state_bytes = bytes_per_device([*model.variables, *model.optimizer.variables])
     return {

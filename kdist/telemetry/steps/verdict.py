@@ -84,7 +84,7 @@ class DeviceMeans:
         """Adds a record of `devices.jsonl`."""
         key = record["host"], record["device"]
         for name, value in record.items():
-            if isinstance(value, int | float) and name not in ("time", "seconds"):
+            if isinstance(value, int | float) and name not in ("time", "seconds", "node"):
                 self._sums[key][name] += value
                 self._counts[key][name] += 1
 

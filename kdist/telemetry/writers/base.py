@@ -38,8 +38,8 @@ class Writer:
 
         Args:
             record: has `time` (Unix seconds), `seconds` (since training began), `host`, and
-                `device` ("gpu/0", "cpu/3", "process/worker-0", "disk", "network"); the other
-                fields are measurements.
+                `device` ("gpu/0", "cpu/3", "process/worker-0", "disk", "network"); on several
+                hosts also `node`, the number of the host. The other fields are measurements.
         """
 
     def write_config(self, config: Mapping[str, Any]) -> None:
@@ -140,6 +140,8 @@ def create_writer(
     group: str | None = None,
     job_type: str | None = None,
     name: str | None = None,
+    tags: Sequence[str] = (),
+    notes: str | None = None,
 ) -> Writer:
     """Creates the writer of a run: the run directory, and optionally W&B and TensorBoard.
 
@@ -155,6 +157,8 @@ def create_writer(
         group: W&B group; see `WandbWriter`.
         job_type: W&B job type; see `WandbWriter`.
         name: name of the run in W&B; see `WandbWriter`.
+        tags: tags of the run in W&B; see `WandbWriter`.
+        notes: notes on the run in W&B; see `WandbWriter`.
 
     Returns:
         The writer. The caller closes it.
@@ -177,7 +181,8 @@ def create_writer(
         from kdist.telemetry.writers.wandb import WandbWriter
 
         names = project, group, job_type, name
-        writers.append(WandbWriter(run.path, wandb_mode, *names, config=config))
+        about = {"config": config, "tags": tags, "notes": notes}
+        writers.append(WandbWriter(run.path, wandb_mode, *names, **about))
     if tensorboard:
         from kdist.telemetry.writers.tensorboard import TensorBoardWriter  # imports TensorFlow
 
@@ -191,7 +196,7 @@ COMMON = ("epoch", "step", "examples", "seconds", "learning_rate")
 METRIC_KINDS = ("train", "epoch", "timing")
 DEVICE_KINDS = ("gpu", "cpu", "process", "disk", "network")
 
-_NOT_MEASURED = ("time", "seconds", "host", "device")
+_NOT_MEASURED = ("time", "seconds", "host", "node", "device")
 
 
 def metric_curves(record: Mapping[str, Any]) -> dict[str, float]:
@@ -211,11 +216,14 @@ def metric_curves(record: Mapping[str, Any]) -> dict[str, float]:
 def device_curves(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a record of `devices.jsonl` by the names of their curves.
 
-    Names have the form `<device kind>/<host>/<index>/<metric>`. Devices that a host has only one of
-    have no index, such as `disk/node7/read_bytes_per_second`.
+    Names have the form `<device kind>/<index>/<metric>`, on several hosts
+    `<device kind>/node<number>/<index>/<metric>`. Devices that a host has only one of have no
+    index, such as `disk/read_bytes_per_second`. The same device of two runs has the same curves,
+    also on other hosts.
     """
     kind, _, index = record["device"].partition("/")
-    path = "/".join(filter(None, (kind, record["host"], index)))
+    node = record.get("node")
+    path = "/".join(filter(None, (kind, "" if node is None else f"node{node}", index)))
     return dict(
         item
         for name, value in record.items()
