@@ -151,6 +151,7 @@ def main(_):
 
         tune_export(directory, FLAGS.tune, aim, FLAGS.max_batch, report=print)
     else:
+        check_ports()
         checked = options(models)
         kdist.serving.run(checked, on_ready=functools.partial(print, flush=True))
 
@@ -173,6 +174,27 @@ def check(models):
             f"--host={FLAGS.host}: {error}; give an address of this machine, such as 127.0.0.1, or "
             "0.0.0.0 for all"
         ) from error
+
+
+def check_ports():
+    """Raises a ValueError if the server will not be able to listen, before TensorFlow is imported.
+
+    The server itself reports a port that another program takes after this.
+    """
+    for name in ("port", "grpc_port"):
+        if FLAGS[name].value <= 0:
+            continue
+        where = FLAGS.host, FLAGS[name].value
+        family, *_, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise ValueError(
+                    f"--{name}={FLAGS[name].value} on --host={FLAGS.host}: {error.strerror}; give "
+                    "another port, or 0 for any free one"
+                ) from error
 
 
 def single(models):
