@@ -13,6 +13,7 @@ from kdist.strategies import is_chief, num_workers
 from kdist.telemetry.axes import Axes, last_values, note_largest
 from kdist.telemetry.devices.collector import collector_of
 from kdist.telemetry.facts import shares_cores, training_config, training_summary
+from kdist.telemetry.results import write_results
 from kdist.telemetry.steps.verdict import DeviceMeans, is_long_enough, verdict
 from kdist.telemetry.steps.window_means import WindowMeans, running_means
 from kdist.telemetry.steps.windows import TimingWindows
@@ -312,22 +313,15 @@ class Telemetry(keras.callbacks.Callback):
 
     def _write_results(self):
         summary = self.summary()
-        self._writer.write_summary(summary)
         for finding in summary["verdict"]:
             _logger.info("%s", finding)
-        if self._report and self._write_page():
-            self._writer.write_report(self._run.report)
-
-    def _write_page(self):
-        """Writes the report, and returns whether that succeeded; training has."""
-        from kdist import report
-
         try:
-            _logger.info("report: %s", report.write([self._run.path], self._run.report))
-        except (OSError, ValueError) as error:
-            _logger.warning("the report was not written: %s", error)
-            return False
-        return True
+            page = write_results(self._run, self._writer, summary, self._report)
+        except FileNotFoundError as error:
+            _logger.warning("%s", error)
+            return
+        if page:
+            _logger.info("report: %s", page)
 
     def _end_training_part(self):
         if self._epoch_ended is None:
