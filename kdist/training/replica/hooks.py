@@ -179,7 +179,14 @@ def _whole(initialize):
 
     @functools.wraps(initialize)
     def whole(variable, value):
-        with unpartitioned(tf.distribute.get_strategy()):
+        strategy = tf.distribute.get_strategy()
+        if variable.dtype in ("int8", "uint8") and is_multi_worker(strategy):
+            raise ValueError(
+                f"{variable.path!r} has type {variable.dtype}, as quantized models do, and "
+                "TensorFlow does not send this type between workers. Quantize the model outside of "
+                "the scope, after the training"
+            )
+        with unpartitioned(strategy):
             return initialize(variable, value)
 
     return whole
