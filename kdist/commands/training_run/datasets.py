@@ -14,8 +14,8 @@ from kdist.run_directory import RunDirectory
 
 FLAGS = flags.FLAGS
 
-# --minutes: number of steps that are timed, and minimum number of steps to train.
-MEASURED_STEPS = 2
+# --minutes: seconds for which steps are timed, and minimum number of steps to train.
+MEASURED_SECONDS = 1.0
 MIN_STEPS = 4
 
 
@@ -110,6 +110,7 @@ def examples_in_time(strategy, train, test, started):
     """Returns the number of examples that fit into --minutes, from the time of a few steps."""
     if kdist.strategies.num_workers(strategy) > 1:
         raise ValueError("--minutes is for one host; use --examples on several")
+    print(f"timing a few steps, for {FLAGS.minutes:g} minutes in all …", flush=True)
     model = compiled_model(strategy, train)
     training = rate(train, lambda steps: model.fit(train, steps_per_epoch=steps, verbose=0))
     testing = rate(train, lambda steps: model.evaluate(train, steps=steps, verbose=0))
@@ -129,9 +130,13 @@ def examples_in_time(strategy, train, test, started):
 def rate(train, run):
     """Returns the examples per second of `run(number of steps)`, after compilation."""
     run(1)
-    began = time.perf_counter()
-    run(MEASURED_STEPS)
-    return MEASURED_STEPS * train.batch.global_size / (time.perf_counter() - began)
+    steps, seconds = 1, 0.0
+    while seconds < MEASURED_SECONDS and steps < train.steps_per_epoch:
+        steps *= 2
+        began = time.perf_counter()
+        run(steps)
+        seconds = time.perf_counter() - began
+    return steps * train.batch.global_size / seconds
 
 
 def examples_of_run(run_dir):
