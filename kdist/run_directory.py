@@ -36,6 +36,9 @@ _logger = logging.getLogger(__name__)
 # Environment variable with the run directory that a launcher chose for all tasks of a job.
 RUN_DIR = "KDIST_RUN_DIR"
 
+# Directory of runs whose directory is not given.
+RUNS = pathlib.Path("runs")
+
 # A checkpoint's name is this prefix and its step.
 CHECKPOINT_PREFIX = "step-"
 
@@ -82,7 +85,7 @@ def is_open_at(descriptor: int, path: str | os.PathLike) -> bool:
 def new_run_path(name: str) -> pathlib.Path:
     """Returns a path below runs/ with the current time and `name`."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-    return pathlib.Path("runs") / f"{now}-{name}"
+    return RUNS / f"{now}-{name}"
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "train": (
         "Trains a model on one device or several.",
-        "kdist train --model=lenet --dataset=digits --epochs=5",
+        "kdist train --model=lenet --dataset=digits --epochs=20",
     ),
     "launch": (
         "Starts a script on this machine as a job of several processes.",

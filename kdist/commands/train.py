@@ -35,7 +35,7 @@
     --export=models/mine
 
   # within a minute: a small model on scikit-learn's digits
-  kdist train --model=lenet --dataset=digits --epochs=5
+  kdist train --model=lenet --dataset=digits --epochs=20
 
 It prints the test accuracy, seconds per epoch, examples per second, and the devices. It writes
 config.json, metrics.jsonl, devices.jsonl, summary.json, checkpoints, and a report to --run_dir

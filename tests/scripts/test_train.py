@@ -2,6 +2,10 @@
 
 import json
 import pathlib
+import re
+import signal
+import subprocess
+import sys
 
 import keras
 import pytest
@@ -43,6 +47,7 @@ def test_one_device_and_two_give_the_same_test_loss(tmp_path):
     assert two["devices"] == ["CPU:0", "CPU:1"]
     assert (two["strategy"], two["num_replicas"]) == ("MirroredStrategy", 2)
     assert two["versions"]["tensorflow"].startswith("2.")
+    assert all(f" {name} " in printed.partition("next:")[2] for name in ("report", "export"))
     for shown in ("test accuracy 0.", "sec/epoch", "examples/sec", "on CPU:0, CPU:1", "report: "):
         assert shown in printed
     assert sorted(path.name for path in (tmp_path / "2").iterdir()) == [
@@ -134,6 +139,29 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     assert "report: " not in process.stdout
     assert f"kdist report {tmp_path / 'run'} --output=" in process.stderr
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_after_ctrl_c_the_command_that_continues_is_shown(tmp_path):
+    flags = [*DIGITS, "--model=mlp", "--epochs=2000", "--verbose=2", "--num_devices=2"]
+    arguments = [sys.executable, "-u", SCRIPTS / "train.py", *flags, "--strategy=mirrored"]
+    outputs = []
+    for _ in range(2):
+        with subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tmp_path
+        ) as process:
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("Epoch 3/"):
+                    process.send_signal(signal.SIGINT)
+        assert process.returncode == 130
+        outputs.append("".join(lines))
+    run, command = re.search(r"in (runs/\S+)\nto continue: (.+)\n", outputs[0]).groups()
+    assert f"run directory: {run}\n" in outputs[0]
+    assert command.endswith(f"--strategy=mirrored --run_dir={run}")
+    assert (tmp_path / run / "checkpoints").is_dir()
+    # The same command shows it again, and starts another run.
+    assert f"{run} was interrupted; to continue it: {command}\n" in outputs[1]
 
 
 DELETING = """

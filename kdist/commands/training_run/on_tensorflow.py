@@ -1,5 +1,6 @@
 """Training with --backend=tensorflow, under any strategy, plan, or layout."""
 
+import contextlib
 import importlib.util
 import logging
 import time
@@ -11,6 +12,11 @@ from kdist.commands.training_run.backend_and_plan import apply_plan, report_data
 from kdist.commands.training_run.compiled_model import compiled_model, split_layout, verbosity
 from kdist.commands.training_run.datasets import load_data_in_time
 from kdist.commands.training_run.flag_checks import check_flags
+from kdist.commands.training_run.next_steps import (
+    print_next_steps,
+    print_start,
+    says_how_to_continue,
+)
 from kdist.commands.training_run.recording import check_directory, run_directory, start_recording
 from kdist.commands.training_run.summary import cost, print_summary, run_config
 from kdist.strategy_spec import resolve
@@ -39,15 +45,17 @@ def train_on_tensorflow():
         print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
         if plan:
             report_data_differences(plan, train)
+        print_start(path, resumes)
     model = compiled_model(strategy, train)
     recording = start_recording(path, run_config(dataset, train.num_examples), is_chief, resumes)
-    history = model.fit(
-        train,
-        validation_data=test,
-        epochs=FLAGS.epochs,
-        callbacks=recording.callbacks,
-        verbose=verbosity(),
-    ).history
+    with says_how_to_continue(recording.run) if is_chief else contextlib.nullcontext():
+        history = model.fit(
+            train,
+            validation_data=test,
+            epochs=FLAGS.epochs,
+            callbacks=recording.callbacks,
+            verbose=verbosity(),
+        ).history
     if not is_chief:
         return
     summary = {
@@ -61,6 +69,7 @@ def train_on_tensorflow():
     finish(recording, summary, plan)
     if FLAGS.export:
         export_model(model, train.class_names)
+    print_next_steps(recording.run)
 
 
 def strategy_spec(plan):

@@ -139,8 +139,8 @@ def install():
     for owner, name in SAVING:
         setattr(owner, name, _saving_alone(getattr(owner, name)))
     # Keras stores the result under another name than it looks for, and computes it in each save by
-    # creating an optimizer, of which TensorFlow keeps 70 kB. Outside of a scope, because workers that
-    # have not saved would create it alone when they load, and wait for the others.
+    # creating an optimizer, of which TensorFlow keeps 70 kB. Outside of scopes: workers that have
+    # not saved would create it alone when they load, and wait for the others.
     attributes = saving_lib.get_attr_skipset
     saving_lib.get_attr_skipset = functools.cache(
         lambda kind: outside_any_scope(lambda: attributes(kind))
