@@ -23,7 +23,8 @@ from absl import flags
 
 import kdist
 from kdist import program, testing
-from kdist.commands.training_run.flag_checks import MODELS, check_data, check_split
+from kdist.commands.training_run.compiled_model import MODELS
+from kdist.commands.training_run.flag_checks import check_data, check_split
 from kdist.hardware import parse_devices
 from kdist.strategy_spec import resolve
 

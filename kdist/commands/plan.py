@@ -34,6 +34,8 @@ from absl import flags
 import kdist
 from kdist import planner, program
 from kdist.commands.repository import import_benchmark
+from kdist.commands.training_run.applications import application
+from kdist.commands.training_run.compiled_model import MODELS
 from kdist.planner import measurements
 from kdist.planner.calibration import Calibration, calibrated_step_seconds
 from kdist.run_directory import RunDirectory
@@ -172,10 +174,6 @@ program.writes_file("page", unless=[""])
 program.writes_file("calibrate")
 
 
-# Models that `kdist train` can build.
-TRAINABLE = ("mlp", "lenet", "resnet18", "mobilenet_v2", "inception")
-
-
 def main(_):
     if FLAGS.validate:
         print(validation("validate", "--validate").validate(FLAGS.validate, FLAGS.machines))
@@ -236,10 +234,10 @@ def plan():
 
 def how_to_run(plan):
     """Returns a hint for the plan of a model that `kdist train` cannot build."""
-    if plan.model in TRAINABLE:
+    if plan.model in MODELS or application(plan.model):
         return ""
     return (
-        f" (kdist train builds {', '.join(TRAINABLE)}; in your own program, "
+        f" (kdist train builds {', '.join(MODELS)}, and keras.applications; in your own program, "
         "pass kdist.planner.Plan.load(…) to create_strategy)"
     )
 

@@ -30,6 +30,10 @@
   # run a plan of `kdist plan`, and compare its prediction with the measurement
   kdist train --plan=plan.json
 
+  # your own model and data, and a version of the model for `kdist serve`
+  kdist train --model=my_code.py:build --model_args="width=8" --dataset=my_code.py:load_data \\
+    --export=models/mine
+
   # within a minute: a small model on scikit-learn's digits
   kdist train --model=lenet --dataset=digits --epochs=5
 
@@ -51,13 +55,23 @@ FLAGS = flags.FLAGS
 
 with program.flag_group("Common"):
     flags.DEFINE_string(
-        "model", "resnet18", "Model to train: mlp, lenet, resnet18, mobilenet_v2, or inception."
+        "model",
+        "resnet18",
+        "Model to train: mlp, lenet, resnet18, mobilenet_v2, inception, a model of Keras such as "
+        "keras.applications.ResNet50, or your own function as module:function or path.py:function. "
+        "It returns a Keras model; its parameters input_shape and num_classes, if it has them, are "
+        "those of the data. A model that is not compiled is trained as a classifier.",
+    )
+    flags.DEFINE_string(
+        "model_args", "", "Arguments of the function that builds the model: width=8,name='small'."
     )
     flags.DEFINE_string(
         "dataset",
         "fashion_mnist",
-        "Dataset: a TFDS name (fashion_mnist, cats_vs_dogs, …), digits, or a directory of images "
-        "or IDX files.",
+        "Dataset: a TFDS name (fashion_mnist, cats_vs_dogs, …), digits, a directory of images or "
+        "IDX files, or a function as module:function or path.py:function. It returns (x_train, "
+        "y_train), (x_test, y_test), such as keras.datasets.cifar10:load_data, or two "
+        "kdist.data.Source.",
     )
     flags.DEFINE_string(
         "strategy",
@@ -82,6 +96,11 @@ with program.flag_group("Common"):
         None,
         "Run directory: a new one, or that of an interrupted run, which resumes. By default a new "
         "directory under runs/.",
+    )
+    flags.DEFINE_string(
+        "export",
+        None,
+        "Directory to which the trained model is exported for kdist serve, such as models/fashion.",
     )
 
 with program.flag_group("Data"):

@@ -62,9 +62,29 @@ def load(
         train, test = kdist.data.load("cats_vs_dogs", batch=batch, operations="resize(160, 160)")
         model.fit(train, validation_data=test)
     """
-    train_source, test_source = load_sources(
-        name, seed=seed, splits=splits, data_dir=data_dir, download=download
+    return create_pipelines(
+        load_sources(name, seed=seed, splits=splits, data_dir=data_dir, download=download),
+        batch=batch,
+        seed=seed,
+        examples=examples,
+        operations=operations,
+        eval_operations=eval_operations,
+        cache=cache,
     )
+
+
+def create_pipelines(
+    sources: tuple[Source, Source],
+    *,
+    batch: Batch,
+    seed: int = 0,
+    examples: int | None = None,
+    operations: str | Sequence[ImageOperation] = (),
+    eval_operations: str | Sequence[ImageOperation] | None = None,
+    cache: bool | str = "auto",
+) -> tuple[Pipeline, Pipeline]:
+    """Returns the pipelines of a training and a test source; the arguments are those of `load`."""
+    train_source, test_source = sources
     if examples is not None:
         train_source = train_source.subset(examples, seed)
     operations = as_operations(operations)

@@ -87,8 +87,14 @@ def _add_to_compile(options):
         trainer.compile = lambda self, *args, **kwargs: plain(self, *args, **{**options, **kwargs})
 
 
-def run(program, strategy):
+def run(program, strategy, shared=None):
     """Runs a program in a strategy's scope, in a directory of its own.
+
+    Args:
+        program: a `Program`.
+        strategy: a strategy, or None.
+        shared: directory that all tasks of a job see, as programs need that read what they have
+            written; None for a new one.
 
     Returns:
         What `outcome` returned, or the text of an error.
@@ -97,7 +103,10 @@ def run(program, strategy):
 
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(SEED)
-    with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
+    with contextlib.ExitStack() as stack:
+        if shared is None:
+            shared = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.chdir(shared))
         try:
             with strategy.scope() if strategy else contextlib.nullcontext():
                 return program.main()
@@ -118,14 +127,20 @@ def serve(mode, results, names):
 
     strategy = create_strategy(MODES[mode])
     known = programs()
-    if names[0].startswith("@"):
+    is_job, is_followed = bool(MODES[mode].tasks), names[0].startswith("@")
+    if is_followed:
         names = _lines(names[0][1:])
     for name in names:
         print(f"--- {name}", file=sys.stderr, flush=True)
         start = time.monotonic()
-        found = run(known[name], strategy)
+        shared = pathlib.Path(results).with_name(f"{mode}-files") / name if is_job else None
+        if shared:
+            shared.mkdir(parents=True, exist_ok=True)
+        found = run(known[name], strategy, shared)
         if _writes(strategy):
             write(pathlib.Path(results, name), (found, time.monotonic() - start))
+        if is_job and isinstance(found, str) and not is_followed:
+            break  # an error leaves the tasks of a job out of step; the next one needs a new job
 
 
 def _lines(path):

@@ -80,6 +80,8 @@ def _run_job(mode, results, names, limit_seconds):
             now = sum(not (results / name).exists() for name in names)
             if now < missing:
                 missing, since = now, time.monotonic()
+            elif MODES[mode].tasks and codes[0] == 0:
+                return ""  # a program failed, and the others need a new job
             elif any(codes) or None not in codes:
                 return f"Crash: exit codes {codes}"
             elif time.monotonic() - since > limit_seconds + 60 * (missing == len(names)):

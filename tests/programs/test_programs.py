@@ -14,6 +14,7 @@ from tests.programs.program import outcome, programs
 PROGRAMS = programs()
 # Other modes run every 48th program in tests; `python -m tests.programs.table` runs all.
 EACH = 48
+ALSO = {"servers": ("changed_learning_rate", "lora"), "workers": ("continue_from_file",)}
 OFFSETS = {"four": 0, "groups": 1, "accumulate": 2, "workers": 3, "servers": 4}
 
 
@@ -80,7 +81,7 @@ def _is_unlike(program, mode):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["four", "groups", "accumulate", "workers", "servers"])
 def test_other_modes_compute_what_one_device_computes(mode, directory):
-    names = list(PROGRAMS)[OFFSETS[mode] :: EACH]
+    names = [*list(PROGRAMS)[OFFSETS[mode] :: EACH], *ALSO.get(mode, ())]
     if mode == "workers":  # an error in one of them would abort the collectives of all others
         names = [name for name in names if not PROGRAMS[name].differs.get(mode)]
     texts = run_mode(mode, names, directory)

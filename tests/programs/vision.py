@@ -109,7 +109,7 @@ class PatchEncoder(layers.Layer):
         return self.projection(patches) + self.position_embedding(positions)
 
 
-@program(slow=True, differs={"workers": "all workers read the file that the first one writes"})
+@program(slow=True)
 def vision_transformer():
     """Vision transformer: patches, an embedding of positions, AdamW."""
     x, y = _images(40, channels=3)

@@ -1,4 +1,4 @@
-"""The wheel in a fresh environment, without the repository: the `kdist` command, a user's script."""
+"""The wheel without the repository: the `kdist` command, and a user's script."""
 
 import os
 import pathlib

@@ -31,6 +31,19 @@ TRAIN = [
     # Names and values.
     (["--model=lenett"], "did you mean 'lenet'"),
     (["--model=transformer"], f"Available are {IMAGE_MODELS}"),
+    (["--model=keras.applications.ResNet5"], "did you mean 'keras.applications.ResNet50'"),
+    (["--model=resnet5O"], "did you mean 'resnet50'"),
+    (["--model=nowhere.py:build"], "no file nowhere.py"),
+    (["--model=no_module:build"], "no module no_module"),
+    (["--model=my_code.py:biuld"], "did you mean 'build'"),
+    (["--model=my_code:biuld"], "did you mean 'build'"),
+    (["--model=broken.py:build"], "is no Python"),
+    (["--model_args=8"], "an argument has no name"),
+    (["--model_args=width=os.getcwd()"], "is no list of named values"),
+    (["--model=my_code.py:build", "--sync_batch_norm"], "synchronized=True"),
+    (["--dataset=my_code.py:lod"], "did you mean 'load'"),
+    (["--export=a_file"], "--export=a_file is not a directory"),
+    (["--backend=jax", "--export=models/x"], "--export is not supported"),
     (["--strategy=mirored"], "did you mean 'mirrored'"),
     (["--strategy=local_sgd"], "--strategy=mirrored --local_steps=8"),
     (["--strategy=mirrored", "--reduction=ring"], "use one of auto, nccl"),
@@ -213,6 +226,8 @@ def outcomes(tmp_path_factory):
     (folder / "models" / "m" / "1" / "saved_model.pb").touch()
     (folder / "m.keras").touch()
     (folder / "a_file").write_text("not JSON")
+    (folder / "my_code.py").write_text("import keras\ndef build(): ...\ndef load(): ...\n")
+    (folder / "broken.py").write_text("def build(:\n")
     (folder / "binary").write_bytes(b"\xff\xfe\x00")
     (folder / "list.json").write_text("[1]")
     for name in ("finished", "interrupted"):

@@ -12,7 +12,16 @@ FLAGS = flags.FLAGS
 
 # Flags that --backend=jax supports. All others are rejected, with a remedy.
 SUPPORTED_ON_JAX = (
-    *("backend", "model", "dataset", "fallback_dataset", "data_dir", "download", "examples"),
+    *(
+        "backend",
+        "model",
+        "model_args",
+        "dataset",
+        "fallback_dataset",
+        "data_dir",
+        "download",
+        "examples",
+    ),
     *("operations", "num_devices", "layout", "split", "local_batch_size", "epochs", "optimizer"),
     *("learning_rate", "schedule", "ramp_epochs", "decay", "scale_learning_rate"),
     *("base_batch_size", "precision", "steps_per_execution", "sync_batch_norm", "seed", "run_dir"),

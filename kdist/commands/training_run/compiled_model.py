@@ -5,8 +5,19 @@ import sys
 from absl import flags
 
 import kdist
+from kdist.commands.training_run.applications import application, build_application
+from kdist.commands.training_run.user_code import call, is_reference, parse_arguments
 
 FLAGS = flags.FLAGS
+
+# kdist's models for images; kdist.models also has others.
+MODELS = ("mlp", "lenet", "resnet18", "mobilenet_v2", "inception")
+# Flags whose values are arguments of `compile`.
+_COMPILE_FLAGS = (
+    *("optimizer", "learning_rate", "schedule", "ramp_epochs", "decay", "scale_learning_rate"),
+    *("base_batch_size", "accumulate", "jit_compile", "steps_per_execution", "max_staleness"),
+    *("local_steps", "local_slots"),
+)
 
 
 def compiled_model(strategy, train):
@@ -14,11 +25,14 @@ def compiled_model(strategy, train):
     plain = call_on_cpu(build_model, train) if FLAGS.layout else None
     with strategy.scope():
         if plain is None:
-            model = build_model(train)
+            model = kdist.Model.of(build_model(train))
         else:
             model = kdist.parallel.split(
                 plain, kdist.parallel.resolve_placement(plain, strategy.layout, FLAGS.split)
             )
+        if (model if plain is None else plain).compiled:
+            check_compiled()
+            return model
         model.compile(
             optimizer(learning_rate(train.batch, train.num_examples)),
             loss(model),
@@ -61,35 +75,94 @@ def call_on_cpu(function, *arguments):
 
 def build_model(train):
     """Returns the model of --model for the images and classes of the data."""
-    return kdist.models.create(
-        FLAGS.model,
-        input_shape=train.image_shape,
-        num_classes=train.num_classes,
-        sync_batch_norm=FLAGS.sync_batch_norm,
-        precision=FLAGS.precision,
-    )
+    arguments = parse_arguments("model_args", FLAGS.model_args)
+    data = {"input_shape": tuple(train.image_shape), "num_classes": train.num_classes}
+    if is_reference(FLAGS.model):
+        return build_users_model(data, arguments)
+    if FLAGS.model in MODELS:
+        options = {"sync_batch_norm": FLAGS.sync_batch_norm, "precision": FLAGS.precision}
+        return kdist.models.create(FLAGS.model, **{**data, **options, **arguments})
+    name = application(FLAGS.model)
+    return build_application(name, **data, precision=FLAGS.precision, **arguments)
 
 
-def has_one_logit(model):
-    """Returns whether the model is a binary classifier with one logit."""
+def build_users_model(data, arguments):
+    """Returns the model of a user's function.
+
+    Args:
+        data: shape of an image and number of classes, for a function with these parameters.
+        arguments: those of --model_args.
+
+    Raises:
+        ValueError: it returned something else, or a model for which no loss is known.
+    """
+    import keras
+
+    from kdist.models.parts import builder
+
+    build = builder(lambda: call(FLAGS.model, data, **arguments))
+    model = build(precision=FLAGS.precision)
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            f"--model={FLAGS.model} returned {type(model).__name__}; return a keras.Model"
+        )
+    if not model.compiled and not (model.built and isinstance(model.output_shape, tuple)):
+        raise ValueError(
+            f"--model={FLAGS.model} returned a model without one known output; compile it in the "
+            "function, or return a functional or Sequential model with an Input"
+        )
+    return model
+
+
+def check_compiled():
+    """Raises a ValueError if a flag cannot apply because the user's function compiled the model."""
+    for name in _COMPILE_FLAGS:
+        if FLAGS[name].present:
+            raise ValueError(
+                f"--{name} has no effect, because {FLAGS.model} returns a compiled model; leave "
+                "the flag out, or return the model uncompiled"
+            )
+    if FLAGS.layout:
+        raise ValueError(
+            f"--layout compiles its own copy of the model, and {FLAGS.model} returns a compiled "
+            "one; return it uncompiled"
+        )
+
+
+def has_one_output(model):
+    """Returns whether the model is a binary classifier, with one output for both classes."""
     return model.output_shape[-1] == 1
 
 
-def loss(model):
-    """Returns the loss for the model's output."""
+def output_activation(model):
+    """Returns the name of the activation of the last layer: "softmax", "sigmoid", "linear", …"""
     import keras
 
-    if has_one_logit(model):
-        return keras.losses.BinaryCrossentropy(from_logits=True)
-    return keras.losses.SparseCategoricalCrossentropy()
+    layer = model
+    while isinstance(layer, keras.Model) and layer.layers:
+        layer = layer.layers[-1]
+    if isinstance(layer, keras.layers.Softmax):
+        return "softmax"
+    return getattr(getattr(layer, "activation", None), "__name__", "linear")
+
+
+def loss(model):
+    """Returns the loss for the model's output: probabilities, or logits."""
+    import keras
+
+    activation = output_activation(model)
+    if has_one_output(model):
+        return keras.losses.BinaryCrossentropy(from_logits=activation != "sigmoid")
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=activation != "softmax")
 
 
 def accuracy(model):
     """Returns the accuracy metric for the model's output."""
     import keras
 
-    if has_one_logit(model):
-        return keras.metrics.BinaryAccuracy(threshold=0.0, name="accuracy")
+    if has_one_output(model):
+        threshold = 0.5 if output_activation(model) == "sigmoid" else 0.0
+        return keras.metrics.BinaryAccuracy(threshold=threshold, name="accuracy")
     return keras.metrics.SparseCategoricalAccuracy(name="accuracy")
 
 

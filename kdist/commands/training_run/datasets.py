@@ -4,16 +4,18 @@ import json
 import sys
 import time
 
+import numpy as np
 from absl import flags
 
 import kdist
 from kdist.commands.training_run.compiled_model import compiled_model
+from kdist.commands.training_run.user_code import call, is_reference
 from kdist.run_directory import RunDirectory
 
 FLAGS = flags.FLAGS
 
-# --minutes: number of steps that are timed, and minimum number of steps to train.
-MEASURED_STEPS = 2
+# --minutes: seconds for which steps are timed, and minimum number of steps to train.
+MEASURED_SECONDS = 1.0
 MIN_STEPS = 4
 
 
@@ -47,6 +49,11 @@ def load_data(batch, examples=None):
         examples: number of training examples, instead of --examples.
     """
     options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
+    if is_reference(FLAGS.dataset):
+        from kdist.data.datasets import create_pipelines
+
+        sources, chosen = sources_of_function(FLAGS.dataset), examples or FLAGS.examples
+        return FLAGS.dataset, *create_pipelines(sources, examples=chosen, **options)
     try:
         return FLAGS.dataset, *kdist.data.load(
             FLAGS.dataset,
@@ -62,10 +69,39 @@ def load_data(batch, examples=None):
         return FLAGS.fallback_dataset, *kdist.data.load(FLAGS.fallback_dataset, **options)
 
 
+def sources_of_function(text):
+    """Returns the training and the test source of a user's function.
+
+    It returns `(train, test)`. Each is a `kdist.data.Source`, or arrays `(images, labels)` as in
+    `keras.datasets`, whose labels may be (N, 1).
+    """
+    from kdist.data import Source
+
+    returned = call(text)
+    try:
+        train, test = returned
+        if isinstance(train, Source) and isinstance(test, Source):
+            return train, test
+        train, test = ((np.asarray(x), _flat(y)) for x, y in (train, test))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"--dataset={text} returned {type(returned).__name__}; return (x_train, y_train), "
+            "(x_test, y_test), arrays of images and labels, or two kdist.data.Source"
+        ) from error
+    classes = 1 + int(max(labels.max(initial=0) for _, labels in (train, test)))
+    return tuple(kdist.data.from_arrays(*arrays, num_classes=classes) for arrays in (train, test))
+
+
+def _flat(labels):
+    labels = np.asarray(labels)
+    return labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+
+
 def examples_in_time(strategy, train, test, started):
     """Returns the number of examples that fit into --minutes, from the time of a few steps."""
     if kdist.strategies.num_workers(strategy) > 1:
         raise ValueError("--minutes is for one host; use --examples on several")
+    print(f"timing a few steps, for {FLAGS.minutes:g} minutes in all …", flush=True)
     model = compiled_model(strategy, train)
     training = rate(train, lambda steps: model.fit(train, steps_per_epoch=steps, verbose=0))
     testing = rate(train, lambda steps: model.evaluate(train, steps=steps, verbose=0))
@@ -85,9 +121,13 @@ def examples_in_time(strategy, train, test, started):
 def rate(train, run):
     """Returns the examples per second of `run(number of steps)`, after compilation."""
     run(1)
-    began = time.perf_counter()
-    run(MEASURED_STEPS)
-    return MEASURED_STEPS * train.batch.global_size / (time.perf_counter() - began)
+    steps, seconds = 1, 0.0
+    while seconds < MEASURED_SECONDS and steps < train.steps_per_epoch:
+        steps *= 2
+        began = time.perf_counter()
+        run(steps)
+        seconds = time.perf_counter() - began
+    return steps * train.batch.global_size / seconds
 
 
 def examples_of_run(run_dir):

@@ -1,19 +1,21 @@
 """Checks of everything that the flags tell before TensorFlow is imported and data are loaded."""
 
+import difflib
 import os
 import pathlib
 
 from absl import flags
 
-from kdist import program
+from kdist.commands.training_run.applications import APPLICATIONS, PREFIX, application
+from kdist.commands.training_run.compiled_model import MODELS
+from kdist.commands.training_run.user_code import check_reference, is_reference, parse_arguments
 from kdist.data.names import dataset_path
 from kdist.data.operations import as_operations
 from kdist.json_text import parse_json
+from kdist.run_directory import check_writable
 
 FLAGS = flags.FLAGS
 
-# Models for images; kdist.models also has others.
-MODELS = ("mlp", "lenet", "resnet18", "mobilenet_v2", "inception")
 # Traces of more steps fill the memory and the disk.
 _MAX_PROFILED_STEPS = 1000
 # Strategies whose replicas share their weights.
@@ -27,7 +29,8 @@ def check_flags(spec):
         ValueError: a value is unknown or invalid, or flags contradict each other.
         FileNotFoundError: a directory does not exist.
     """
-    program.check_name("model", FLAGS.model, MODELS)
+    _check_model()
+    _check_export()
     check_data(FLAGS.dataset, FLAGS.fallback_dataset)
     if FLAGS.resume not in ("auto", "never") and not os.path.exists(FLAGS.resume):
         raise FileNotFoundError(
@@ -49,7 +52,9 @@ def check_data(*datasets):
     """
     as_operations(FLAGS.operations)
     for name in datasets:
-        if name is not None:
+        if name is not None and is_reference(name):
+            check_reference("dataset", name)
+        elif name is not None:
             dataset_path(name)
     directory = FLAGS.data_dir
     if directory is None or os.path.isdir(directory):
@@ -71,6 +76,35 @@ def check_split():
         raise ValueError(f"--split={FLAGS.split} is not JSON ({error}); correct it") from error
     if not isinstance(placement, dict):
         raise ValueError(f'--split={FLAGS.split}: write {{"layer.*": "stage(0)", …}}')
+
+
+def _check_model():
+    name = FLAGS.model
+    parse_arguments("model_args", FLAGS.model_args)
+    if is_reference(name):
+        check_reference("model", name)
+    elif name not in MODELS and application(name) is None:
+        known = (*MODELS, *map(str.lower, APPLICATIONS), *(PREFIX + each for each in APPLICATIONS))
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        raise ValueError(
+            f"unknown model {name!r}{hint} Available are {', '.join(MODELS)}, {PREFIX}NAME, and "
+            "your own functions as module:function or path.py:function"
+        )
+    if FLAGS.sync_batch_norm and name not in MODELS:
+        raise ValueError(
+            f"--sync_batch_norm is for {', '.join(MODELS)}; leave it out, and in your own model "
+            "write BatchNormalization(synchronized=True)"
+        )
+
+
+def _check_export():
+    if FLAGS.export is None:
+        return
+    path = pathlib.Path(FLAGS.export)
+    if not FLAGS.export or (path.exists() and not path.is_dir()):
+        raise ValueError(f"--export={path} is not a directory; give one, such as models/fashion")
+    check_writable(path / "1")
 
 
 def _check_profile():

@@ -48,6 +48,10 @@ def train_on_jax():
     dataset, train, test = load_data(batch)
     print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
     model = build_model(train)
+    if model.compiled:
+        raise ValueError(
+            f"--backend=jax compiles the model itself: return it from {FLAGS.model} uncompiled"
+        )
     mesh.place(model, kdist.parallel.resolve_placement(model, layout, FLAGS.split))
     model.compile(
         optimizer(learning_rate(batch, train.num_examples)),

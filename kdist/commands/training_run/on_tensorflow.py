@@ -1,5 +1,6 @@
 """Training with --backend=tensorflow, under any strategy, plan, or layout."""
 
+import importlib.util
 import logging
 import time
 
@@ -55,6 +56,8 @@ def train_on_tensorflow():
         **cost(time.perf_counter() - started),
     }
     finish(recording, summary, plan)
+    if FLAGS.export:
+        export_model(model, train.class_names)
 
 
 def strategy_spec(plan):
@@ -71,11 +74,15 @@ def strategy_spec(plan):
 
 
 def test_results(model, test, history):
-    """Returns accuracy and loss on the test data after the last epoch."""
+    """Returns loss and metrics on the test data after the last epoch, such as test_accuracy."""
     if "val_loss" not in history:  # an evaluator task validates; this is the last model
         results = model.evaluate(test, verbose=0, return_dict=True)
         history = {f"val_{name}": [value] for name, value in results.items()}
-    return {"test_accuracy": history["val_accuracy"][-1], "test_loss": history["val_loss"][-1]}
+    return {
+        f"test_{name.removeprefix('val_')}": values[-1]
+        for name, values in history.items()
+        if name.startswith("val_")
+    }
 
 
 def finish(recording, summary, plan):
@@ -93,6 +100,24 @@ def finish(recording, summary, plan):
             recording.writer.write_report(report)
     finally:
         recording.writer.close()
+
+
+def export_model(model, class_names):
+    """Exports the trained model to --export, and prints how to serve it."""
+    from kdist.serving.exporting.export import export
+
+    fits = class_names and model.output_shape[-1] == len(class_names)
+    if not (has_server := importlib.util.find_spec("tensorflow_serving") is not None):
+        _logger.warning(
+            "the export has no requests to warm up a server, which need pip install 'kdist[serve]'"
+        )
+    version = export(
+        model,
+        FLAGS.export,
+        classes=class_names if fits else None,
+        examples=None if has_server else {},
+    )
+    print(f"export: {version}; serve it: kdist serve --model_dir={FLAGS.export}")
 
 
 def write_report(run):

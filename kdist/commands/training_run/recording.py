@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import pathlib
+import re
 
 from absl import flags
 
@@ -15,7 +16,16 @@ FLAGS = flags.FLAGS
 
 # Flags that a resumed run must not change. Devices may differ if the global batch is the same.
 FIXED_FLAGS = (
-    *("model", "examples", "minutes", "operations", "epochs", "optimizer", "learning_rate"),
+    *(
+        "model",
+        "model_args",
+        "examples",
+        "minutes",
+        "operations",
+        "epochs",
+        "optimizer",
+        "learning_rate",
+    ),
     *("schedule", "ramp_epochs", "decay", "scale_learning_rate", "base_batch_size", "precision"),
     *("sync_batch_norm", "seed", "local_steps", "local_slots", "backend"),
 )
@@ -46,7 +56,7 @@ def run_directory():
         return FLAGS.run_dir
     if RUN_DIR in os.environ:
         return pathlib.Path(os.environ[RUN_DIR])
-    return new_run_path(FLAGS.model)
+    return new_run_path(re.sub(r"[^\w.]+", "-", FLAGS.model))
 
 
 def check_directory(path, writes=True):

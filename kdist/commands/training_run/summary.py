@@ -122,9 +122,12 @@ def cost(seconds):
 def print_summary(summary):
     """Prints the results of the run, in the format of *Dive into Deep Learning*."""
     rate, local = summary["examples_per_second"], summary["local_steps"]
+    results = {name: summary[name] for name in summary if name.startswith("test_")}
+    first = ["test_accuracy"] if "test_accuracy" in results else []
+    names = [*first, "test_loss", *sorted(results.keys() - {"test_accuracy", "test_loss"})]
     print(
-        f"test accuracy {summary['test_accuracy']:.4f}, test loss {summary['test_loss']:.4f}, "
-        f"{summary['seconds_per_epoch']:.1f} sec/epoch"
+        "".join(f"{name.replace('_', ' ')} {results[name]:.4f}, " for name in names)
+        + f"{summary['seconds_per_epoch']:.1f} sec/epoch"
         + (f", {rate:.1f} examples/sec" if rate else "")
     )
     print(

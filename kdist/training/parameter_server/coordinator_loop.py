@@ -73,6 +73,8 @@ class AsynchronousFunction:
         self._bundle = 1  # number of groups that are dispatched together
         self._dispatched = {}  # number -> (groups, steps)
         self._ended: list[StepGroup] = []  # groups whose result has not been returned yet
+        # What is dispatched after the callbacks at its begin: without staleness, they may change it.
+        self._held: tuple | None = None
         self._logs_now = None
         self._steps = 0  # steps of this epoch that have ended
         self._count_before: int | None = None  # the optimizer's count before this epoch
@@ -86,7 +88,7 @@ class AsynchronousFunction:
     @contextlib.contextmanager
     def in_flight(self, groups):
         """Yields the groups in order; each one is due when no further group may start before."""
-        self._ended = []
+        self._ended, self._held = [], None
         self._steps, self._count_before = 0, self._count()
         self._dispatcher.repeats()
         try:
@@ -99,6 +101,9 @@ class AsynchronousFunction:
 
     def run(self, group: StepGroup) -> GroupResult:
         """Waits until `group` or another one in flight has ended, and returns its result."""
+        if self._held:
+            held, self._held = self._held, None
+            self._start(*held)
         if not self._ended:
             self._wait()
         found = (index for index, ended in enumerate(self._ended) if ended is group)
@@ -127,7 +132,10 @@ class AsynchronousFunction:
             self._trainer.optimizer.iterations.assign(self._count_before + self._steps)
 
     def _due(self, groups):
-        """Dispatches groups, and yields one whenever no further group may start."""
+        """Dispatches groups, and yields one whenever no further group may start.
+
+        Groups that run one at a time are dispatched by `run`.
+        """
         waiting = collections.deque()
         for bundle in self._bundles(groups):
             while waiting and self._trainer.training_state.pause_requested:
@@ -136,6 +144,10 @@ class AsynchronousFunction:
             batches = bundle[0].iterator.take(length, separate=self._returns_outputs)
             if batches is None:
                 break
+            if self._dispatcher.is_sequential:
+                self._held = batches, bundle
+                yield bundle[0]
+                continue
             while not self._dispatcher.may_start(batches.length):
                 yield waiting.popleft()
             self._start(batches, bundle)

@@ -110,6 +110,11 @@ class Dispatcher:
         return repeats
 
     @property
+    def is_sequential(self) -> bool:
+        """True if groups run one at a time."""
+        return self._max_staleness == 0
+
+    @property
     def is_idle(self) -> bool:
         """True if no group is in flight."""
         return not self._in_flight

@@ -104,6 +104,25 @@ class PartitionedEmbedding(keras.layers.Embedding):
         for part, table in zip(self._parts, np.split(store["0"], ends[:-1]), strict=True):
             part.assign(table)
 
+    def enable_lora(self, *args, **kwargs):
+        """Adds LoRA weights, as Keras's layer does; the table must have one part."""
+        self._become_plain()
+        self.enable_lora(*args, **kwargs)
+
+    def quantize(self, *args, **kwargs):
+        """Quantizes the table, as Keras's layer does; the table must have one part."""
+        self._become_plain()
+        self.quantize(*args, **kwargs)
+
+    def _become_plain(self):
+        """Makes this Keras's own layer, which reads the whole table in each step."""
+        if len(self._parts) > 1:
+            raise ValueError(
+                f"{self.name!r} is partitioned into {len(self._parts)} parts, so that it can be "
+                "neither quantized nor have LoRA; use no partitioner, or --strategy=mirrored"
+            )
+        self.__class__ = keras.layers.Embedding
+
     def _sizes(self):
         """Returns the rows of each part: nearly equal, the larger parts first."""
         partitioner = tf.distribute.get_strategy().extended._kdist_partitioner

@@ -1,0 +1,150 @@
+"""Functions of users that a flag names: `module:function`, or `path.py:function`.
+
+    check_reference("model", "my_models.py:small")          # without importing it
+    model = call("my_models.py:small", width=8)
+
+Errors that such a function raises keep their traceback.
+"""
+
+import ast
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kdist.program import check_name
+
+_REFERENCE = re.compile(r"(?P<where>[^:]+):(?P<name>[A-Za-z_]\w*)")
+# A module that uses one of them may have names that its text does not show.
+_DYNAMIC = {"globals", "setattr", "__getattr__", "exec", "*"}
+
+
+class UserCodeFailed(Exception):
+    """An error in a user's code, which `program.run` shows with its traceback."""
+
+
+def is_reference(text: str) -> bool:
+    """Returns whether a flag names a function, such as `module:function`."""
+    return _REFERENCE.fullmatch(text) is not None
+
+
+def check_reference(flag: str, text: str):
+    """Checks that the file or module exists and defines the name, without importing it.
+
+    Raises:
+        ValueError: it does not, or is no Python.
+    """
+    where, name = _REFERENCE.fullmatch(text).groups()  # type: ignore[union-attr]
+    is_file = where.endswith(".py")
+    path = pathlib.Path(where) if is_file else _source_of_module(where)
+    if path is None or (is_file and not path.is_file()):
+        kind = "file" if is_file else "module"
+        raise ValueError(
+            f"--{flag}={text}: no {kind} {where}; give path.py:function, or module:function of a "
+            "module in this directory or on PYTHONPATH"
+        )
+    if path.suffix != ".py":
+        return
+    names, functions = _names(path)
+    if name not in names and not names & _DYNAMIC:
+        check_name(f"function of {where}", name, functions)
+
+
+def call(text: str, optional: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """Returns the result of the function that `text` names.
+
+    Args:
+        text: `module:function` or `path.py:function`.
+        optional: arguments to pass if the function has parameters of these names.
+        **arguments: arguments to pass in any case.
+
+    Raises:
+        UserCodeFailed: the module or the function raised an error.
+    """
+    where, name = _REFERENCE.fullmatch(text).groups()  # type: ignore[union-attr]
+    try:
+        function: Callable = getattr(_module(where), name)
+        parameters = inspect.signature(function).parameters
+        taken = {key: value for key, value in (optional or {}).items() if key in parameters}
+        return function(**{**taken, **arguments})
+    except Exception as error:
+        raise UserCodeFailed(f"{text} failed: {type(error).__name__}: {error}") from error
+
+
+def parse_arguments(flag: str, text: str) -> dict[str, Any]:
+    """Returns the arguments of text such as `width=8, activation="relu"`; values are literals.
+
+    Raises:
+        ValueError: the text is no list of such arguments.
+    """
+    try:
+        parsed = ast.parse(f"f({text})", mode="eval").body
+        if not isinstance(parsed, ast.Call) or parsed.args:
+            raise ValueError("an argument has no name")
+        if any(keyword.arg is None for keyword in parsed.keywords):
+            raise ValueError("** is not supported")
+        return {keyword.arg: ast.literal_eval(keyword.value) for keyword in parsed.keywords}  # type: ignore[misc]
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ValueError(
+            f"--{flag}={text} is no list of named values ({error}); write it as width=8,name='a'"
+        ) from error
+
+
+def _source_of_module(name):
+    """Returns the file of a module without importing its package; None if there is none."""
+    folders = [os.getcwd(), *sys.path]
+    for part in name.split("."):
+        if folders is None or not part.isidentifier():
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(part, folders)
+        if spec is None:
+            return None
+        folders = spec.submodule_search_locations
+    return pathlib.Path(spec.origin) if spec.origin else None
+
+
+def _names(path):
+    """Returns all names that a module defines or uses, and the public functions among them."""
+    try:
+        tree = ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is no Python: {error}") from error
+    found, functions = set(), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            functions += [node.name] * (node in tree.body and node.name[0] != "_")
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.Name) and (
+            isinstance(node.ctx, ast.Store) or node.id in _DYNAMIC
+        ):
+            found.add(node.id)
+    return found, functions
+
+
+@functools.cache
+def _module(where) -> ModuleType:
+    if not where.endswith(".py"):
+        _add_to_path(os.getcwd())
+        return importlib.import_module(where)
+    path = pathlib.Path(where).resolve()
+    _add_to_path(str(path.parent))  # for its neighbors
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)  # type: ignore[union-attr]
+    return module
+
+
+def _add_to_path(folder):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)

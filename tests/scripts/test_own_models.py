@@ -1,0 +1,116 @@
+"""Training of users' models and data by `train.py`, and of keras.applications."""
+
+import inspect
+import json
+
+import keras
+import pytest
+
+from kdist.commands.training_run.applications import APPLICATIONS, build_application
+from tests.scripts.test_train import program
+
+MY_CODE = """
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+
+def load():
+    digits = load_digits()
+    images, labels = (digits.images * 15).astype("uint8"), digits.target[:, None]
+    return (images[:512], labels[:512]), (images[512:640], labels[512:640])
+
+def logits(input_shape, num_classes, width=4):
+    return keras.Sequential([
+        keras.Input(input_shape),
+        keras.layers.Rescaling(1 / 255),
+        keras.layers.Flatten(),
+        keras.layers.Dense(width, "relu"),
+        keras.layers.Dense(num_classes),
+    ])
+
+class Mean(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(keras.ops.mean(x, (1, 2)) / 255)
+
+def compiled():
+    model = Mean()
+    model.compile("adam", "mse", metrics=["mae"])
+    return model
+
+def broken():
+    raise KeyError("missing")
+
+def nothing():
+    pass
+"""
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Returns a function that trains a model of my_code.py on two replicas; see `program`."""
+    (tmp_path / "my_code.py").write_text(MY_CODE)
+    own = f"{tmp_path / 'my_code.py'}:"
+
+    def run(model, *flags):
+        return program(
+            *("train", f"--model={own}{model}", f"--dataset={own}load"),
+            *(f"--run_dir={tmp_path / 'run'}", "--verbose=0", "--local_batch_size=16"),
+            *("--strategy=mirrored", "--num_devices=2", *flags),
+        )
+
+    return run
+
+
+def test_a_model_with_logits_is_a_classifier_that_is_exported(train, tmp_path):
+    models = tmp_path / "models" / "mine"
+    flags = ["--model_args=width=32", "--epochs=5", "--optimizer=adam", "--learning_rate=0.01"]
+    process = train("logits", *flags, f"--export={models}")
+    assert process.returncode == 0, process.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["test_accuracy"] > 0.6  # chance is 0.1
+    assert summary["parameters"] == 65 * 32 + 33 * 10
+    assert f"kdist serve --model_dir={models}" in process.stdout
+    assert (models / "1" / "saved_model.pb").exists()
+
+
+def test_a_compiled_model_keeps_its_loss_and_metrics(train, tmp_path):
+    process = train("compiled")
+    assert process.returncode == 0, process.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert {"test_loss", "test_mae"} < summary.keys()
+    assert process.stdout.count("test loss") == process.stdout.count("test mae") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "expected"),
+    [
+        ("compiled", ["--learning_rate=0.1"], "--learning_rate has no effect"),
+        ("nothing", [], "returned NoneType; return a keras.Model"),
+        ("logits", ["--model_args=depth=3"], "unexpected keyword argument 'depth'"),
+        ("broken", [], "my_code.py"),  # the line that raised
+    ],
+)
+def test_what_does_not_fit_is_refused(train, model, flags, expected):
+    process = train(model, *flags)
+    assert process.returncode == 1
+    assert expected in process.stderr
+
+
+def test_all_applications_are_there():
+    functions = {n for n, f in vars(keras.applications).items() if inspect.isfunction(f)}
+    assert functions == set(APPLICATIONS)
+
+
+@pytest.mark.parametrize("name", ["MobileNet", "EfficientNetB0", "ResNet50V2"])
+def test_applications_scale_pixels_to_probabilities(name):
+    model = build_application(name, (32, 32, 3), 5, "mixed_bfloat16")
+    assert model.output_shape == (None, 5)
+    assert model.output.dtype == "float32"
+    scaled = [layer for layer in model.layers if isinstance(layer, keras.layers.Rescaling)]
+    assert scaled
+    with pytest.raises(ValueError, match="weights"):
+        build_application(name, (32, 32, 3), 5, "float32", weights="imagenet")

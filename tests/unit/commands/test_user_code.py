@@ -1,0 +1,65 @@
+"""Functions of users that flags name, found without importing them."""
+
+import pytest
+
+from kdist.commands.training_run.applications import APPLICATIONS, application
+from kdist.commands.training_run.user_code import (
+    UserCodeFailed,
+    call,
+    check_reference,
+    is_reference,
+    parse_arguments,
+)
+from kdist.planner import known_workloads
+
+
+@pytest.mark.parametrize("text", ["a:b", "a.b:c", "dir/a.py:build", "../a.py:_build"])
+def test_references(text):
+    assert is_reference(text)
+
+
+@pytest.mark.parametrize("text", ["resnet18", "mnist:3.0.1", "a:", ":b", "gs://a"])
+def test_names_of_models_and_datasets_are_no_references(text):
+    assert not is_reference(text)
+
+
+def test_values_of_arguments_are_literals():
+    assert parse_arguments("model_args", "") == {}
+    text = "width=8, rate=-0.5, names=['a', 'b'], act='relu'"
+    expected = {"width": 8, "rate": -0.5, "names": ["a", "b"], "act": "relu"}
+    assert parse_arguments("model_args", text) == expected
+    for wrong in ("8", "a=b", "**{'a': 1}", "a=1)+f(", "a=__import__('os')"):
+        with pytest.raises(ValueError, match="--model_args"):
+            parse_arguments("model_args", wrong)
+
+
+def test_a_function_receives_the_parameters_that_it_has(tmp_path):
+    path = tmp_path / "some_models.py"
+    path.write_text("def build(num_classes, width=1):\n    return num_classes, width\n")
+    data = {"num_classes": 3, "input_shape": (8, 8, 1)}
+    check_reference("model", f"{path}:build")
+    assert call(f"{path}:build", data) == (3, 1)
+    assert call(f"{path}:build", data, num_classes=5, width=2) == (5, 2)
+    with pytest.raises(UserCodeFailed, match="unexpected keyword argument"):
+        call(f"{path}:build", data, depth=2)
+
+
+def test_a_module_is_checked_without_running_it(tmp_path, monkeypatch):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("raise AssertionError\n")
+    module = tmp_path / "package" / "models.py"
+    module.write_text("from other import small\ndef large(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    check_reference("model", "package.models:small")
+    with pytest.raises(ValueError, match="did you mean 'large'"):
+        check_reference("model", "package.models:lagre")
+    with pytest.raises(ValueError, match=r"no module package\.nothing"):
+        check_reference("model", "package.nothing:small")
+    module.write_text("globals().update(x=1)\n")  # its names are not known
+    check_reference("model", "package.models:anything")
+
+
+def test_applications_are_those_that_the_planner_knows():
+    assert {name.lower() for name in APPLICATIONS} < set(known_workloads())
+    assert application("keras.applications.ResNet50") == application("resnet50") == "ResNet50"
+    assert application("resnet18") is None
