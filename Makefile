@@ -21,7 +21,8 @@ BENCH_FLAGS ?=
 
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
-.PHONY: help env data train resnet18 test test-unit test-tensorflow test-slow test-exhaustive fuzz adversary keras-suite doctest lint format notebooks docs docs-test bench bench-clusters \
+.PHONY: help env data train resnet18 test test-unit test-tensorflow test-slow test-exhaustive fuzz \
+	adversary keras-suite doctest lint format notebooks docs docs-test bench bench-clusters \
 	bench-serving constraints clean
 
 help: ## this list

@@ -326,6 +326,27 @@ class RunDirectory:
             with replacing(path) as file:
                 file.write(kept.decode())
 
+    def update_config(self, config: Mapping[str, Any]):
+        """Writes `config.json`, or adds values to it, unless a program holds the run's lock.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._config_lock is not None:
+            return
+        existing: dict[str, Any] = {}
+        if self.config.exists():
+            try:
+                FileLock(self.config).release()
+                existing = self._read_config()
+            except BlockingIOError:
+                return
+            except ValueError:
+                pass  # damaged; it is written again
+        if {**existing, **(config := finite(config))} != existing or not self.config.exists():
+            with replacing(self.config) as file:
+                json.dump({**existing, **config}, file, indent=2)
+
     def write_summary(self, summary: Mapping[str, Any]):
         """Writes `summary.json`; the file is complete, or missing.
 

@@ -305,6 +305,8 @@ with program.flag_group("Logs and tracking"):
     )
     flags.DEFINE_string("wandb_group", None, "W&B group of the run. By default WANDB_RUN_GROUP.")
     flags.DEFINE_string("wandb_job_type", None, "W&B job type of the run within its group.")
+    flags.DEFINE_list("wandb_tags", [], "W&B tags of the run. By default those in WANDB_TAGS.")
+    flags.DEFINE_string("wandb_notes", None, "W&B notes on the run. By default WANDB_NOTES.")
     flags.DEFINE_boolean("tensorboard", False, "Write TensorBoard logs to RUN_DIR/tensorboard.")
     flags.DEFINE_float(
         "device_seconds",

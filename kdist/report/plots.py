@@ -10,17 +10,19 @@ import dataclasses
 import html
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import plotly.graph_objects as go
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 from kdist.report.records import Records
 from kdist.report.tables import table
 
 # Points of one line; more cannot be distinguished, and fewer do not show its course.
 MAX_POINTS, MIN_POINTS = 2000, 50
-# Points of all lines of a page: 11 bytes per point are less than 11 MB, plus 5 MB of plotly.js.
+# Points of all lines of a page: 11 bytes per point are less than 11 MB, plus 1.1 MB of plotly.js.
 PAGE_POINTS = 1_000_000
 
 # Okabe and Ito's colors for color-blind readers, without black, which is invisible on a dark page,
@@ -86,6 +88,8 @@ class Plot:
         max_points: lines with more points are thinned.
         has_legend: False if the page itself lists the names.
         from_zero: whether the y-axis starts at 0.
+        axis: quantity of the x-axis ("examples", "step", or "minutes"), if all lines belong to
+            runs. The reader can then choose another one. Defaults to None.
     """
 
     def __init__(
@@ -98,8 +102,10 @@ class Plot:
         *,
         has_legend: bool = True,
         from_zero: bool = False,
+        axis: str | None = None,
     ):
         self.title = title
+        self.axis = axis
         self.x_title = x_title
         self.data: list[dict[str, Any]] = []
         self.layout = _layout(x_title, y_title, num_names if has_legend else 0)
@@ -110,8 +116,10 @@ class Plot:
         self._max_points = max_points
 
     @property
-    def figure(self) -> go.Figure:
-        """The plot as plotly's own object, which validates it."""
+    def figure(self) -> "go.Figure":
+        """The plot as plotly's own object, which validates it. Needs the package plotly."""
+        import plotly.graph_objects as go
+
         figure = go.Figure(data=self.data, layout=COMMON_LAYOUT)
         return figure.update_layout(self.layout)
 
@@ -275,15 +283,25 @@ COMMON_LAYOUT: dict[str, Any] = {
 
 def figure_html(plot: Plot, identity: str) -> str:
     """Returns a `<figure>` that the script of the page draws; `identity` is unique in the page."""
+    _keep_in_range(plot)
     data = json.dumps({"data": plot.data, "layout": plot.layout}, separators=(",", ":"))
     data = data.replace("<", "\\u003c")  # text of a run must not end the script
     label = html.escape(f"{plot.title}, against {plot.x_title}. {_in_words(plot)}")
+    axis = f' data-axis="{plot.axis}"' if plot.axis else ""
     return (
         f'<figure role=group aria-label="{html.escape(plot.title)}">'
-        f'<div class=plot id="{identity}" role=img aria-label="{label}" '
+        f'<div class=plot id="{identity}"{axis} role=img aria-label="{label}" '
         f'style="height:{plot.layout["height"]}px"></div>\n'
         f"<script type=application/json>{data}</script>\n{_in_figures(plot, identity)}</figure>"
     )
+
+
+def _keep_in_range(plot):
+    """Sets the range of a plot of one constant; plotly's own is the constant plus and minus 1."""
+    values = {value for extent in plot.extents for value in (extent.lowest, extent.highest)}
+    if len(values) == 1 and (value := values.pop()) > 0:
+        plot.layout["yaxis"] |= {"range": [0, 2 * value]}
+        plot.layout["yaxis"].pop("rangemode", None)  # has no effect with a range
 
 
 def _in_words(plot):

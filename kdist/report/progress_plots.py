@@ -10,7 +10,7 @@ from kdist.report.runs import Run
 # The first plots; other metrics follow by name.
 _FIRST = ("loss", "accuracy", "learning_rate", "examples_per_second")
 # Fields that are no metrics.
-_NO_METRICS = {"kind", "epoch", "step", "examples", "seconds", "epoch_seconds"}
+_NO_METRICS = {"kind", "epoch", "step", "examples", "seconds", "epoch_seconds", "window_steps"}
 _UNITS = {"examples_per_second": "examples/s"}
 
 
@@ -48,6 +48,7 @@ def _plot(runs, metric, x, max_points):
         max_points,
         has_legend=has_legend(runs),
         from_zero=metric in _UNITS,
+        axis=x,
     )
     hover = f"%{{y:.4g}} after %{{x:,}} {x if x == 'examples' else 'steps'}"
     for order, run in enumerate(runs):
@@ -64,10 +65,7 @@ def _plot(runs, metric, x, max_points):
 
 
 def _training(run, metric, x):
-    # The speed is measured in windows; the mean of an epoch would be another quantity.
-    kinds = ("train", "epoch")
-    if metric == "examples_per_second" and run.metrics("timing").has(metric):
-        kinds = ("timing",)
+    kinds = _kinds(run, metric)
     lines = [run.metrics(kind).points(x, metric) for kind in kinds]
     examples, measured = (np.concatenate(parts) for parts in zip(*lines, strict=True))
     order = np.argsort(examples, kind="stable")
@@ -75,3 +73,17 @@ def _training(run, metric, x):
     # The record of an epoch often repeats the last one within the epoch.
     is_new = np.append(True, (np.diff(examples) != 0) | (np.diff(measured) != 0))[: len(examples)]
     return examples[is_new], measured[is_new]
+
+
+def _kinds(run, metric):
+    """Returns the kinds of records with the points of a metric's line."""
+    # The speed is measured in windows; the mean of an epoch would be another quantity.
+    if metric == "examples_per_second" and run.metrics("timing").has(metric):
+        return ("timing",)
+    train, epochs = run.metrics("train"), run.metrics("epoch")
+    # Runs of older versions have Keras's running means, which end with the mean of the epoch.
+    if not train.has("window_steps"):
+        return ("train", "epoch")
+    # With few windows, as in a short training, the epochs show the course better.
+    windows, means = (records.points("step", metric)[0] for records in (train, epochs))
+    return ("train",) if len(windows) >= len(means) else ("epoch",)

@@ -23,6 +23,15 @@ from kdist.run_directory import RunDirectory
 Prices = float | Mapping[str, float] | None
 
 
+# Name in the summary -> name in the group `batch` of the configuration.
+_BATCH_GROUP = {
+    "global_batch_size": "global",
+    "local_batch_size": "local",
+    "num_replicas": "replicas",
+    "accumulate": "accumulate",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """Contents of one run directory.
@@ -56,7 +65,11 @@ class Run:
     def get(self, key: str) -> Any:
         """Returns a value of the summary, or else of the configuration; None without either."""
         value = self.summary.get(key)
-        return self.config.get(key) if value is None else value
+        if value is None:
+            value = self.config.get(key)
+        if value is None and key in _BATCH_GROUP and isinstance(self.config.get("batch"), dict):
+            value = self.config["batch"].get(_BATCH_GROUP[key])
+        return value
 
     def metrics(self, kind: str) -> Records:
         """Returns the records of `metrics.jsonl` of a kind ("train", "epoch", "timing")."""

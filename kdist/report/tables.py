@@ -6,7 +6,7 @@ Tables escape all text of runs. The first run is the baseline of comparisons.
 import functools
 import html
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.report.records import number
@@ -21,6 +21,8 @@ def shown(value: Any, digits: int | None = None) -> str:
         return NOTHING
     if digits is not None and number(value) is not None:
         return f"{value:,.{digits}f}"
+    if isinstance(value, float):
+        return f"{value:.7g}"
     if isinstance(value, list):
         return ", ".join(map(shown, value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -40,12 +42,24 @@ def _megabytes(value):
 
 
 def _devices(value):
-    is_long = isinstance(value, list) and len(value) > 4
-    return f"{len(value)}: {value[0]} … {value[-1]}" if is_long else shown(value)
+    """Returns devices in words, such as "4 × GPU"; a single one by its name."""
+    if not isinstance(value, list) or len(value) < 2:
+        return shown(value)
+    kinds = [str(name).split(":")[0] for name in value]
+    return ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds))
 
 
+def _strategy(value):
+    return shown(value.removesuffix("Strategy") or value if isinstance(value, str) else value)
+
+
+# Settings that other parts of the page show, or that are the name of the run.
+_NO_SETTINGS = {"run_dir", "git_commit", "devices"}
 # Tables that compare more runs have a row per run.
 _MAX_RUNS_SIDE_BY_SIDE = 8
+
+# Longer words are broken anywhere, such as the hash of a commit.
+_LONG_WORD = 24
 
 _four = functools.partial(shown, digits=4)
 _one = functools.partial(shown, digits=1)
@@ -54,22 +68,29 @@ _one = functools.partial(shown, digits=1)
 COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Model": ("model", shown),
     "Dataset": ("dataset", shown),
-    "Strategy": ("strategy", shown),
+    "Strategy": ("strategy", _strategy),
     "Devices": ("devices", _devices),
     "Local batch": ("local_batch_size", shown),
     "Global batch": ("global_batch_size", shown),
     "Precision": ("precision", shown),
     "Epochs": ("epochs", shown),
-    "Test accuracy": ("test_accuracy", _four),
-    "Test loss": ("test_loss", _four),
     "Seconds per epoch": ("seconds_per_epoch", _one),
     "Examples per second": ("examples_per_second", _one),
 }
 
 # Columns that move to the caption if they are equal in all runs, so that the others fit.
-_SHARED_COLUMNS = ("Model", "Dataset", "Epochs")
+_SHARED_COLUMNS = (
+    *("Model", "Dataset", "Strategy", "Devices", "Local batch", "Global batch", "Precision"),
+    "Epochs",
+)
 
 # Columns that are omitted if no run has a value.
+RESULT_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "Test accuracy": ("test_accuracy", _four),
+    "Test loss": ("test_loss", _four),
+    "Validation accuracy": ("val_accuracy", _four),
+    "Validation loss": ("val_loss", _four),
+}
 OPTIONAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Median step (ms)": ("step_seconds_p50", _milliseconds),
     "Model FLOPs utilization": ("model_flops_utilization", percent),
@@ -94,7 +115,8 @@ def summarize(runs: Sequence[Run]) -> str:
 
 
 def _summarize_one(run):
-    what = [f"{shown(run.get('model'))} on {shown(run.get('dataset'))}", _where(run)]
+    dataset = run.get("dataset")
+    what = [f"{shown(run.get('model'))}{f' on {shown(dataset)}' if dataset else ''}", _where(run)]
     results = _results(run) if run.finished else _progress(run)
     return ", ".join(filter(None, what)) + ": " + ", ".join(results) + "."
 
@@ -110,6 +132,8 @@ def _results(run):
     figures = [
         ("test_accuracy", 4, "test accuracy {}"),
         ("test_loss", 4, "test loss {}"),
+        ("val_accuracy", 4, "validation accuracy {}"),
+        ("val_loss", 4, "validation loss {}"),
         ("seconds_per_epoch", 1, "{} seconds per epoch"),
         ("examples_per_second", 1, "{} examples per second"),
     ]
@@ -150,6 +174,42 @@ def _speed(run, first):
     return rate if run is first or factor is None else f"{rate}, {factor:.2f} × {first.name}"
 
 
+def tiles(run: Run, prices: Prices = None) -> str:
+    """Returns the main numbers of one run as tiles: accuracy, speed, time, and cost."""
+    speed = run.figure("examples_per_second")
+    cost = cost_usd(run, prices)
+    known = {
+        "Test accuracy": percent(run.figure("test_accuracy")),
+        "Validation accuracy": percent(run.figure("val_accuracy")),
+        "Examples per second": NOTHING
+        if speed is None
+        else f"{speed:,.{0 if speed > 100 else 1}f}",
+        "Training time": duration(run.seconds),
+        "Cost": NOTHING if cost is None else f"${cost:,.2f}",
+    }
+    if known["Test accuracy"] != NOTHING:
+        del known["Validation accuracy"]
+    parts = [
+        f"<div><dt>{name}</dt><dd>{html.escape(text)}</dd></div>"
+        for name, text in known.items()
+        if text != NOTHING
+    ]
+    return f"<dl class=cards>{''.join(parts)}</dl>" if parts else ""
+
+
+def duration(seconds: float | None) -> str:
+    """Returns a time with two units, such as "2 h 5 min"; a dash if unknown."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 60:
+        return f"{seconds:,.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min"
+
+
 def run_table(runs: Sequence[Run], prices: Prices = None) -> str:
     """Returns a table with one row per run; several runs have speed-up and efficiency."""
     columns = {heading: [show(r.get(k)) for r in runs] for heading, (k, show) in COLUMNS.items()}
@@ -161,17 +221,21 @@ def run_table(runs: Sequence[Run], prices: Prices = None) -> str:
         shared = [f"{heading.lower()} {columns.pop(heading)[0]}" for heading in equal]
         caption += f"; all with {', '.join(shared)}" if shared else ""
     optional = {}
+    for heading, (key, show) in RESULT_COLUMNS.items():
+        optional[heading] = [show(run.get(key)) for run in runs]
     if len(runs) > 1:
-        columns["Speed-up"] = [shown(speed_up(run, runs[0]), 2) for run in runs]
+        optional["Speed-up"] = [shown(speed_up(run, runs[0]), 2) for run in runs]
         optional["Efficiency"] = [percent(scaling_efficiency(run, runs[0])) for run in runs]
     for heading, (key, show) in OPTIONAL_COLUMNS.items():
         optional[heading] = [show(run.get(key)) for run in runs]
     optional["Total time (s)"] = [shown(run.seconds, 1) for run in runs]
     optional["Cost (USD)"] = [shown(cost_usd(run, prices), 2) for run in runs]
-    columns.update({h: cells for h, cells in optional.items() if set(cells) != {NOTHING}})
+    columns.update(optional)
+    known = {h: cells for h, cells in columns.items() if set(cells) != {NOTHING}}
     names = [run.name if run.finished else f"{run.name} (not finished)" for run in runs]
-    rows = list(zip(names, *columns.values(), strict=True))
-    return table(caption, ["Run", *columns], rows)
+    rows = list(zip(names, *known.values(), strict=True))
+    kind = "single" if len(runs) == 1 else "sortable"
+    return table(caption, ["Run", *known], rows, kind)
 
 
 def speed_up(run: Run, first: Run) -> float | None:
@@ -183,8 +247,11 @@ def speed_up(run: Run, first: Run) -> float | None:
 def scaling_efficiency(run: Run, first: Run) -> float | None:
     """Returns the speed-up over `first` divided by the ratio of devices; None if unknown.
 
-    1 means that each added device contributes as much as those of `first`.
+    1 means that each added device contributes as much as those of `first`. Runs of other models or
+    other global batches do other work, and have no efficiency.
     """
+    if any(run.get(key) != first.get(key) for key in ("model", "global_batch_size")):
+        return None
     factor, devices, reference = speed_up(run, first), run.num_devices, first.num_devices
     return factor * reference / devices if factor and devices and reference else None
 
@@ -200,58 +267,110 @@ def operations(run: Run) -> str:
 
 def configuration(runs: Sequence[Run]) -> str:
     """Returns a table of the settings that differ between runs, or all settings of one run."""
+    settings = [flat({k: v for k, v in run.config.items() if k != "versions"}) for run in runs]
     # The run directory always differs, and is the name of the run.
-    names = sorted({name for run in runs for name in run.config} - {"run_dir"})
+    names = sorted({name for each in settings for name in each} - _NO_SETTINGS)
     if len(runs) == 1:
-        settings = _compare(runs, names, lambda run: run.config, "Configuration")
-        return (
-            f"<details class=settings id=settings><summary>All {len(names)} settings</summary>"
-            f"{settings}</details>"
-        )
-    differing = [n for n in names if len({shown(run.config.get(n)) for run in runs}) > 1]
-    if not differing:
-        return "<p>All runs have the same configuration.</p>"
-    return _compare(runs, differing, lambda run: run.config, "Settings that differ")
+        return _folded(f"All {len(names)} settings", runs, names, settings)
+    differing = [n for n in names if len({shown(each.get(n)) for each in settings}) > 1]
+    equal = [name for name in names if name not in differing]
+    parts = ["<p>All runs have the same configuration.</p>"]
+    if differing:
+        parts = [_compare(runs, differing, settings, "Settings that differ", marks=True)]
+    if equal:
+        parts.append(_folded(f"{len(equal)} equal settings", runs[:1], equal, settings[:1]))
+    return "\n".join(parts)
+
+
+def _folded(summary, runs, names, settings):
+    inside = _compare(runs, names, settings, "Configuration")
+    return f"<details class=settings id=settings><summary>{summary}</summary>{inside}</details>"
+
+
+def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns settings with those of a group as `group.name`, as W&B shows them."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def environment(runs: Sequence[Run]) -> str:
     """Returns a table of the devices, versions, and commit of each run."""
     versions = sorted({name for run in runs for name in _versions(run)})
     names = ["devices", *versions, "git_commit"]
-    return _compare(
-        runs, names, lambda run: {**run.summary, **_versions(run)}, "Devices and versions"
-    )
+    values = [
+        {"devices": run.get("devices"), "git_commit": run.get("git_commit"), **_versions(run)}
+        for run in runs
+    ]
+    return _compare(runs, names, values, "Devices and versions")
 
 
 def _versions(run):
-    versions = run.summary.get("versions")
+    versions = run.get("versions")
     return versions if isinstance(versions, dict) else {}
 
 
-def _compare(runs, names, values_of, caption):
-    values = [values_of(run) for run in runs]
+def _compare(runs, names, values, caption, marks=False):
+    """Returns a table of values by run; `marks` those that differ from the first run's."""
+    texts = [[shown(each.get(name)) for name in names] for each in values]
+    is_other = [[marks and a != b for a, b in zip(each, texts[0], strict=True)] for each in texts]
     if len(runs) <= _MAX_RUNS_SIDE_BY_SIDE:
-        rows = [[name, *(shown(each.get(name)) for each in values)] for name in names]
-        return table(caption, ["Name", *(run.name for run in runs)], rows)
-    rows = [
-        [run.name, *(shown(each.get(name)) for name in names)]
-        for run, each in zip(runs, values, strict=True)
-    ]
-    return table(caption, ["Run", *names], rows)
+        rows = [[name, *cells] for name, *cells in zip(names, *texts, strict=True)]
+        differs = list(zip(*is_other, strict=True))
+        return table(caption, ["Name", *(run.name for run in runs)], rows, differs=differs)
+    rows = [[run.name, *cells] for run, cells in zip(runs, texts, strict=True)]
+    return table(caption, ["Run", *names], rows, "sortable", differs=is_other)
 
 
-def table(caption: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns an HTML table in a scrolling container; the first cell of a row is its heading."""
+def table(
+    caption: str,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    kind: str = "",
+    differs: Sequence[Sequence[bool]] | None = None,
+) -> str:
+    """Returns an HTML table in a scrolling container; the first cell of a row is its heading.
+
+    Args:
+        caption: text above the table.
+        headings: headings of the columns.
+        rows: the cells.
+        kind: "single" shows one row as a list, "sortable" lets the reader sort. Defaults to "".
+        differs: for each row, whether each cell after the first is set off. Defaults to no cell.
+    """
     head = "".join(f"<th scope=col>{html.escape(heading)}</th>" for heading in headings)
+    # On narrow screens each cell has its heading before it.
+    labels = [html.escape(heading) for heading in headings[1:]]
+    marks = differs or [[False] * len(labels)] * len(rows)
     body = "".join(
-        f"<tr><th scope=row>{html.escape(name)}</th>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        + "</tr>\n"
-        for name, *cells in rows
+        f"<tr><th scope=row>{html.escape(name)}</th>{_cells(labels, cells, marked)}</tr>\n"
+        for (name, *cells), marked in zip(rows, marks, strict=True)
     )
     # Scrolling containers need a name and must be reachable from the keyboard.
     return (
         f'<div class=scroll tabindex=0 role=region aria-label="{html.escape(caption)}">'
-        f"<table><caption>{html.escape(caption)}</caption>\n"
+        f"<table{f' class={kind}' if kind else ''}><caption>{html.escape(caption)}</caption>\n"
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>"
     )
+
+
+def _cells(labels, cells, marked):
+    return "".join(
+        f'<td data-label="{label}"{_classes(cell, mark)}>{_breakable(cell)}</td>'
+        for label, cell, mark in zip(labels, cells, marked, strict=True)
+    )
+
+
+def _classes(cell, is_other):
+    longest = max(map(len, cell.split()), default=0)
+    names = ["long"] * (longest > _LONG_WORD) + ["differs"] * is_other
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def _breakable(text):
+    """Returns text as HTML in which names such as mixed_bfloat16 may continue in the next line."""
+    return html.escape(text).replace("_", "_<wbr>")

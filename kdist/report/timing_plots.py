@@ -12,6 +12,7 @@ from kdist.report.runs import Run
 PARTS = {
     "input": ("#E69F00", "waiting for input", "input_share"),
     "callbacks": ("#CC79A7", "callbacks", "callback_share"),
+    "telemetry": ("#999999", "telemetry", "telemetry_share"),
     "compute": ("#0072B2", "compute", "compute_share"),
     "reduce": ("#009E73", "reduce", "reduce_share"),
     "step": ("#56B4E9", "step (compute and reduce)", "step_share"),
@@ -103,8 +104,16 @@ def step_time_plots(runs: Sequence[Run], max_points: int = MAX_POINTS) -> list[P
 
 
 def _step_times(runs, title, percentiles, max_points):
+    num_names = len(runs) * len(percentiles)
     plot = Plot(
-        title, _MINUTES, "ms", len(runs), max_points, has_legend=has_legend(runs), from_zero=True
+        title,
+        _MINUTES,
+        "ms",
+        num_names,
+        max_points,
+        has_legend=has_legend(runs),
+        from_zero=True,
+        axis="minutes",
     )
     for order, run in enumerate(runs):
         for position, percentile in enumerate(percentiles):
@@ -112,17 +121,22 @@ def _step_times(runs, title, percentiles, max_points):
             if len(percentiles) > 1:
                 style = Style(style.color, ("solid", "dash", "dot")[position])
             seconds, times = run.metrics("timing").points("seconds", f"step_seconds_{percentile}")
+            what = _PERCENTILES[percentile]
             plot.add_line(
-                run.name,
+                _line_name(run, what, len(runs), len(percentiles)),
                 seconds / 60,
                 times * 1e3,
                 style,
-                what=_PERCENTILES[percentile],
                 hover="%{y:.4g} ms at minute %{x:.2f}",
                 run=run.name,
-                in_legend=not position,
             )
     return plot
+
+
+def _line_name(run, percentile, num_runs, num_percentiles):
+    if num_percentiles == 1:
+        return run.name
+    return percentile if num_runs == 1 else f"{run.name}: {percentile}"
 
 
 def share_plots(run: Run, max_points: int = MAX_POINTS) -> list[Plot]:

@@ -146,6 +146,11 @@ class TrainingState:
         return self.tuner is not None and not self.tuner.is_done
 
     @property
+    def logs_are_metrics(self) -> bool:
+        """True if the logs of `fit` are results of metrics, and no subclass changes them."""
+        return self._model._logs_are_metrics("train_step")
+
+    @property
     def local_steps_done(self) -> int:
         """Number of local steps of the current round that have been run."""
         return self.rounds.done if self.rounds else 0

@@ -41,7 +41,8 @@ def test_telemetry_writes_steps_examples_and_epochs(tmp_path, strategy):
         X, Y, batch_size=8, epochs=2, validation_data=(X, Y), verbose=0, callbacks=[telemetry]
     ).history
     records = lines(tmp_path / "metrics.jsonl")
-    assert [r["kind"] for r in records] == (["train"] * 5 + ["timing", "epoch"]) * 2
+    kinds = [r["kind"] for r in records]
+    assert kinds == (["train"] * 5 + ["timing", "epoch"]) * 2
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, 11))
     assert [r["examples"] for r in records if r["kind"] == "train"] == list(range(8, 81, 8))
     epochs = [r for r in records if r["kind"] == "epoch"]
@@ -98,7 +99,92 @@ def test_telemetry_writes_the_schedules_rate(tmp_path, mirrored):
 def test_telemetry_reads_no_logs_in_between(tmp_path):
     model = linear()
     model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Telemetry(tmp_path, every_seconds=1e9)])
-    assert [r["kind"] for r in lines(tmp_path / "metrics.jsonl")] == ["timing", "epoch"]
+    # The last line has the epoch's logs, which Keras has read.
+    assert [r["kind"] for r in lines(tmp_path / "metrics.jsonl")] == ["timing", "epoch", "train"]
+
+
+def test_telemetry_alone_writes_a_whole_run(tmp_path, mirrored):
+    with mirrored.scope():
+        model = linear(metrics=["mae"])
+    model.fit(
+        X, Y, batch_size=8, validation_data=(X, Y), verbose=0, callbacks=[Telemetry(tmp_path)]
+    )
+    config, summary = (
+        json.loads((tmp_path / name).read_text()) for name in ("config.json", "summary.json")
+    )
+    assert config["optimizer"]["name"] == "SGD"
+    assert config["optimizer"]["learning_rate"] == 0.1
+    assert config["batch"] == {"global": 8, "local": 4, "replicas": 2, "accumulate": 1}
+    assert config["layout"]["data"] == 2
+    assert config["versions"]["keras"] == keras.__version__
+    assert summary["verdict"] == []
+    assert summary["num_replicas"] == 2
+    assert {"loss", "mae", "val_loss", "val_mae", "total_seconds"} <= set(summary)
+    page = (tmp_path / "report.html").read_text()
+    assert "not finished" not in page.partition("<section")[0]
+
+
+def test_a_second_fit_continues_the_axes_of_its_run(tmp_path):
+    linear().fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[Telemetry(tmp_path)])
+    model, telemetry = linear(), Telemetry(tmp_path, every_seconds=0)
+    model.fit(X, Y, batch_size=20, verbose=0, callbacks=[telemetry])
+    model.fit(X, Y, batch_size=10, verbose=0, callbacks=[telemetry])
+    records = lines(tmp_path / "metrics.jsonl")
+    epochs = [(r["epoch"], r["step"], r["examples"]) for r in records if r["kind"] == "epoch"]
+    assert epochs == [(1, 5, 40), (2, 10, 80), (3, 12, 120), (4, 16, 160)]
+    seconds = [r["seconds"] for r in records]
+    assert seconds == sorted(seconds)
+
+
+def test_a_run_that_its_program_has_configured_stays_as_it_is(tmp_path):
+    run = kdist.run_directory.RunDirectory.create(tmp_path / "run", {"model": "mine"})
+    for directory in (run, run.path):
+        linear().fit(X, Y, verbose=0, callbacks=[Telemetry(directory, report=False)])
+    assert json.loads(run.config.read_text()) == {"model": "mine"}
+    run.check_intact()
+    assert not run.report.exists()
+
+
+def losses_of_steps(model, epochs=2):
+    """Returns the loss of each of the 5 steps of some epochs, without `fit`."""
+    seen = []
+    for start in list(range(0, 40, 8)) * epochs:
+        x, y = X[start : start + 8], Y[start : start + 8]
+        loss = model.train_on_batch(x, y, return_dict=True)["loss"]
+        seen.append(float(loss))
+        model.reset_metrics()
+    return seen
+
+
+@pytest.mark.parametrize("model_class", [kdist.Model, keras.Model])
+def test_curves_are_means_of_windows(tmp_path, model_class):
+    """Keras's running mean over the epoch starts with a cliff in each epoch."""
+    rmse = keras.metrics.RootMeanSquaredError(name="rmse")
+    model = linear(model_class=model_class, metrics=[rmse])
+    alone = linear(model_class=keras.Model)
+    alone.set_weights(model.get_weights())
+    telemetry = Telemetry(tmp_path, every_seconds=0)
+    arguments = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    model.fit(X, Y, callbacks=[telemetry], **arguments)
+    train = [r for r in lines(tmp_path / "metrics.jsonl") if r["kind"] == "train"]
+    assert [r["loss"] for r in train] == pytest.approx(losses_of_steps(alone), rel=1e-4)
+    # It is no mean, and stays Keras's.
+    last = train[-1]["rmse"]
+    assert last == pytest.approx(model.history.history["rmse"][-1], rel=1e-5)
+
+
+def test_the_logs_of_a_custom_step_stay_as_they_are(tmp_path):
+    class Own(kdist.Model):
+        def train_step(self, data):
+            logs = super().train_step(data)
+            return {**logs, "loss": logs["loss"] * 0 + 7}
+
+    inputs = keras.Input((4,))
+    model = Own(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=8, verbose=0, callbacks=[Telemetry(tmp_path, every_seconds=0)])
+    train = [r for r in lines(tmp_path / "metrics.jsonl") if r["kind"] == "train"]
+    assert [r["loss"] for r in train] == [7.0] * 5
 
 
 def poisoned(bad_example=27):

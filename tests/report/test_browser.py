@@ -60,7 +60,7 @@ def watch_console(tab, complaints):
 @pytest.fixture
 def runs(tmp_path):
     return [
-        write_run(tmp_path / "one_gpu", gpus=1, test_accuracy=0.905),
+        write_run(tmp_path / "one_gpu", gpus=1, test_accuracy=0.905, global_batch_size=128),
         write_run(tmp_path / "four_gpus", gpus=4, slower=1.25),
     ]
 
@@ -83,6 +83,18 @@ def last_examples(tab, plot):
     """Returns the end of each line of a plot; nothing while it is redrawn."""
     return tab.evaluate(
         f"(document.getElementById('{plot}')?._fullData ?? []).map(t => t.x?.[t.x.length - 1])"
+    )
+
+
+def on_the_first_line(tab):
+    """Returns the place of a point of the loss in the window."""
+    return tab.evaluate(
+        """(() => {
+          const plot = document.getElementById("loss"), box = plot.getBoundingClientRect();
+          const {xaxis, yaxis} = plot._fullLayout, line = plot._fullData[0];
+          return [box.x + xaxis._offset + xaxis.d2p(line.x[150]),
+                  box.y + yaxis._offset + yaxis.d2p(line.y[150])];
+        })()"""
     )
 
 
@@ -136,6 +148,54 @@ def test_a_name_in_the_legend_hides_its_run_in_all_plots(tab, runs, tmp_path):
     assert visible(tab, "loss") == hidden  # remembered
 
 
+def test_the_reader_chooses_the_axis_smoothing_and_scale(tab, runs, tmp_path):
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+    draw(tab, "loss")
+    draw(tab, "time-of-a-step")
+    assert max(last_examples(tab, "time-of-a-step")) == max(last_examples(tab, "loss")) == 307200
+    tab.locator("#controls [value=minutes]").check()
+    draw(tab, "time-of-a-step")
+    assert set(last_examples(tab, "loss")) == set(last_examples(tab, "time-of-a-step")) == {5}
+    tab.locator("#controls [value=epoch]").check()
+    draw(tab, "loss")
+    assert last_examples(tab, "loss") == pytest.approx([3] * 4)
+    assert visible(tab, "loss").keys() == {"one_gpu", "four_gpus"}
+    noise = """(() => {
+      const line = document.getElementById("loss")._fullData.find(t => t.opacity === 1).y;
+      return Math.max(...line.slice(1).map((y, i) => Math.abs(y - line[i])));
+    })()"""
+    before = tab.evaluate(noise)
+    tab.locator("#smoothing").fill("0.9")
+    assert tab.evaluate(noise) < before / 2
+    tab.locator("#logarithmic").check()
+    tab.reload()
+    draw(tab, "loss")
+    assert tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.type") == "log"
+    assert tab.locator("#controls [value=epoch]").is_checked()  # remembered
+
+
+def test_the_pointer_shows_the_same_moment_in_other_plots(tab, runs, tmp_path):
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+    draw(tab, "accuracy")
+    draw(tab, "loss")
+    tab.mouse.move(*on_the_first_line(tab))
+    for plot in ("loss", "accuracy"):
+        tab.wait_for_selector(f"#{plot} .hovertext")
+    texts = [tab.locator(f"#{p} .hovertext").first.text_content() for p in ("loss", "accuracy")]
+    one, other = (re.search(r"after ([\d,]+) examples", text).group(1) for text in texts)
+    assert one == other
+
+
+def test_a_heading_sorts_the_runs(tab, runs, tmp_path):
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+    names = tab.locator("#runs tbody th")
+    assert names.all_inner_texts() == ["one_gpu", "four_gpus"]
+    tab.locator("#runs th button", has_text="Examples per second").click()
+    assert names.all_inner_texts() == ["one_gpu", "four_gpus"]
+    tab.locator("#runs th button", has_text="Examples per second").click()
+    assert names.all_inner_texts() == ["four_gpus", "one_gpu"]
+
+
 def test_the_keyboard_hides_a_run_and_opens_another(tab, runs, tmp_path):
     tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
     tab.keyboard.press("Tab")
@@ -154,15 +214,7 @@ def test_the_keyboard_hides_a_run_and_opens_another(tab, runs, tmp_path):
 def test_the_text_at_the_pointer_is_the_measurement(tab, runs, tmp_path):
     tab.goto(report.write(runs[:1], tmp_path / "page.html").as_uri())
     draw(tab, "loss")
-    place = tab.evaluate(
-        """(() => {
-          const plot = document.getElementById("loss"), box = plot.getBoundingClientRect();
-          const {xaxis, yaxis} = plot._fullLayout, line = plot._fullData[0];
-          return [box.x + xaxis._offset + xaxis.d2p(line.x[150]),
-                  box.y + yaxis._offset + yaxis.d2p(line.y[150])];
-        })()"""
-    )
-    tab.mouse.move(*place)
+    tab.mouse.move(*on_the_first_line(tab))
     text = tab.locator("#loss .hoverlayer .hovertext").first.text_content()
     loss, examples = re.search(r"([\d.]+) after ([\d,]+) examples", text).groups()
     records = map(json.loads, (runs[0] / "metrics.jsonl").read_text().splitlines())
@@ -178,6 +230,9 @@ def test_the_page_fits_the_window_and_is_legible(tab, runs, tmp_path, width, sch
     tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
     draw(tab, "loss")
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    wide = """[...document.querySelectorAll(".scroll")]
+      .filter(table => table.checkVisibility() && table.scrollWidth > table.clientWidth)"""
+    assert tab.evaluate(f"{wide}.map(table => table.getAttribute('aria-label'))") == []
     assert tab.evaluate("document.getElementById('loss').offsetWidth") <= width
     colour = tab.locator("#loss .legendtext").first.evaluate("e => getComputedStyle(e).fill")
     assert colour == {"light": "rgb(0, 0, 0)", "dark": "rgb(255, 255, 255)"}[scheme]

@@ -30,10 +30,10 @@ def test_examples_are_the_step(tmp_path):
     found = [(tag, step, value) for tag, step, value, _ in scalars(tmp_path)]
     # Readable although the file is still open.
     assert ("train/loss", 640, 0.5) in found
-    assert ("gpu/a/1/power_watts", 640, 70.0) in found
+    assert ("gpu/1/power_watts", 640, 70.0) in found
     assert ("step", 9, 9.0) in found
     assert len([tag for tag, *_ in found if tag == "train/loss"]) == 1
-    (when,) = {when for tag, _, _, when in scalars(tmp_path) if tag == "gpu/a/1/power_watts"}
+    (when,) = {when for tag, _, _, when in scalars(tmp_path) if tag == "gpu/1/power_watts"}
     assert when == 99.5
     assert events(tmp_path)[0].file_version == "brain.Event:2"
     writer.write_summary({"test_accuracy": 0.75, "model": "mlp", "verdict": ["slow"]})

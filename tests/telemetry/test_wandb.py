@@ -192,9 +192,13 @@ def command_lines():
 
 
 def test_offline_holds_what_the_run_directory_holds(run, capfd):
-    wandb = new_writer(run, "offline", group="job", job_type="train")
+    about = {"group": "job", "job_type": "train", "tags": ["first", "cpu"], "notes": "a note"}
+    wandb = new_writer(run, "offline", **about)
     writer = SeveralWriters([RunWriter(run), wandb])
+    writer.write_config({"batch": {"global": 128, "replicas": 2}})
+    print("a line of the program")
     use(writer)
+    wait_for(lambda: wandb.location)
     end(run, writer)
     files = run_files(run)
     assert wandb.location == str(files)
@@ -202,6 +206,11 @@ def test_offline_holds_what_the_run_directory_holds(run, capfd):
     assert_holds_all(run, [item["item"] for item in of_kind(records, "history")])
     (about,) = of_kind(records, "run")
     assert about["config"]["update"]["model"] == "mlp"
+    assert about["tags"] == ["first", "cpu"]
+    assert about["notes"] == "a note"
+    assert about["git"]["commit"]
+    (config,) = of_kind(records, "config")
+    assert config["update"]["batch"] == {"global": 128, "replicas": 2}
     named = {name: about[name] for name in ("project", "display_name", "run_group", "job_type")}
     assert named == {
         "project": "kdist",
@@ -221,9 +230,11 @@ def test_offline_holds_what_the_run_directory_holds(run, capfd):
     assert axes["train/*"] == axes["timing/*"] == axes["learning_rate"] == "examples"
     assert axes["gpu/*"] == "seconds"
     assert of_kind(records, "exit")[0].get("exit_code", 0) == 0
-    assert not of_kind(records, "stats")
+    assert "proc.memory.rssMB" in of_kind(records, "stats")[0]["item"]
+    logged = [item["line"] for item in of_kind(records, "output_raw")]
+    assert logged[0] == "a line of the program\n"
     output = capfd.readouterr()
-    assert output.out == ""
+    assert output.out == "a line of the program\n"
     assert output.err == f"kdist: W&B: offline; to upload it: wandb sync {files}\n"
 
 

@@ -12,8 +12,9 @@ from kdist.commands.training_run.compiled_model import compiled_model, split_lay
 from kdist.commands.training_run.datasets import load_data_in_time
 from kdist.commands.training_run.flag_checks import check_flags
 from kdist.commands.training_run.recording import check_directory, run_directory, start_recording
-from kdist.commands.training_run.summary import cost, print_summary, run_config, tensorflow_summary
+from kdist.commands.training_run.summary import cost, print_summary, run_config
 from kdist.strategy_spec import resolve
+from kdist.telemetry.results import write_results
 
 FLAGS = flags.FLAGS
 _logger = logging.getLogger("kdist.train")
@@ -50,9 +51,11 @@ def train_on_tensorflow():
     if not is_chief:
         return
     summary = {
-        **tensorflow_summary(strategy, batch, dataset, train.num_examples, model),
-        **test_results(model, test, history),
         **recording.telemetry.summary(),
+        "model": FLAGS.model,
+        "dataset": dataset,
+        "examples": train.num_examples,
+        **test_results(model, test, history),
         **cost(time.perf_counter() - started),
     }
     finish(recording, summary, plan)
@@ -93,11 +96,9 @@ def finish(recording, summary, plan):
         summary["plan"] = plan.to_dict()
         print(plan.compare(summary["examples_per_second"]))
     print_summary(summary)  # first, as it is also there if the disk is full
-    recording.writer.write_summary(summary)
     try:
-        recording.run.check_intact()
-        if report := write_report(recording.run):
-            recording.writer.write_report(report)
+        if page := write_results(recording.run, recording.writer, summary):
+            print(f"report: {page}")
     finally:
         recording.writer.close()
 
@@ -118,22 +119,3 @@ def export_model(model, class_names):
         examples=None if has_server else {},
     )
     print(f"export: {version}; serve it: kdist serve --model_dir={FLAGS.export}")
-
-
-def write_report(run):
-    """Returns the path of the report; logs why it could not be written, and returns None.
-
-    The training has succeeded, and the page can be made later.
-    """
-    try:
-        print(f"report: {kdist.report.write([run.path], run.report)}")
-    except (OSError, ValueError) as error:
-        _logger.warning(
-            "the report was not written: %s. The results are in %s; write the report later with "
-            "kdist report %s --output=report.html",
-            error,
-            run.summary,
-            run.path,
-        )
-        return None
-    return run.report

@@ -102,6 +102,8 @@ def start_recording(path, config, is_chief, resumes):
         group=FLAGS.wandb_group,
         job_type=FLAGS.wandb_job_type,
         name=run.path.name,
+        tags=FLAGS.wandb_tags,
+        notes=FLAGS.wandb_notes,
     )
     profile = profile_callbacks(run)
     telemetry = kdist.callbacks.Telemetry(

@@ -1,14 +1,7 @@
 """Configuration and summary of a run."""
 
-import dataclasses
-import importlib.metadata
-import pathlib
-import subprocess
-import sys
-
 from absl import flags
 
-import kdist
 from kdist import program
 
 FLAGS = flags.FLAGS
@@ -23,33 +16,10 @@ def run_config(dataset, num_examples=None):
     }
 
 
-def tensorflow_summary(strategy, batch, dataset, examples, model):
-    """Returns the model, devices, batch, and versions of the run."""
-    return {
-        "model": FLAGS.model,
-        "parameters": model.count_params(),
-        "dataset": dataset,
-        "examples": examples,
-        "strategy": type(strategy).__name__,
-        "devices": list(kdist.strategies.device_names(strategy)),
-        "num_replicas": batch.replicas,
-        "local_batch_size": batch.local,
-        "accumulate": batch.accumulate,
-        "workers": kdist.strategies.num_workers(strategy),
-        "staleness": dataclasses.asdict(model.training_state.staleness),
-        "global_batch_size": batch.global_size,
-        "local_steps": FLAGS.local_steps,
-        "local_slots": FLAGS.local_slots if FLAGS.local_steps else None,
-        "precision": FLAGS.precision,
-        "epochs": FLAGS.epochs,
-        "versions": versions(),
-        "git_commit": git_commit(),
-    }
-
-
 def jax_summary(mesh, batch, dataset, train, model):
     """Returns the summary of a run on a JAX mesh, with the bytes of state per device."""
     from kdist.parallel.jax_mesh import bytes_per_device
+    from kdist.telemetry.provenance import git_commit, versions
 
     state_bytes = bytes_per_device([*model.variables, *model.optimizer.variables])
     return {
@@ -83,33 +53,6 @@ def speed_of(epoch_seconds, train):
         "seconds_per_epoch": sum(epoch_seconds) / len(epoch_seconds),
         "examples_per_second": len(later) * examples / sum(later) if later else None,
     }
-
-
-def versions(*more):
-    """Returns the versions of Python and of the packages that affect the results."""
-    names = ("kdist", "tensorflow", "keras", "numpy", *more)
-    return {
-        "python": sys.version.split()[0],
-        **{name: importlib.metadata.version(name) for name in names},
-    }
-
-
-def git_commit():
-    """Returns the commit of the clone that contains this package; None without one."""
-    root = pathlib.Path(kdist.__file__).parents[1]
-    if not (root / ".git").exists():  # not that of a project that has the package in its folder
-        return None
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def cost(seconds):

@@ -69,6 +69,13 @@ def note_collector(strategy: "tf.distribute.Strategy", collector: "Collector"):
     strategy.extended._kdist_collector = collector
 
 
+def node_of(cluster: Cluster) -> int | None:
+    """Returns the number of this task's host, in the order of addresses; None on one host."""
+    tasks = cluster.all_tasks()
+    hosts = list(dict.fromkeys(parse_address(task.address)[0] for task in tasks))
+    return hosts.index(parse_address(cluster.address)[0]) if len(hosts) > 1 else None
+
+
 def task_name(cluster: Cluster) -> str:
     """Returns the name of this task in records, such as "worker-0" or "chief-0"."""
     return f"{cluster.role}-{cluster.index}"
@@ -83,6 +90,7 @@ class Collector:
 
     Args:
         task: name of this process. Defaults to "chief-0".
+        node: number of this host in the job; None on one host. Defaults to None.
 
     Example:
 
@@ -92,8 +100,8 @@ class Collector:
         collector.close()
     """
 
-    def __init__(self, task: str = "chief-0"):
-        self._task = task
+    def __init__(self, task: str = "chief-0", node: int | None = None):
+        self._task, self._node = task, node
         self._sampler: DeviceSampler | None = None
         self._clients: _Clients | None = None
         self._is_running = False
@@ -106,7 +114,7 @@ class Collector:
             cluster: the job, as seen by its first task.
             token: the job's secret, which authenticates its tasks.
         """
-        collector = cls(task_name(cluster))
+        collector = cls(task_name(cluster), node_of(cluster))
         host, _ = parse_address(cluster.address)
         try:
             family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -152,7 +160,9 @@ class Collector:
         began = time.time() if began is None else began
         records = _UniqueSources(write)
         write = records.writer_of(self)
-        self._sampler = DeviceSampler(write, every_seconds, self._task, began=began)
+        self._sampler = DeviceSampler(
+            write, every_seconds, self._task, node=self._node, began=began
+        )
         self._sampler.start()
         if self._clients is not None:
             self._clients.start(records, {"every_seconds": every_seconds, "began": began})
@@ -416,10 +426,10 @@ def _attend(cluster, port, token):
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.sendall(_line({"token": token, "host": socket.gethostname()}))
-        _follow_commands(connection, task_name(cluster))
+        _follow_commands(connection, task_name(cluster), node_of(cluster))
 
 
-def _follow_commands(connection, task):
+def _follow_commands(connection, task, node):
     """Starts and stops sampling as commanded, until the first task disconnects."""
     sampler = None
     try:
@@ -430,7 +440,7 @@ def _follow_commands(connection, task):
                     sampler.stop()
                     sampler = None
                 if "every_seconds" in command:
-                    sampler = _sampler(connection, task, command)
+                    sampler = _sampler(connection, task, node, command)
                     sampler.start()
     except ValueError:
         return  # an incomplete line: the first task was killed
@@ -439,7 +449,7 @@ def _follow_commands(connection, task):
             sampler.stop()
 
 
-def _sampler(connection, task, command: Mapping[str, Any]):
+def _sampler(connection, task, node, command: Mapping[str, Any]):
     def send(record):
         with contextlib.suppress(OSError):  # the first task has disconnected
             connection.sendall(_line({"start": command["start"], "record": record}))
@@ -448,6 +458,7 @@ def _sampler(connection, task, command: Mapping[str, Any]):
         send,
         command["every_seconds"],
         task,
+        node=node,
         samples_host=command["samples_host"],
         began=command["began"],
         ahead_seconds=time.time() - command["now"],

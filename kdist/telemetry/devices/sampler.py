@@ -43,6 +43,7 @@ class DeviceSampler:
         every_seconds: interval between samples; the first is taken after one second. If sampling
             takes more than 1 % of a core, the interval grows. Defaults to 5.
         task: name of the process, such as "worker-0". Defaults to "chief-0".
+        node: number of this host in the job; None on one host. Defaults to None.
         samples_host: whether to sample cores, disks, and network; one task per host does.
             Defaults to True.
         began: when training began, in Unix seconds; by default when `start` is called.
@@ -67,6 +68,7 @@ class DeviceSampler:
         every_seconds: float = 5.0,
         task: str = "chief-0",
         *,
+        node: int | None = None,
         samples_host: bool = True,
         began: float | None = None,
         ahead_seconds: float = 0.0,
@@ -81,7 +83,9 @@ class DeviceSampler:
             host = [HostSampler] if samples_host else []
             samplers = [NvmlSampler, lambda: ProcessSampler(task), *host]
         self._samplers = samplers
-        self._host = socket.gethostname()
+        self._place = {"host": socket.gethostname()}
+        if node is not None:
+            self._place["node"] = node
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._reported: set[str] = set()
@@ -145,7 +149,7 @@ class DeviceSampler:
                 if stopped.is_set():
                     return
                 now = time.time() - self._ahead_seconds
-                record = {"time": now, "seconds": now - began, "host": self._host, **record}
+                record = {"time": now, "seconds": now - began, **self._place, **record}
                 self._guarded(functools.partial(self._write, record), "writing")
 
         self._guarded(sample, type(sampler).__name__)

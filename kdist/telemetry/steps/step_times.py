@@ -33,18 +33,31 @@ class StepTimes:
         self._devices = devices
         self._total: Times | None = None
         self._profile: ProfileSummary | None = None
+        self._own_seconds = 0.0
 
-    def window(self, times: "Times", profile: "ProfileSummary | None" = None) -> dict[str, Any]:
-        """Returns the metrics of one window, including those of a profile taken in it."""
+    def window(
+        self,
+        times: "Times",
+        profile: "ProfileSummary | None" = None,
+        own_seconds: float = 0.0,
+    ) -> dict[str, Any]:
+        """Returns the metrics of one window.
+
+        Args:
+            times: times of the model's clock in the window.
+            profile: a profile taken in the window.
+            own_seconds: part of `times.callback_seconds` that telemetry itself took.
+        """
         self._total = times if self._total is None else _sum(self._total, times)
         self._profile = profile or self._profile
-        return self._metrics(times, profile)
+        self._own_seconds += own_seconds
+        return self._metrics(times, profile, own_seconds)
 
     def total(self) -> dict[str, Any]:
         """Returns the metrics of all windows combined; empty without any."""
-        return self._metrics(self._total, self._profile) if self._total else {}
+        return self._metrics(self._total, self._profile, self._own_seconds) if self._total else {}
 
-    def _metrics(self, times, profile):
+    def _metrics(self, times, profile, own_seconds):
         if not (times.steps and times.seconds):
             return {}
         step_seconds = times.seconds / times.steps
@@ -55,7 +68,7 @@ class StepTimes:
             **_percentiles(times.step_seconds),
             "examples_per_second": rate,
             "examples_per_second_per_replica": rate / self._replicas if rate else None,
-            **_shares(times, profile, self._devices),
+            **_shares(times, own_seconds, profile, self._devices),
             "model_flops_utilization": self._utilization(rate),
         }
 
@@ -96,12 +109,18 @@ def _percentiles(step_seconds: Mapping[float, int]):
     return percentiles
 
 
-def _shares(times, profile, devices):
-    callbacks = min(times.callback_seconds / times.seconds, 1.0)
+def _shares(times, own_seconds, profile, devices):
+    all_callbacks = min(times.callback_seconds / times.seconds, 1.0)
+    telemetry = min(own_seconds / times.seconds, all_callbacks)
     waiting = times.input_seconds
-    share = None if waiting is None else min(waiting / times.seconds, 1.0 - callbacks)
-    steps = 1.0 - callbacks - (share or 0.0)
-    shares = {"input_share": share, "callback_share": callbacks, "step_share": steps}
+    share = None if waiting is None else min(waiting / times.seconds, 1.0 - all_callbacks)
+    steps = 1.0 - all_callbacks - (share or 0.0)
+    shares = {
+        "input_share": share,
+        "callback_share": all_callbacks - telemetry,
+        "telemetry_share": telemetry,
+        "step_share": steps,
+    }
     if profile is None or not profile.compute_seconds + profile.reduce_seconds:
         return shares
     # Profiled steps are slower; only the ratio of their parts is used.

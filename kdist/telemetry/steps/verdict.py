@@ -1,9 +1,11 @@
 """Diagnosis of what slows a training down, with numbers and what to change.
 
-    verdict({"input_share": 0.86, "examples_per_second": 410.0})
+    timing = {"input_share": 0.86, "examples_per_second": 410.0}
+    verdict({**timing, "window_steps": 500, "window_seconds": 60.0})
     # ["input-bound: the pipeline delivers 410 examples/s, the devices could train on 2,929; …"]
 
-An empty list means that nothing but the steps themselves takes a noticeable share of the time.
+An empty list means that nothing but the steps themselves takes a noticeable share of the time, or
+that too few steps were measured.
 """
 
 import collections
@@ -32,25 +34,43 @@ _SHARES = {
         "devices (`kdist check --layout` shows the placement of layers)",
     ),
 }
+# Logical devices of one CPU take turns on its cores, so that none of them waits for the others.
+_NOT_ON_SHARED_CORES = ("reduce_share", "bubble_share")
+# Fewer steps and shorter trainings show how a training starts, not how it runs.
+MIN_STEPS = 20
+MIN_SECONDS = 5.0
 # Smallest lag of one device behind the others, and smallest utilization that is not idle.
 _MIN_LAG = 0.1
 _MIN_UTILIZATION = 0.5
 
 
-def verdict(timing: Mapping[str, Any], devices: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+def verdict(
+    timing: Mapping[str, Any],
+    devices: Sequence[Mapping[str, Any]] = (),
+    shares_cores: bool = False,
+) -> list[str]:
     """Returns what slows the training down, one finding per string, the costliest first.
 
-    `timing` is a `timing` record of `metrics.jsonl` for the whole training. `devices` are mean
-    measurements of each GPU: `host`, `device`, `utilization`, and `sm_clock_mhz` where measured.
+    Args:
+        timing: a `timing` record of `metrics.jsonl` for the whole training.
+        devices: mean measurements of each GPU: `host`, `device`, `utilization`, and `sm_clock_mhz`
+            where measured.
+        shares_cores: whether the replicas share the cores of one machine. They are then not
+            compared. Defaults to False.
     """
-    findings = [
-        _input(timing),
-        *_over_share(timing),
-        _slow_replica(timing.get("replica_busy_seconds") or []),
-        *_slow_gpus(devices),
-        _idle(timing, devices),
-    ]
+    if not is_long_enough(timing):
+        return []
+    findings = [_input(timing), *_over_share(timing, shares_cores)]
+    if not shares_cores:
+        findings.append(_slow_replica(timing.get("replica_busy_seconds") or []))
+    findings += [*_slow_gpus(devices), _idle(timing, devices)]
     return [text for _, text in sorted(filter(None, findings), key=lambda f: f[0], reverse=True)]
+
+
+def is_long_enough(timing: Mapping[str, Any]) -> bool:
+    """Returns whether a training has enough steps and seconds for a verdict."""
+    steps, seconds = timing.get("window_steps") or 0, timing.get("window_seconds") or 0.0
+    return steps >= MIN_STEPS and seconds >= MIN_SECONDS
 
 
 class DeviceMeans:
@@ -64,7 +84,7 @@ class DeviceMeans:
         """Adds a record of `devices.jsonl`."""
         key = record["host"], record["device"]
         for name, value in record.items():
-            if isinstance(value, int | float) and name not in ("time", "seconds"):
+            if isinstance(value, int | float) and name not in ("time", "seconds", "node"):
                 self._sums[key][name] += value
                 self._counts[key][name] += 1
 
@@ -93,10 +113,10 @@ def _input(timing):
     )
 
 
-def _over_share(timing):
+def _over_share(timing, shares_cores):
     """Yields the shares in `_SHARES` that exceed their minimum, with their texts."""
     for name, (minimum, text) in _SHARES.items():
-        share = timing.get(name)
+        share = None if shares_cores and name in _NOT_ON_SHARED_CORES else timing.get(name)
         if share is not None and share >= minimum:
             yield share, text.format(share)
 

@@ -54,6 +54,11 @@ class TimingWindows:
         self._profiles = SampledProfiles() if profiles and can_profile else None
         self._split = SplitSteps(model) if is_split(strategy) else None
         self._since = time.perf_counter()
+        self._own_seconds = 0.0
+
+    def note_own(self, seconds: float):
+        """Adds seconds that telemetry itself took within callbacks."""
+        self._own_seconds += seconds
 
     def before_call(self):
         """Prepares for a call of the step function; call it before each one."""
@@ -73,12 +78,16 @@ class TimingWindows:
     def metrics(self, profile=None) -> dict[str, Any]:
         """Ends the window and returns its metrics; empty if no step ran in it."""
         self._since = time.perf_counter()
-        return self._times.window(self._clock.take(), profile) if self._clock else {}
+        own_seconds, self._own_seconds = self._own_seconds, 0.0
+        if not self._clock:
+            return {}
+        return self._times.window(self._clock.take(), profile, own_seconds)
 
     def after_first_call(self):
         """Replaces `after_call` for a call that traced and compiled, which is not measured."""
         self._read_graphs()
         self._since = time.perf_counter()
+        self._own_seconds = 0.0
         if self._clock:
             self._clock.take()
 

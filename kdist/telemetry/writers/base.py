@@ -38,9 +38,12 @@ class Writer:
 
         Args:
             record: has `time` (Unix seconds), `seconds` (since training began), `host`, and
-                `device` ("gpu/0", "cpu/3", "process/worker-0", "disk", "network"); the other
-                fields are measurements.
+                `device` ("gpu/0", "cpu/3", "process/worker-0", "disk", "network"); on several
+                hosts also `node`, the number of the host. The other fields are measurements.
         """
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes the configuration of the run; called before the records of each training."""
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes the results of the run; called once, at its end."""
@@ -88,6 +91,10 @@ class SeveralWriters(Writer):
         """Passes the record to each writer."""
         self._call_each("write_device", record)
 
+    def write_config(self, config: Mapping[str, Any]):
+        """Passes the configuration to each writer."""
+        self._call_each("write_config", config)
+
     def write_summary(self, summary: Mapping[str, Any]):
         """Passes the summary to each writer."""
         self._call_each("write_summary", summary)
@@ -133,6 +140,8 @@ def create_writer(
     group: str | None = None,
     job_type: str | None = None,
     name: str | None = None,
+    tags: Sequence[str] = (),
+    notes: str | None = None,
 ) -> Writer:
     """Creates the writer of a run: the run directory, and optionally W&B and TensorBoard.
 
@@ -148,6 +157,8 @@ def create_writer(
         group: W&B group; see `WandbWriter`.
         job_type: W&B job type; see `WandbWriter`.
         name: name of the run in W&B; see `WandbWriter`.
+        tags: tags of the run in W&B; see `WandbWriter`.
+        notes: notes on the run in W&B; see `WandbWriter`.
 
     Returns:
         The writer. The caller closes it.
@@ -170,7 +181,8 @@ def create_writer(
         from kdist.telemetry.writers.wandb import WandbWriter
 
         names = project, group, job_type, name
-        writers.append(WandbWriter(run.path, wandb_mode, *names, config=config))
+        about = {"config": config, "tags": tags, "notes": notes}
+        writers.append(WandbWriter(run.path, wandb_mode, *names, **about))
     if tensorboard:
         from kdist.telemetry.writers.tensorboard import TensorBoardWriter  # imports TensorFlow
 
@@ -184,7 +196,7 @@ COMMON = ("epoch", "step", "examples", "seconds", "learning_rate")
 METRIC_KINDS = ("train", "epoch", "timing")
 DEVICE_KINDS = ("gpu", "cpu", "process", "disk", "network")
 
-_NOT_MEASURED = ("time", "seconds", "host", "device")
+_NOT_MEASURED = ("time", "seconds", "host", "node", "device")
 
 
 def metric_curves(record: Mapping[str, Any]) -> dict[str, float]:
@@ -204,11 +216,14 @@ def metric_curves(record: Mapping[str, Any]) -> dict[str, float]:
 def device_curves(record: Mapping[str, Any]) -> dict[str, float]:
     """Returns the numbers of a record of `devices.jsonl` by the names of their curves.
 
-    Names have the form `<device kind>/<host>/<index>/<metric>`. Devices that a host has only one of
-    have no index, such as `disk/node7/read_bytes_per_second`.
+    Names have the form `<device kind>/<index>/<metric>`, on several hosts
+    `<device kind>/node<number>/<index>/<metric>`. Devices that a host has only one of have no
+    index, such as `disk/read_bytes_per_second`. The same device of two runs has the same curves,
+    also on other hosts.
     """
     kind, _, index = record["device"].partition("/")
-    path = "/".join(filter(None, (kind, record["host"], index)))
+    node = record.get("node")
+    path = "/".join(filter(None, (kind, "" if node is None else f"node{node}", index)))
     return dict(
         item
         for name, value in record.items()

@@ -82,7 +82,7 @@ class JsonlWriter(Writer):
 
 
 class RunWriter(Writer):
-    """Writes `metrics.jsonl`, `devices.jsonl`, and `summary.json` of a run directory.
+    """Writes the files of a run directory: configuration, metrics, devices, and summary.
 
     A file that cannot be written is logged once, and training continues without it.
 
@@ -113,6 +113,16 @@ class RunWriter(Writer):
     def write_device(self, record: Mapping[str, Any]):
         """Appends a line to `devices.jsonl`."""
         self._devices.write(record)
+
+    def write_config(self, config: Mapping[str, Any]):
+        """Writes `config.json`; adds to the one of an earlier training in the same directory.
+
+        A program that created the run with `RunDirectory.create` has written its own.
+        """
+        try:
+            self._run.update_config(config)
+        except OSError as error:
+            _logger.warning("cannot write %s: %s", self._run.config, error.strerror)
 
     def write_summary(self, summary: Mapping[str, Any]):
         """Writes `summary.json` atomically."""

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -23,6 +23,7 @@ import psutil
 import kdist
 from kdist.run_directory import finite
 from kdist.telemetry.writers.base import Writer
+from kdist.telemetry.writers.console_copy import ConsoleCopy
 
 MODES = ("auto", "online", "offline", "disabled", "off")
 
@@ -40,8 +41,9 @@ _logger = logging.getLogger(__name__)
 class WandbWriter(Writer):
     """Writes a run's measurements, configuration, summary, and report page to Weights & Biases.
 
-    The x-axis of curves is the number of examples seen; for devices it is seconds. wandb's files go
-    to `<run_directory>/wandb/`, so that nothing is lost while W&B cannot be reached: `wandb sync`
+    The x-axis of curves is the number of examples seen; for devices it is seconds. W&B's own system
+    monitor, console log, and git commit are on, for this process. wandb's files go to
+    `<run_directory>/wandb/`, so that nothing is lost while W&B cannot be reached: `wandb sync`
     uploads the rest later. The writer logs where the run is, and its first problem. It reads the
     API key from where `wandb login` or WANDB_API_KEY put it and stores it nowhere.
 
@@ -54,7 +56,9 @@ class WandbWriter(Writer):
         group: name under which W&B groups runs, such as the name of a job.
         job_type: name within the group, such as "train".
         name: name of the run in W&B. Defaults to the name of the run directory.
-        config: configuration of the run.
+        config: configuration of the run; that of `write_config` is added.
+        tags: tags of the run. Defaults to those in WANDB_TAGS, separated by commas.
+        notes: notes on the run, which W&B shows and lets edit. Defaults to WANDB_NOTES.
         close_seconds: longest time that `close` waits. Defaults to 20.
 
     Raises:
@@ -77,6 +81,9 @@ class WandbWriter(Writer):
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
         close_seconds: float = 20.0,
+        *,
+        tags: Sequence[str] = (),
+        notes: str | None = None,
     ):
         if mode not in MODES:
             raise ValueError(f"W&B mode {mode!r} is unknown; use one of {', '.join(MODES)}")
@@ -103,13 +110,18 @@ class WandbWriter(Writer):
                 "job_type": job_type,
                 "name": name or self._directory.name,
                 "config": finite(dict(config or {})),
+                "tags": list(tags) or None,
+                "notes": notes,
                 "program": sys.argv[0],
+                "training_pid": os.getpid(),
                 "answer_seconds": _ANSWER_SECONDS,
                 "watch_seconds": _WATCH_SECONDS,
                 "close_seconds": close_seconds,
             }
         )
         threading.Thread(target=self._send, name="kdist-wandb", daemon=True).start()
+        self._console = ConsoleCopy(self._put_console)
+        self._console.start()
 
     @property
     def location(self) -> str | None:
@@ -121,8 +133,15 @@ class WandbWriter(Writer):
         self._put({"do": "write", "record": dict(record)})
 
     def write_device(self, record: Mapping[str, Any]):
-        """Adds the measurements of a device as `<device kind>/<host>/<index>/<metric>`."""
+        """Adds the measurements of a device as `<device kind>/<index>/<metric>`.
+
+        On several hosts the name of the host's number comes after the kind, such as `node1`.
+        """
         self._put({"do": "write_device", "record": dict(record)})
+
+    def write_config(self, config: Mapping[str, Any]):
+        """Adds values to the configuration; W&B shows groups as `batch.global`."""
+        self._put({"do": "write_config", "config": dict(config)}, always=True)
 
     def write_summary(self, summary: Mapping[str, Any]):
         """Adds all values of the summary."""
@@ -137,6 +156,7 @@ class WandbWriter(Writer):
         with self._lock:
             if self._closed:
                 return
+            self._console.stop()
             self._closed = True
         self._queue.put({"do": "finish"})
         self._queue.put(None)
@@ -144,6 +164,9 @@ class WandbWriter(Writer):
             self._killed = True
             self._kill_processes()
             self._report(f"the upload did not end within {self._close_seconds:g} s; {self._remedy}")
+
+    def _put_console(self, stream, text):
+        self._put({"do": "write_console", "stream": stream, "text": text})
 
     def _put(self, item, always=False):
         if self._closed or self._ended.is_set():

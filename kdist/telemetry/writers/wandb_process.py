@@ -12,14 +12,18 @@ import os
 import pathlib
 import signal
 import ssl
+import sys
 import threading
 import urllib.error
 import urllib.request
 
 import psutil
 
+from kdist.telemetry.provenance import git_commit, git_remote
 from kdist.telemetry.writers.base import DEVICE_KINDS, METRIC_KINDS, device_curves, metric_curves
 
+# Settings of a run that `wandb.init` accepts by name.
+_ABOUT = ("project", "group", "job_type", "name", "tags", "notes")
 # Timeout of wandb.init, which reports it about 10 s later.
 _INIT_SECONDS = 20.0
 
@@ -72,6 +76,8 @@ def _own_pipes():
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    # What is written to these is the training program's output, which only wandb shall copy.
+    sys.stdout, sys.stderr = (open(os.devnull, "w") for _ in range(2))  # noqa: SIM115
     return commands, answers
 
 
@@ -88,7 +94,8 @@ class _WandbRun:
         self._files = str(pathlib.Path(self._run.dir).parent)
         for kind in METRIC_KINDS:
             self._run.define_metric(f"{kind}/*", step_metric="examples")
-        self._run.define_metric("learning_rate", step_metric="examples")
+        for name in ("learning_rate", "epoch"):
+            self._run.define_metric(name, step_metric="examples")
         for kind in DEVICE_KINDS:
             self._run.define_metric(f"{kind}/*", step_metric="seconds")
         # Devices at one time, collected until a record has another time.
@@ -116,6 +123,15 @@ class _WandbRun:
             if record.get("seconds") is not None:
                 self._row["seconds"] = record["seconds"]
         self._row.update(device_curves(record))
+
+    def write_config(self, config):
+        """Adds values to the configuration of the run."""
+        self._run.config.update(config, allow_val_change=True)
+
+    def write_console(self, stream, text):
+        """Adds output of the training program to the run's log."""
+        # wandb copies what this process writes to its own streams.
+        getattr(sys, stream).write(text)
 
     def write_summary(self, summary):
         """Adds the results of the run."""
@@ -172,16 +188,17 @@ class _WandbRun:
             mode=mode,
             dir=self._start["directory"],
             config=self._start["config"],
-            **{name: self._start[name] for name in ("project", "group", "job_type", "name")},
+            **{name: self._start[name] for name in _ABOUT},
             settings=wandb.Settings(
                 silent=True,
-                console="off",
+                console="wrap",
                 program=self._start["program"],
                 init_timeout=_INIT_SECONDS,
-                # kdist samples devices itself.
-                x_disable_stats=True,
-                # The URL of a repository may hold a password; the commit is in the summary.
-                disable_git=True,
+                # W&B's system monitor measures the training program instead of this process.
+                x_stats_pid=self._start["training_pid"],
+                # The URL of a repository may hold a password or a token.
+                git_remote_url=git_remote(self._start["program"]),
+                git_commit=git_commit(self._start["program"]),
                 disable_code=True,
                 # Flushed often, so that a killed run can be uploaded almost to its end.
                 x_transaction_log_flush_interval=1.0,

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import large_report
 from kdist import report
+from kdist.report import tables
+from kdist.report.axes import axes_of
 from kdist.report.device_plots import METRICS, device_plots, devices_in_words
 from kdist.report.plots import PAGE_POINTS, Style, points_per_line, thin
 from kdist.report.progress_plots import progress_plots
@@ -181,17 +183,72 @@ def test_a_run_without_examples_is_plotted_against_steps(tmp_path):
     assert numbers(loss.data[0]["x"])[0] == 10
 
 
+def test_curves_of_windows_have_no_points_of_epochs(tmp_path):
+    run = write_run(tmp_path / "run")
+    old = progress_plots([report.read_run(run)])[0]
+    assert old.extents[0].points == 303  # of 300 lines and 3 epochs
+    new = with_records(
+        run, "metrics.jsonl", lambda r: {**r, "window_steps": 10} if r["kind"] == "train" else r
+    )
+    assert progress_plots([new])[0].extents[0].points == 300
+    short = with_records(
+        run, "metrics.jsonl", lambda r: r if r["kind"] != "train" or r["step"] == 10 else None
+    )
+    assert progress_plots([short])[0].extents[0].points == 3
+
+
+def test_axes_of_runs(tmp_path):
+    runs = report.read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", slower=2)])
+    axes = axes_of(runs)
+    assert axes["choices"] == ["examples", "minutes", "epoch"]
+    moments = axes["runs"]["b"]
+    assert {name: values[0] for name, values in moments.items()} == dict.fromkeys(moments, 0.0)
+    ends = {name: values[-1] for name, values in moments.items()}
+    assert ends == {"examples": 192000, "minutes": 5.0, "step": 1500, "epoch": 3.0}
+    at_epoch = np.interp(1, moments["epoch"], moments["minutes"])
+    assert at_epoch == pytest.approx(100 / 60, rel=0.01)
+    early = with_records(
+        tmp_path / "a", "metrics.jsonl", lambda r: None if r["kind"] == "epoch" else r
+    )
+    assert axes_of([early])["choices"] == ["examples", "minutes"]
+
+
+def test_tiles_of_one_run(tmp_path):
+    run = report.read_run(write_run(tmp_path / "run", total_seconds=7505.0))
+    tiles = tables.tiles(run, 3.6)
+    shown = dict(re.findall("<dt>(.*?)</dt><dd>(.*?)</dd>", tiles))
+    assert shown == {
+        "Test accuracy": "91.2 %",
+        "Examples per second": "1,200",
+        "Training time": "2 h 5 min",
+        "Cost": "$7.50",
+    }
+
+
+def test_a_page_has_no_more_of_plotly_than_it_needs(tmp_path):
+    page = report.write([write_run(tmp_path / "run")], tmp_path / "page.html")
+    assert page.stat().st_size < 1.5e6
+
+
+def test_a_verdict_without_findings_says_why(tmp_path):
+    for enough, remark in ((True, "No bottleneck was found."), (False, "No verdict.")):
+        measured = {"measured_steps": 12, "measured_seconds": 3.0, "measured_enough": enough}
+        run = write_run(tmp_path / str(enough), verdict=[], **measured)
+        text = page_without_plotly([run], tmp_path / "page.html")
+        assert f"{remark} 12 steps were measured, in 3.0 seconds" in text
+
+
 def test_verdicts_precede_the_table_and_operations_have_one(tmp_path):
     text = page_without_plotly([write_run(tmp_path / "run")], tmp_path / "page.html")
     assert text.index(VERDICT[0]) < text.index(VERDICT[1]) < text.index("<h2>Runs")
-    cells = "<td>Conv2D</td><td>GPU:0</td><td>4.00</td><td>20.0 %</td><td>2</td>"
-    assert f"<tr><th scope=row>conv0/Conv2D</th>{cells}</tr>" in text
+    (row,) = re.findall("<tr><th scope=row>conv0/Conv2D</th>(.*?)</tr>", text)
+    assert re.findall("<td[^>]*>(.*?)</td>", row) == ["Conv2D", "GPU:0", "4.00", "20.0 %", "2"]
     assert text.count("/Conv2D</th>") == len(OPERATIONS) == 10
 
 
 def test_speed_up_efficiency_and_cost(tmp_path):
     runs = [
-        write_run(tmp_path / "one", gpus=1, cost_usd=1.25),
+        write_run(tmp_path / "one", gpus=1, cost_usd=1.25, global_batch_size=128),
         write_run(tmp_path / "two", gpus=2, hosts=("a", "b"), slower=1.6),
     ]
 
@@ -199,7 +256,7 @@ def test_speed_up_efficiency_and_cost(tmp_path):
         text = page_without_plotly(runs, tmp_path / "page.html", *prices)
         headings = re.findall("<th scope=col>(.*?)</th>", text.split("</thead>")[0])[1:]
         rows = re.findall("<tr><th scope=row>(?:one|two)</th>(.*?)</tr>", text)[:2]
-        found = [re.findall("<td>(.*?)</td>", row) for row in rows]
+        found = [re.findall("<td[^>]*>(.*?)</td>", row) for row in rows]
         return dict(zip(headings, zip(*found, strict=True), strict=True))
 
     known = columns()
@@ -209,6 +266,9 @@ def test_speed_up_efficiency_and_cost(tmp_path):
     assert known["Median step (ms)"] == ("100.00", "160.00")
     assert columns(12.0)["Cost (USD)"] == ("1.00", "1.00")  # 300 seconds
     assert columns({"two": 24.0})["Cost (USD)"] == ("1.25", "2.00")
+    write_run(tmp_path / "other", gpus=1, global_batch_size=32)
+    other, first = report.read_runs([tmp_path / "other", runs[0]])
+    assert tables.scaling_efficiency(other, first) is None
     with pytest.raises(ValueError, match="no run 'three'; the runs are one, two"):
         columns({"three": 1.0})
 

@@ -1,3 +1,5 @@
+from kdist.cluster import Cluster
+from kdist.telemetry.devices.collector import node_of
 from kdist.telemetry.writers.base import device_curves, metric_curves
 
 
@@ -23,15 +25,25 @@ def test_names_of_metrics():
 
 
 def test_names_of_devices():
-    def names(device, **measured):
-        return device_curves(
-            {"time": 1.0, "seconds": 2.0, "host": "node7", "device": device, **measured}
+    def names(device, measured, **place):
+        return list(
+            device_curves(
+                {"time": 1.0, "seconds": 2.0, "host": "a", **place, "device": device, **measured}
+            )
         )
 
-    assert names("gpu/0", utilization=0.5, name="H100", power_watts=None) == {
-        "gpu/node7/0/utilization": 0.5
-    }
-    assert names("process/worker-0", memory_used_bytes=7) == {
-        "process/node7/worker-0/memory_used_bytes": 7
-    }
-    assert names("disk", read_bytes_per_second=3.0) == {"disk/node7/read_bytes_per_second": 3.0}
+    utilization = {"utilization": 0.5, "name": "H100", "power_watts": None}
+    assert names("gpu/0", utilization) == ["gpu/0/utilization"]
+    assert names("gpu/0", utilization, node=0) == ["gpu/node0/0/utilization"]
+    assert names("process/worker-0", {"threads": 7}) == ["process/worker-0/threads"]
+    assert names("disk", {"read": 3.0}) == ["disk/read"]
+    assert names("disk", {"read": 3.0}, node=1) == ["disk/node1/read"]
+
+
+def test_hosts_of_a_job_have_numbers():
+    def nodes(*workers):
+        cluster = Cluster({"worker": workers}, "worker", 0)
+        return [node_of(task) for task in cluster.all_tasks()]
+
+    assert nodes("10.0.0.9:1", "10.0.0.2:1", "10.0.0.9:2") == [0, 1, 0]
+    assert nodes("127.0.0.1:1", "127.0.0.1:2") == [None, None]

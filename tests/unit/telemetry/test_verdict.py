@@ -2,7 +2,14 @@
 
 import re
 
-from kdist.telemetry.steps.verdict import verdict
+from kdist.telemetry.steps import verdict as verdicts
+
+LONG = {"window_steps": 500, "window_seconds": 60.0}
+
+
+def verdict(timing, *arguments, **options):
+    """Returns the verdict of a training that is long enough."""
+    return verdicts.verdict({**LONG, **timing}, *arguments, **options)
 
 
 def gpu(index, host="a", **measured):
@@ -72,3 +79,25 @@ def test_idle_gpus_are_not_reported_if_input_is_slow():
 
 def test_missing_counters_are_not_zero():
     assert verdict({}, [gpu(0), gpu(1, utilization=None), gpu(2, utilization=0.9)]) == []
+
+
+SLOW = {
+    "input_share": 0.5,
+    "examples_per_second": 100.0,
+    "callback_share": 0.4,
+    "reduce_share": 0.4,
+    "bubble_share": 0.4,
+    "replica_busy_seconds": [0.1, 0.2],
+}
+
+
+def test_a_short_training_has_no_verdict():
+    assert len(verdict(SLOW)) == 5
+    for short in ({"window_steps": 19}, {"window_seconds": 4.9}, {"window_steps": None}):
+        assert verdict({**SLOW, **short}) == []
+
+
+def test_devices_that_share_cores_are_not_compared():
+    input_bound, callbacks = verdict(SLOW, shares_cores=True)
+    assert input_bound.startswith("input-bound")
+    assert callbacks.startswith("callbacks")
