@@ -58,6 +58,8 @@ _NO_SETTINGS = {"run_dir", "git_commit", "devices"}
 # Tables that compare more runs have a row per run.
 _MAX_RUNS_SIDE_BY_SIDE = 8
 
+# Depth of groups of settings that have lines of their own.
+_MAX_GROUPS = 3
 # Longer words are broken anywhere, such as the hash of a commit.
 _LONG_WORD = 24
 
@@ -291,7 +293,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns settings with those of a group as `group.name`, as W&B shows them."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and prefix.count(".") < _MAX_GROUPS:
             found |= flat(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value

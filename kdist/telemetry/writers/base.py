@@ -181,8 +181,8 @@ def create_writer(
         from kdist.telemetry.writers.wandb import WandbWriter
 
         names = project, group, job_type, name
-        about = {"config": config, "tags": tags, "notes": notes}
-        writers.append(WandbWriter(run.path, wandb_mode, *names, **about))
+        wandb = WandbWriter(run.path, wandb_mode, *names, config=config, tags=tags, notes=notes)
+        writers.append(wandb)
     if tensorboard:
         from kdist.telemetry.writers.tensorboard import TensorBoardWriter  # imports TensorFlow
 
