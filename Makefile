@@ -21,7 +21,8 @@ BENCH_FLAGS ?=
 
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
-.PHONY: help env data train resnet18 test test-unit test-tensorflow test-slow test-exhaustive fuzz adversary keras-suite doctest lint format notebooks bench bench-clusters \
+.PHONY: help env data train resnet18 test test-unit test-tensorflow test-slow test-exhaustive fuzz \
+	adversary keras-suite doctest lint format notebooks docs docs-test bench bench-clusters \
 	bench-serving constraints clean
 
 help: ## this list
@@ -110,6 +111,13 @@ format: $(INSTALLED)-dev ## mend what lint says, as far as a tool can
 
 notebooks: $(INSTALLED)-notebooks ## run the notebooks and keep their output
 	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+# The site is in build/docs. Links between pages are checked; a warning is an error.
+docs: $(INSTALLED)-docs ## the site of the documentation, without network access
+	$(RUN) -m sphinx --fail-on-warning --keep-going --builder html docs build/docs
+
+docs-test: $(INSTALLED)-test ## run the programs of all pages
+	$(RUN) -m pytest --numprocesses=2 -m "not unit" tests/docs
 
 bench: env ## kdist beside Keras, a loop by hand and PyTorch, in one session
 	$(RUN) -m benchmarks.compare_training $(BENCH_FLAGS)

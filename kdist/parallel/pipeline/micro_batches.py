@@ -50,6 +50,8 @@ class MicroBatches:
         division = BatchDivision((number_of_rows(data),), (0,), number)
         taken = [division.take(data, 0, micro_batch) for micro_batch in range(number)]
         self.parts = [part for part, _ in taken]
+        for part in self.parts:
+            self._step.note_parts(part, data)
         sizes = [share.rows for _, share in taken]
         self._step.micro_batch_rows = {size for size in sizes if isinstance(size, int)}
         self.steps = [MicroBatchStep(self._step, share, self._divisor) for _, share in taken]
@@ -60,6 +62,7 @@ class MicroBatches:
             tensor[: micro.micro_share.rows] if micro.micro_share.may_be_empty else tensor
             for tensor, micro in zip(tensors, self.steps, strict=True)
         ]
+        self._step.note_parts(own, tensors)
         return self._step.note_in_order(tf.concat(own, 0))
 
     def _divisor(self, number):

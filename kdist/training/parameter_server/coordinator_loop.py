@@ -73,7 +73,7 @@ class AsynchronousFunction:
         self._bundle = 1  # number of groups that are dispatched together
         self._dispatched = {}  # number -> (groups, steps)
         self._ended: list[StepGroup] = []  # groups whose result has not been returned yet
-        # What is dispatched after the callbacks at its begin: without staleness, they may change it.
+        # Dispatched after the callbacks at its begin, which may change it, if nothing may be stale.
         self._held: tuple | None = None
         self._logs_now = None
         self._steps = 0  # steps of this epoch that have ended

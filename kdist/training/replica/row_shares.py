@@ -152,7 +152,7 @@ class BatchDivision:
         if self.is_fixed:
             return data, share
         if self.is_repeated:
-            repeated = {"is_repeated": True, "may_be_empty": True, "tensors": _tensors_of(data)}
+            repeated = {"is_repeated": True, "may_be_empty": True, "tensors": tensors_of(data)}
             return data, dataclasses.replace(share, **repeated)
         first, shown = self.starts[replica] + mine * micro_step // self.micro_steps, size
         if share.may_be_empty:
@@ -165,10 +165,11 @@ class BatchDivision:
             taken = keras.tree.map_structure(lambda leaf: _rows_of(leaf, first, shown), data)
         if hides_rows or (isinstance(size, int) and size == 1):
             taken = with_unknown_rows(taken)  # else a constant per row and one for all look alike
-        return taken, dataclasses.replace(share, tensors=_tensors_of(taken))
+        return taken, dataclasses.replace(share, tensors=tensors_of(taken))
 
 
-def _tensors_of(data):
+def tensors_of(data):
+    """Returns all tensors in a structure, those that ragged and sparse ones consist of as well."""
     return tuple(filter(tf.is_tensor, tf.nest.flatten(data, expand_composites=True)))
 
 

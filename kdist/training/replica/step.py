@@ -48,7 +48,7 @@ from kdist.training.replica.batch_functions import (
 )
 from kdist.training.replica.colocation import colocate_with_inputs, outer_tensor
 from kdist.training.replica.reduction import all_reduce_sum
-from kdist.training.replica.row_shares import RowShare
+from kdist.training.replica.row_shares import RowShare, tensors_of
 from kdist.training.replica.slices import SplitSlices
 
 _logger = logging.getLogger(__name__)
@@ -424,6 +424,12 @@ class ReplicaStep:
         return self._noted(
             tensor, dataclasses.replace(self._dependence.of(tensor), is_permuted=False)
         )
+
+    def note_parts(self, parts, wholes):
+        """Records that tensors are parts of the rows of others, such as micro-batches, in order."""
+        for part, whole in zip(tensors_of(parts), tensors_of(wholes), strict=True):
+            if _is_in_graph(part) and _is_in_graph(whole):
+                self._noted(part, self._dependence.of(whole))
 
     def note_mean(self, value):
         """Records that a value is a mean over rows, or has been corrected like one; returns it."""
