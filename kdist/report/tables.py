@@ -139,11 +139,17 @@ def _results(run):
         ("seconds_per_epoch", 1, "{} seconds per epoch"),
         ("examples_per_second", 1, "{} examples per second"),
     ]
-    known = [(number(run.summary.get(key)), digits, words) for key, digits, words in figures]
+    known = [(number(_result(run, key)), digits, words) for key, digits, words in figures]
     results = [
         words.format(shown(value, digits)) for value, digits, words in known if value is not None
     ]
     return results or ["finished without results"]
+
+
+def _result(run, key):
+    """Returns a value of the summary; none of the validation if there are test results."""
+    is_repeated = key.startswith("val_") and f"test_{key.removeprefix('val_')}" in run.summary
+    return None if is_repeated else run.summary.get(key)
 
 
 def _progress(run):
@@ -224,7 +230,7 @@ def run_table(runs: Sequence[Run], prices: Prices = None) -> str:
         caption += f"; all with {', '.join(shared)}" if shared else ""
     optional = {}
     for heading, (key, show) in RESULT_COLUMNS.items():
-        optional[heading] = [show(run.get(key)) for run in runs]
+        optional[heading] = [show(_result(run, key)) for run in runs]
     if len(runs) > 1:
         optional["Speed-up"] = [shown(speed_up(run, runs[0]), 2) for run in runs]
         optional["Efficiency"] = [percent(scaling_efficiency(run, runs[0])) for run in runs]
