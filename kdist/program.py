@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from absl import app, flags
+from absl import logging as absl_logging
 
 from kdist.run_directory import check_local, check_writable
 
@@ -144,6 +145,8 @@ def _run_guarded(main, arguments, positional):
         return _fail(name, f"missing argument: {positional} (--help)")
     if wrong := next(filter(None, map(objection, own_flags().values())), None):
         return _fail(name, wrong)
+    if not FLAGS["verbosity"].present:  # TensorFlow logs how it writes a SavedModel as INFO
+        absl_logging.set_verbosity(absl_logging.WARNING)
     try:
         return main(arguments)
     except KeyboardInterrupt:

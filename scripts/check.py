@@ -2,4 +2,5 @@
 
 from kdist.commands.command_line import run
 
-run("check")
+if __name__ == "__main__":  # processes that multiprocessing starts import this file
+    run("check")

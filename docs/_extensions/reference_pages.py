@@ -40,7 +40,9 @@ def _write_pages(app, config):
 
 def _table(name):
     names = public_names(importlib.import_module(name))
-    return "\n".join(["", ".. autosummary::", "   :nosignatures:", "", *(f"   {public}" for public in names), ""])
+    return "\n".join(
+        ["", ".. autosummary::", "   :nosignatures:", "", *(f"   {public}" for public in names), ""]
+    )
 
 
 def public_names(module):

@@ -24,6 +24,7 @@ from absl import flags
 import kdist
 from kdist import program, testing
 from kdist.commands.training_run.compiled_model import MODELS
+from kdist.commands.training_run.datasets import load_by_name
 from kdist.commands.training_run.flag_checks import check_data, check_split
 from kdist.hardware import parse_devices
 from kdist.strategy_spec import resolve
@@ -126,7 +127,7 @@ def main(_):
 def check_input():
     """Returns 0, after reading batches for --seconds and printing the throughput."""
     check_data(FLAGS.dataset)
-    train, _ = kdist.data.load(
+    train, _ = load_by_name(
         FLAGS.dataset,
         batch=kdist.Batch(FLAGS.batch_size),
         operations=FLAGS.operations,

@@ -49,13 +49,8 @@ def load_data(batch, examples=None):
         examples: number of training examples, instead of --examples.
     """
     options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
-    if is_reference(FLAGS.dataset):
-        from kdist.data.datasets import create_pipelines
-
-        sources, chosen = sources_of_function(FLAGS.dataset), examples or FLAGS.examples
-        return FLAGS.dataset, *create_pipelines(sources, examples=chosen, **options)
     try:
-        return FLAGS.dataset, *kdist.data.load(
+        return FLAGS.dataset, *load_by_name(
             FLAGS.dataset,
             examples=examples or FLAGS.examples,
             data_dir=FLAGS.data_dir,
@@ -66,7 +61,21 @@ def load_data(batch, examples=None):
         if FLAGS.fallback_dataset is None:
             raise
         print(f"{error}\nTraining on {FLAGS.fallback_dataset} instead.", file=sys.stderr)
-        return FLAGS.fallback_dataset, *kdist.data.load(FLAGS.fallback_dataset, **options)
+        return FLAGS.fallback_dataset, *load_by_name(FLAGS.fallback_dataset, **options)
+
+
+def load_by_name(name, *, data_dir=None, download=True, **options):
+    """Returns the training and the test pipeline of a dataset, or of a user's function.
+
+    Args:
+        name: name or directory of a dataset, or `module:function` or `path.py:function`.
+        data_dir, download, **options: see `kdist.data.load`.
+    """
+    if not is_reference(name):
+        return kdist.data.load(name, data_dir=data_dir, download=download, **options)
+    from kdist.data.datasets import create_pipelines
+
+    return create_pipelines(sources_of_function(name), **options)
 
 
 def sources_of_function(text):

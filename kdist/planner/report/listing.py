@@ -70,7 +70,7 @@ def _shares(plan):
 
 
 def plans_text(result: RankedPlans, number: int = 10) -> str:
-    """Returns the recommended plan, what can be had instead, a table of `number` plans, and notes.
+    """Returns the recommended plan, other choices, a table of `number` plans, and notes.
 
     Args:
         result: the plans.

@@ -83,7 +83,7 @@ class DeviceSampler:
             host = [HostSampler] if samples_host else []
             samplers = [NvmlSampler, lambda: ProcessSampler(task), *host]
         self._samplers = samplers
-        self._place: dict[str, Any] = {"host": socket.gethostname()}
+        self._place: dict[str, str | int] = {"host": socket.gethostname()}
         if node is not None:
             self._place["node"] = node
         self._thread: threading.Thread | None = None

@@ -181,8 +181,8 @@ def create_writer(
         from kdist.telemetry.writers.wandb import WandbWriter
 
         names = project, group, job_type, name
-        wandb = WandbWriter(run.path, wandb_mode, *names, config=config, tags=tags, notes=notes)
-        writers.append(wandb)
+        writer = WandbWriter(run.path, wandb_mode, *names, config=config, tags=tags, notes=notes)
+        writers.append(writer)
     if tensorboard:
         from kdist.telemetry.writers.tensorboard import TensorBoardWriter  # imports TensorFlow
 

@@ -46,7 +46,11 @@ from kdist.compat.tensorflow import (
 from kdist.training.replica import batch_norm, own_metrics, unseeded
 from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import all_reduce_sum
-from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
+from kdist.training.scopes import (
+    is_multi_worker,
+    outside_any_scope,
+    outside_multi_worker_scope,
+)
 
 # Optimizer methods that Keras implements once for one device and once for tf.distribute.
 _IMPLEMENTED_TWICE = (
@@ -135,8 +139,12 @@ def install():
     for owner, name in SAVING:
         setattr(owner, name, _saving_alone(getattr(owner, name)))
     # Keras stores the result under another name than it looks for, and computes it in each save by
-    # creating an optimizer, of which TensorFlow keeps 70 kB.
-    saving_lib.get_attr_skipset = functools.cache(saving_lib.get_attr_skipset)
+    # creating an optimizer, of which TensorFlow keeps 70 kB. Outside of a scope, because workers that
+    # have not saved would create it alone when they load, and wait for the others.
+    attributes = saving_lib.get_attr_skipset
+    saving_lib.get_attr_skipset = functools.cache(
+        lambda kind: outside_any_scope(lambda: attributes(kind))
+    )
 
 
 def _hook(owner, name, hook):
@@ -171,7 +179,14 @@ def _whole(initialize):
 
     @functools.wraps(initialize)
     def whole(variable, value):
-        with unpartitioned(tf.distribute.get_strategy()):
+        strategy = tf.distribute.get_strategy()
+        if variable.dtype in ("int8", "uint8") and is_multi_worker(strategy):
+            raise ValueError(
+                f"{variable.path!r} has type {variable.dtype}, as quantized models do, and "
+                "TensorFlow does not send this type between workers. Quantize the model outside of "
+                "the scope, after the training"
+            )
+        with unpartitioned(strategy):
             return initialize(variable, value)
 
     return whole
