@@ -109,6 +109,7 @@ class Telemetry(keras.callbacks.Callback):
         self._means = WindowMeans()
         self._devices = DeviceMeans()
         self._whole_seconds = self._useful_before = 0.0
+        self._epoch_ended: float | None = 0.0  # of training; None while steps run
         self._axes = Axes()
         self._last: dict[str, Any] = {}  # largest values on the axes
         self._results: dict[str, Any] = {}  # logs of the last epoch

@@ -58,6 +58,8 @@ _NO_SETTINGS = {"run_dir", "git_commit", "devices"}
 # Tables that compare more runs have a row per run.
 _MAX_RUNS_SIDE_BY_SIDE = 8
 
+# Depth of groups of settings that have lines of their own.
+_MAX_GROUPS = 3
 # Longer words are broken anywhere, such as the hash of a commit.
 _LONG_WORD = 24
 
@@ -137,11 +139,17 @@ def _results(run):
         ("seconds_per_epoch", 1, "{} seconds per epoch"),
         ("examples_per_second", 1, "{} examples per second"),
     ]
-    known = [(number(run.summary.get(key)), digits, words) for key, digits, words in figures]
+    known = [(number(_result(run, key)), digits, words) for key, digits, words in figures]
     results = [
         words.format(shown(value, digits)) for value, digits, words in known if value is not None
     ]
     return results or ["finished without results"]
+
+
+def _result(run, key):
+    """Returns a value of the summary; none of the validation if there are test results."""
+    is_repeated = key.startswith("val_") and f"test_{key.removeprefix('val_')}" in run.summary
+    return None if is_repeated else run.summary.get(key)
 
 
 def _progress(run):
@@ -222,7 +230,7 @@ def run_table(runs: Sequence[Run], prices: Prices = None) -> str:
         caption += f"; all with {', '.join(shared)}" if shared else ""
     optional = {}
     for heading, (key, show) in RESULT_COLUMNS.items():
-        optional[heading] = [show(run.get(key)) for run in runs]
+        optional[heading] = [show(_result(run, key)) for run in runs]
     if len(runs) > 1:
         optional["Speed-up"] = [shown(speed_up(run, runs[0]), 2) for run in runs]
         optional["Efficiency"] = [percent(scaling_efficiency(run, runs[0])) for run in runs]
@@ -291,7 +299,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns settings with those of a group as `group.name`, as W&B shows them."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and prefix.count(".") < _MAX_GROUPS:
             found |= flat(value, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = value

@@ -328,6 +328,24 @@ def test_resume_with_other_data_skips_read_batches(tmp_path):
     assert_equal(train([Checkpoint(tmp_path)]), whole)
 
 
+def test_a_run_of_telemetry_alone_resumes_its_curves(tmp_path):
+    strategy = create_strategy("one_device")
+    run = RunDirectory(tmp_path)
+
+    def train(*others):
+        telemetry = Telemetry(tmp_path, every_seconds=0.0, device_seconds=None, report=False)
+        checkpoint = Checkpoint(run.checkpoints, every_steps=5)
+        fit(strategy, [telemetry, checkpoint, *others])
+
+    train(Interrupt(18))
+    assert not run.summary.exists()
+    train()
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    kinds = [(r["step"], r["window_steps"]) for r in records if r["kind"] == "train"]
+    assert kinds == [(step, 1) for step in range(1, 31)]
+    assert json.loads(run.summary.read_text())["epochs"] == 3
+
+
 def test_resumed_run_has_one_line_of_metrics_per_step(tmp_path):
     strategy = create_strategy("one_device")
     run = RunDirectory(tmp_path)

@@ -253,6 +253,9 @@ def test_on_paper_all_plots_are_drawn(tab, runs, tmp_path):
     undrawn = ".plot:not(.js-plotly-plot)"
     folded = tab.locator(f"#run-1-devices {undrawn}").count()
     assert tab.locator(undrawn).count() == folded > 0
+    tab.emulate_media(media="print")
+    assert tab.locator("#runs thead th", has_text="Speed-up").inner_text() == "Speed-up"
+    assert not tab.locator("#controls").is_visible()
 
 
 def test_a_served_page_updates_and_keeps_the_scroll_position(browser, runs, tmp_path):

@@ -125,6 +125,8 @@ def test_plain_keras_has_no_timing(tmp_path):
 FAKE_GPUS = """
 import json, sys, time
 import kdist, keras, numpy as np
+from kdist.telemetry.steps import verdict
+verdict.MIN_STEPS = verdict.MIN_SECONDS = 0
 inputs = keras.Input((4,))
 model = kdist.Model(inputs, keras.layers.Dense(1)(inputs))
 model.compile("sgd", "mse")

@@ -22,6 +22,16 @@ def test_rates_and_shares():
     assert figures["model_flops_utilization"] is None
 
 
+def test_the_time_of_telemetry_is_not_that_of_callbacks():
+    book = StepTimes(64, 1)
+    for own_seconds in (0.08, 0.12):  # the last one is counted before its call has ended
+        figures = book.window(times(), own_seconds=own_seconds)
+        parts = ("input", "callback", "telemetry", "step")
+        assert sum(figures[f"{part}_share"] for part in parts) == pytest.approx(1)
+    assert figures["callback_share"] == 0
+    assert book.total()["telemetry_share"] == pytest.approx(0.05)
+
+
 def test_percentiles_count_steps_not_calls():
     figures = StepTimes(64, 1).window(times(100, step_seconds={0.5: 1, 0.1: 95, 0.3: 4}))
     assert [figures[f"step_seconds_p{p}"] for p in (50, 90, 99)] == [0.1, 0.1, 0.3]

@@ -225,6 +225,21 @@ def test_tiles_of_one_run(tmp_path):
     }
 
 
+def test_validation_is_shown_where_there_is_no_test(tmp_path):
+    validation = {"val_accuracy": 0.8}
+    tested = write_run(tmp_path / "tested", **validation)
+    validated = write_run(tmp_path / "validated", **validation)
+    summary = json.loads((validated / "summary.json").read_text())
+    del summary["test_accuracy"]
+    (validated / "summary.json").write_text(json.dumps(summary))
+    for path, name in ((tested, "test"), (validated, "validation")):
+        run = report.read_run(path)
+        other = "validation" if name == "test" else "test"
+        for text in (tables.summarize([run]), tables.tiles(run), tables.run_table([run])):
+            assert f"{name} accuracy" in text.lower()
+            assert f"{other} accuracy" not in text.lower()
+
+
 def test_a_page_has_no_more_of_plotly_than_it_needs(tmp_path):
     page = report.write([write_run(tmp_path / "run")], tmp_path / "page.html")
     assert page.stat().st_size < 1.5e6
