@@ -34,8 +34,9 @@ exclude_patterns = ["_extensions"]
 
 # Pages.
 # Where files of the repository that are no page of the site can be read. The badges of
-# notebooks/*.ipynb name the same repository.
-repository = os.environ.get("GITHUB_REPOSITORY", "kdist/kdist")
+# notebooks/*.ipynb name the same repository. YOUR_NAME is no name that GitHub allows: whoever
+# publishes the repository replaces it here and in the notebooks.
+repository = os.environ.get("GITHUB_REPOSITORY", "YOUR_NAME/kdist")
 repository_pages = {
     "project/architecture": "ARCHITECTURE.md",
     "project/changelog": "CHANGELOG.md",

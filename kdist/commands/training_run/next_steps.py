@@ -1,4 +1,4 @@
-"""What a training tells its user beside its results: where it is, and what to do next."""
+"""Prints where a training is recorded, how to continue it, and what to do next."""
 
 import contextlib
 import os
