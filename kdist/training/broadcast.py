@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdist.cluster import heartbeat
 from kdist.training.replica.reduction import sums_over_replicas
 from kdist.training.replica.step import this_replica
 from kdist.training.scopes import is_multi_worker, num_local_replicas
@@ -53,6 +54,18 @@ def read_on_chief(
         for (name, shape, dtype), part in zip(specs, sums, strict=True)
     }
     return {**others, "arrays": arrays or None}
+
+
+def wait_for_workers(strategy: tf.distribute.Strategy, name: str):
+    """Returns when all workers have called this; with one worker, at once.
+
+    Args:
+        strategy: the strategy.
+        name: what the workers are doing, for messages about one that hangs.
+    """
+    if is_multi_worker(strategy):
+        with heartbeat.collective(name):
+            _sums(strategy, [np.zeros(1, np.int32)])
 
 
 def _as_integers(array):

@@ -22,6 +22,7 @@ from kdist.compat.keras import (
 )
 from kdist.compat.tensorflow import run_once
 from kdist.training import building, evaluator, local_sgd
+from kdist.training.broadcast import wait_for_workers
 from kdist.training.groups import inputs
 from kdist.training.groups.clock import StepClock
 from kdist.training.groups.file_callbacks import share_backups, without_writers
@@ -466,6 +467,8 @@ class Trainer(TensorFlowTrainer):
             if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
                 self.optimizer.finalize_variable_values(self.trainable_weights)
             callbacks.on_train_end(logs=logs)
+            # The chief's callbacks write files that programs read on all workers after `fit`.
+            wait_for_workers(self.distribute_strategy, "ending a training")
         finally:
             if resumption:
                 resumption.release()

@@ -28,7 +28,7 @@ def network(model_class, has_batch_norm, synchronized=True):
     x = layers.GlobalAveragePooling2D()(layers.ReLU()(x))
     return model_class(inputs, layers.Dense(10, activation="softmax")(x))
 
-def train(model_class, **options):
+def train(model_class, callbacks=(), **options):
     x, y = load_digits(return_X_y=True)
     x, y = (x / 16).reshape(-1, 8, 8, 1).astype("float32")[:357], y[:357]
     model = network(model_class, "accumulate" not in options, "local_steps" not in options)
@@ -46,6 +46,7 @@ def train(model_class, **options):
             keras.callbacks.ReduceLROnPlateau("loss", min_delta=10.0, patience=1),
             keras.callbacks.CSVLogger(directory + "/log.csv"),
             keras.callbacks.ModelCheckpoint(directory + "/model.keras"),
+            *callbacks,
         ],
     )
     return {
@@ -55,11 +56,12 @@ def train(model_class, **options):
         "evaluated": [float(v) for v in model.evaluate(x, y, batch_size=64, verbose=0)],
         "predicted": model.predict(x[:37], batch_size=16, verbose=0).tolist(),
         "files": sorted(os.listdir(directory)),
+        "saw_file": getattr(model, "saw_file", None),
     }
 """
 
 TASK = f"""
-import json, logging, sys
+import json, logging, pathlib, sys, time
 arguments = json.loads(sys.argv.pop())
 import kdist
 import tensorflow as tf
@@ -67,9 +69,22 @@ import tensorflow as tf
 warned = []
 tf.get_logger().addHandler(logging.Handler())
 tf.get_logger().handlers[-1].emit = lambda record: warned.append(record.getMessage())
+class SlowFile(keras.callbacks.Callback):
+    only_writes = True
+
+    def on_train_end(self, logs=None):
+        time.sleep(0.5)
+        pathlib.Path(arguments["file"]).touch()
+
+class Model(kdist.Model):
+    def fit(self, *args, **options):
+        history = super().fit(*args, **options)
+        self.saw_file = pathlib.Path(arguments["file"]).exists()
+        return history
+
 strategy = kdist.create_strategy("multi_worker", arguments["devices"], cluster_timeout_seconds=60)
 with strategy.scope():
-    result = train(kdist.Model, **arguments["options"])
+    result = train(Model, [SlowFile()], **arguments["options"])
 result["warned"] = [text for text in warned if "overhead" in text or "retracing" in text]
 print(json.dumps(result))
 """
@@ -109,12 +124,14 @@ def reference(accumulates):
     ],
     ids=str,
 )
-def test_two_processes_train_as_one_device(devices, options):
-    arguments = json.dumps({"devices": devices, "options": options})
+def test_two_processes_train_as_one_device(tmp_path, devices, options):
+    file = str(tmp_path / "file")
+    arguments = json.dumps({"devices": devices, "options": options, "file": file})
     chief, other = python_tasks(TASK, {"worker": 2}, [arguments])
     assert chief.pop("files") == ["log.csv", "model.keras"]
     assert other.pop("files") == []
     assert chief == other
+    assert chief["saw_file"], "workers did not wait for a file of the chief"
     assert "run_eagerly" in options or chief["warned"] == []
     expected = reference("accumulate" in options)
     assert_trained_alike(chief, expected)
@@ -139,8 +156,9 @@ def mirrored_reference():
     ],
     ids=str,
 )
-def test_two_processes_train_apart_as_two_devices_do(options):
-    arguments = json.dumps({"devices": 1, "options": {"local_steps": 4, **options}})
+def test_two_processes_train_apart_as_two_devices_do(tmp_path, options):
+    options = {"local_steps": 4, **options}
+    arguments = json.dumps({"devices": 1, "options": options, "file": str(tmp_path / "file")})
     chief, other = python_tasks(TASK, {"worker": 2}, [arguments])
     for result in (chief, other):
         result.pop("files")

@@ -109,7 +109,7 @@ class PatchEncoder(layers.Layer):
         return self.projection(patches) + self.position_embedding(positions)
 
 
-@program(slow=True, differs={"workers": "workers do not wait for the last file of the first one"})
+@program(slow=True)
 def vision_transformer():
     """Vision transformer: patches, an embedding of positions, AdamW."""
     x, y = _images(40, channels=3)
