@@ -120,6 +120,8 @@ def resolve(
     )
     if name in SINGLE_PROCESS:
         _check_single_process(spec)
+        if name != "auto":
+            _warn_of_other_tasks(name)
         return spec
     return _in_cluster(spec, Cluster.resolve() if cluster is None else cluster, allow_remote)
 
@@ -132,6 +134,21 @@ def _automatic(cluster):
     name = "parameter_server" if "ps" in cluster.tasks else "multi_worker"
     _logger.info("auto chose %s: the job has %s", name, cluster.counts())
     return name, cluster
+
+
+def _warn_of_other_tasks(name):
+    """Logs that a strategy of one process was requested by name in a job of several tasks."""
+    try:
+        cluster = Cluster.resolve()
+    except ValueError:  # variables that this strategy does not need
+        return
+    if not cluster.is_alone:
+        _logger.warning(
+            "%s trains another model in each task of the job, which has %s; use "
+            "--strategy=auto (the default) to train one model in all of them",
+            name,
+            cluster.counts(),
+        )
 
 
 def _in_cluster(spec, cluster, allow_remote):

@@ -26,9 +26,14 @@ def test_a_strategy_of_one_process():
     assert spec.cluster.is_alone
 
 
-def test_a_strategy_of_one_process_ignores_the_job(monkeypatch):
+def test_a_strategy_of_one_process_ignores_the_job_and_says_so(monkeypatch, caplog):
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert resolve("mirrored").cluster == Cluster()
+    assert not caplog.messages
     monkeypatch.setenv("TF_CONFIG", workers(2).to_tf_config())
     assert resolve("mirrored").cluster == Cluster()
+    assert "mirrored trains another model in each task of the job, which has 2" in caplog.text
+    assert "--strategy=auto" in caplog.text
 
 
 @pytest.mark.parametrize(
