@@ -155,6 +155,11 @@ ENVIRONMENTS = [
         {"TF_CONFIG": json.dumps(EVALUATED)},
         "a parameter_server trains the same weights to the end",
     ),
+    (
+        ["--model=keras.applications.MobileNetV2", "--weights=imagenet"],
+        {"https_proxy": "http://127.0.0.1:9", "KERAS_HOME": "nowhere"},
+        "pass --weights=MobileNetV2.weights.h5",
+    ),
     ([], {"KERAS_BACKEND": "jax"}, "KERAS_BACKEND is jax"),
 ]
 OTHERS = [

@@ -29,6 +29,7 @@ APPLICATIONS = (
     *("MobileNet", "MobileNetV2", "NASNetLarge", "NASNetMobile", "ResNet50", "ResNet101"),
     *("ResNet152", "ResNet50V2", "ResNet101V2", "ResNet152V2", "VGG16", "VGG19", "Xception"),
 )
+_SERVER = "https://storage.googleapis.com/tensorflow/keras-applications/"  # Keras's
 # Limit for a server that does not answer.
 _ANSWER_SECONDS = 10.0
 # The planner's names, such as "resnet50".
@@ -113,12 +114,45 @@ def build_application(
         )
         return model(inputs, probabilities(built.output, num_classes), name.lower())
 
-    with _downloads():
+    with _downloads(name):
         return build(precision=precision)
 
 
+def check_download(name: str):
+    """Checks that Keras can download the weights of a model, or has done so before.
+
+    Raises:
+        ConnectionError: the server cannot be reached.
+    """
+    import urllib.error
+    import urllib.request
+
+    folder = pathlib.Path(os.environ.get("KERAS_HOME", "~/.keras"), "models").expanduser()
+    if any(name.lower() in file.name.replace("_", "").lower() for file in folder.glob("*.h5")):
+        return
+    request = urllib.request.Request(_SERVER, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_ANSWER_SECONDS).close()
+    except urllib.error.HTTPError:
+        pass  # the server answers
+    except OSError as error:
+        raise _no_download(name, error) from error
+
+
+def _no_download(name, error):
+    return ConnectionError(
+        f"--weights=imagenet: the weights cannot be downloaded ({error}). Where there is a network"
+        f', run python -c "import keras; {PREFIX}{name}(include_top=False)'
+        f".save_weights('{name}.weights.h5')\"; copy the file here, and pass "
+        f"--weights={name}.weights.h5"
+    )
+
+
 def _is_of_imagenet(start):
-    """Returns whether pixels are scaled for ImageNet: unless this program trained the file anew."""
+    """Returns whether pixels are scaled as for ImageNet.
+
+    They are not for new weights, nor for a file of this program that began with new weights.
+    """
     if start == NEW or not start.endswith(".keras"):
         return start != NEW
     with zipfile.ZipFile(start) as archive:
@@ -143,7 +177,7 @@ def _as_on_imagenet(name, x, start):
 
 
 @contextlib.contextmanager
-def _downloads():
+def _downloads(name):
     """Returns a context manager that reports weights that cannot be downloaded within seconds."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(_ANSWER_SECONDS)
@@ -152,10 +186,6 @@ def _downloads():
     except Exception as error:  # Keras raises no class of its own
         if "URL fetch failure" not in str(error) and not isinstance(error, TimeoutError):
             raise
-        folder = pathlib.Path(os.environ.get("KERAS_HOME", "~/.keras"), "models")
-        raise ConnectionError(
-            f"--weights=imagenet: the weights cannot be downloaded ({error}). Copy this file to "
-            f"{folder}, or give a file of weights: --weights=FILE.keras"
-        ) from error
+        raise _no_download(name, error) from error
     finally:
         socket.setdefaulttimeout(before)

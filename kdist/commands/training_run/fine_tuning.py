@@ -8,7 +8,13 @@ import zipfile
 
 from absl import flags
 
-from kdist.commands.training_run.applications import IMAGENET, NEW, PREFIX, application
+from kdist.commands.training_run.applications import (
+    IMAGENET,
+    NEW,
+    PREFIX,
+    application,
+    check_download,
+)
 
 FLAGS = flags.FLAGS
 
@@ -24,16 +30,19 @@ def check_weights():
     Raises:
         ValueError: the file has no weights of Keras, or the model has none on ImageNet.
         FileNotFoundError: there is no such file.
+        ConnectionError: weights on ImageNet cannot be downloaded.
     """
     text = FLAGS.weights
     if text == NEW:
         return
     if text == IMAGENET:
-        if application(FLAGS.model) is None:
+        name = application(FLAGS.model)
+        if name is None:
             raise ValueError(
                 f"--weights=imagenet is for models of keras.applications, not for {FLAGS.model}; "
                 f"use one, such as --model={PREFIX}ResNet50, or give a file of weights"
             )
+        check_download(name)
         return
     path = pathlib.Path(text)
     if not path.name.endswith((".keras", ".weights.h5")):
