@@ -8,6 +8,7 @@ runs/first/
   metrics.jsonl     metrics of training, one JSON object per line
   devices.jsonl     utilization, temperature, and memory of devices, one JSON object per line
   checkpoints/      checkpoints and saved models
+  best.keras        the best model in validation, if asked for
   summary.json      results, written once at the end
 """
 
@@ -313,6 +314,11 @@ class RunDirectory:
     def checkpoints(self) -> pathlib.Path:
         """Directory of checkpoints and saved models."""
         return self.path / "checkpoints"
+
+    @property
+    def best(self) -> pathlib.Path:
+        """Path of the best model in validation, a `.keras` file."""
+        return self.path / "best.keras"
 
     @property
     def report(self) -> pathlib.Path:

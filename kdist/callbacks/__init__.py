@@ -12,6 +12,7 @@ Names are imported on first use.
 from kdist.public_names import import_on_demand
 
 _PUBLIC = {
+    "AveragedWeights": "averaged_weights",
     "Checkpoint": "checkpoint",
     "EpochCheckpoint": "epoch_checkpoint",
     "EpochSeconds": "epoch_seconds",
@@ -19,6 +20,7 @@ _PUBLIC = {
     "Profile": "profile",
     "StopOnNonFiniteLoss": "stop_on_nonfinite_loss",
     "Telemetry": "telemetry",
+    "Unfreeze": "unfreeze",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -42,8 +42,8 @@ class Checkpoint(keras.callbacks.Callback):
     Training waits only until the weights are copied; a thread writes them. After a NaN or infinite
     loss no more checkpoints are written.
 
-    The state of EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, and History is saved. A custom
-    callback takes part by `get_state()`, which returns JSON-serializable state, and
+    The state of EarlyStopping, ReduceLROnPlateau, ModelCheckpoint, SwapEMAWeights, and History is
+    saved. A custom callback takes part by `get_state()`, which returns JSON-serializable state, and
     `set_state(state)`, called after `on_train_begin`.
 
     With several workers, each of them needs the callback, and all save at the same step. Only the

@@ -20,6 +20,7 @@ _STATE_ATTRIBUTES = {
         "_batches_seen_since_last_saving",
     ),
     keras.callbacks.History: ("history", "epoch"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
 }
 
 

@@ -34,6 +34,11 @@
   kdist train --model=my_code.py:build --model_args="width=8" --dataset=my_code.py:load_data \\
     --export=models/mine
 
+  # fine-tune a model of Keras: first its new last layer, and after two epochs all of it
+  kdist train --model=keras.applications.MobileNetV2 --weights=imagenet --dataset=PetImages \\
+    --operations="resize(160, 160)" --freeze='(?!logits).*' --unfreeze_after_epochs=2 \\
+    --epochs=8 --learning_rate=0.005 --early_stopping=3 --save_best
+
   # within a minute: a small model on scikit-learn's digits
   kdist train --model=lenet --dataset=digits --epochs=20
 
@@ -229,6 +234,59 @@ with program.flag_group("Optimization"):
         "Seed of the initial weights, shuffling, augmentation, and dropout.",
         lower_bound=0,
         upper_bound=2**32 - 1,
+    )
+
+with program.flag_group("Fine-tuning and regular practice"):
+    flags.DEFINE_string(
+        "weights",
+        "none",
+        "Start weights: none for new ones, a .keras or .weights.h5 file, or imagenet for those "
+        "that Keras downloads for its applications. Layers that a file does not fit, such as the "
+        "last one for another number of classes, get new weights, and are listed.",
+    )
+    flags.DEFINE_multi_string(
+        "freeze",
+        [],
+        "Layers that are not trained: regular expressions that match a whole name, or a path such "
+        "as base/conv1, separated by commas. BatchNormalization in them is in inference mode. "
+        "'(?!logits).*' is all layers but logits.",
+    )
+    flags.DEFINE_integer(
+        "unfreeze_after_epochs",
+        None,
+        "Number of epochs after which the layers of --freeze are trained, too. Their "
+        "BatchNormalization stays in inference mode. Never by default.",
+        lower_bound=1,
+    )
+    flags.DEFINE_integer(
+        "early_stopping",
+        None,
+        "Number of epochs without a lower validation loss after which training ends; 3 to 10 are "
+        "usual. By default all --epochs are trained.",
+        lower_bound=1,
+    )
+    flags.DEFINE_boolean(
+        "save_best",
+        False,
+        "Keep the model with the lowest validation loss in RUN_DIR/best.keras, for kdist export. "
+        "--export exports it instead of the last one.",
+    )
+    flags.DEFINE_float(
+        "ema",
+        None,
+        "Momentum of a moving average of the weights, such as 0.999: about the mean of the last "
+        "1,000 steps. Validation, saved models, and the exported one have the average. None by "
+        "default.",
+        lower_bound=0.0,
+        upper_bound=0.999999,
+    )
+    flags.DEFINE_float(
+        "clip_norm",
+        None,
+        "Maximum norm of the gradient of all weights together; a longer one is scaled down. 1 is "
+        "usual for transformers. No limit by default.",
+        lower_bound=1e-9,
+        upper_bound=1e9,
     )
 
 with program.flag_group("Local SGD and asynchronous training"):

@@ -101,6 +101,8 @@ OPTIMIZER_STATE = (
     "_model_variables_moving_average",
     "_accumulated_gradients",
 )
+# Attributes of `keras.callbacks.SwapEMAWeights`, which kdist/callbacks and kdist/checkpoint use.
+SWAP_EMA_MEMBERS = ("_ema_weights_in_model", "_tf_swap_variables")
 EPOCH_ITERATOR_MEMBERS = (
     "_enumerate_iterator",
     "_get_iterator",

@@ -284,23 +284,24 @@ class Trainer(TensorFlowTrainer):
 
     def make_train_function(self, force=False):
         """Returns the function that trains on a step group; creates it on the first call."""
-        if isinstance(self.train_function, GroupRunner) and not force:
+        is_new = not isinstance(self.train_function, GroupRunner)
+        if not (is_new or force):
             return self.train_function
         state = self.training_state
         is_asynchronous = has_parameter_servers(self.distribute_strategy)
-        state.clock = StepClock(times_steps=not is_asynchronous)
-        state.votes = WorkerVotes(self.distribute_strategy)
+        if is_new:  # else callbacks of a running `fit` use them
+            state.clock = StepClock(times_steps=not is_asynchronous)
+            state.votes = WorkerVotes(self.distribute_strategy)
+            state.monitor = AsynchronousMonitor() if is_asynchronous else LossMonitor(self)
         options = {
             "logs_are_metrics": self._logs_are_metrics("train_step"),
             "micro_steps": state.accumulate,
         }
         if is_asynchronous:
-            state.monitor = AsynchronousMonitor()
             self.train_function = self._asynchronous(
                 self.train_step, updates=True, monitor=state.monitor, **options
             )
             return self.train_function
-        state.monitor = LossMonitor(self)
         if self._leaves_own_step_uncompiled():
             warnings.warn(
                 "jit_compile=True: with several replicas or micro-steps, a custom train_step runs "

@@ -114,6 +114,11 @@ def test_keras_outside_kdist_is_unchanged():
     np.testing.assert_allclose(variable.numpy(), [-2.0, 0.0])
 
 
+@pytest.mark.parametrize("name", keras_internals.SWAP_EMA_MEMBERS)
+def test_swap_ema_members(name):
+    assert hasattr(keras.callbacks.SwapEMAWeights(), name)
+
+
 @pytest.mark.parametrize("name", keras_internals.EPOCH_ITERATOR_MEMBERS)
 def test_epoch_iterator_members(name):
     assert hasattr(keras_internals.TFEpochIterator, name)

@@ -2,10 +2,14 @@
 
 import inspect
 import json
+import types
+import urllib.error
 
 import keras
+import numpy as np
 import pytest
 
+from kdist.commands.training_run import fine_tuning
 from kdist.commands.training_run.applications import APPLICATIONS, build_application
 from tests.scripts.test_train import program
 
@@ -114,3 +118,38 @@ def test_applications_scale_pixels_to_probabilities(name):
     assert scaled
     with pytest.raises(ValueError, match="weights"):
         build_application(name, (32, 32, 3), 5, "float32", weights="imagenet")
+
+
+def test_a_file_of_keras_starts_a_model_with_gray_images_and_another_last_layer(
+    tmp_path, monkeypatch
+):
+    path = str(tmp_path / "mobilenet.keras")
+    options = {"weights": None, "input_shape": (32, 32, 3), "alpha": 0.25}
+    known = keras.applications.MobileNet(classes=7, **options)
+    known.save(path)
+    model = build_application("MobileNet", (32, 32, 1), 5, "float32", start=path, alpha=0.25)
+    report = fine_tuning.load_weights(model, path)
+    assert report.startswith("54 of 55 layers start from ")
+    assert report.endswith("; new: logits")
+    assert "load_own_variables" not in vars(model.get_layer("conv1"))
+
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 1)).astype("float32")
+    expected = keras.Model(known.inputs, known.get_layer("conv_pw_13_relu").output)(
+        keras.applications.mobilenet.preprocess_input(np.repeat(pixels, 3, axis=-1))
+    )
+    outputs = keras.Model(model.inputs, model.get_layer("conv_pw_13_relu").output)(pixels)
+    np.testing.assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
+
+    monkeypatch.setattr(fine_tuning, "FLAGS", types.SimpleNamespace(model="my_code.py:build"))
+    other = keras.Sequential([keras.Input((5,)), keras.layers.Dense(3)])
+    with pytest.raises(ValueError, match=r"fits no layer of my_code\.py:build"):
+        fine_tuning.load_weights(other, path)
+
+
+def test_weights_that_cannot_be_downloaded_are_reported_with_their_place(monkeypatch):
+    def fail(*_):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr("keras.src.utils.file_utils.urlretrieve", fail)
+    with pytest.raises(ConnectionError, match=r"mobilenet_2_5_.*no network.*MobileNet\.weights"):
+        build_application("MobileNet", (32, 32, 3), 5, "float32", start="imagenet", alpha=0.25)

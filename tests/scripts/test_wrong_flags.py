@@ -25,6 +25,13 @@ ACCEPTED = {"learning_rate": ["1e30", "1000000000000000000000000000000"], "grpc_
 
 FINE = ("--model=mlp", "--dataset=digits")
 TWO_WORKERS = {"cluster": {"worker": ["localhost:1", "localhost:2"]}}
+EVALUATED = {
+    "cluster": {
+        **{role: [f"localhost:{port}"] for port, role in enumerate(("chief", "worker", "ps"), 1)},
+        "evaluator": ["localhost:4"],
+    },
+    "task": {"type": "chief", "index": 0},
+}
 IMAGE_MODELS = ", ".join(name for name in BUILDERS if name != "transformer")
 
 TRAIN = [
@@ -44,6 +51,17 @@ TRAIN = [
     (["--dataset=my_code.py:lod"], "did you mean 'load'"),
     (["--export=a_file"], "--export=a_file is not a directory"),
     (["--backend=jax", "--export=models/x"], "--export is not supported"),
+    (["--backend=jax", "--weights=imagenet"], "--weights is not supported"),
+    (["--weights=nowhere.keras"], "--weights=nowhere.keras: no such file"),
+    (["--weights=finished"], "give a .keras or .weights.h5 file"),
+    (["--weights="], "give a .keras or .weights.h5 file"),
+    (["--weights=m.keras"], "--weights=m.keras is damaged"),
+    (["--weights=bad.weights.h5"], "--weights=bad.weights.h5 is damaged"),
+    (["--weights=imagenet"], "is for models of keras.applications, not for mlp"),
+    (["--freeze=conv1,*"], "--freeze=* is no regular expression"),
+    (["--ema=1"], "--ema=1"),
+    (["--clip_norm=0"], "--clip_norm=0"),
+    (["--early_stopping=0"], "--early_stopping=0"),
     (["--strategy=mirored"], "did you mean 'mirrored'"),
     (["--strategy=local_sgd"], "--strategy=mirrored --local_steps=8"),
     (["--strategy=mirrored", "--reduction=ring"], "use one of auto, nccl"),
@@ -99,6 +117,12 @@ TRAIN = [
     (["--strategy=one_device", "--num_devices=2"], "--strategy=mirrored"),
     (["--layout=data=2", "--strategy=mirrored"], "leave --strategy out"),
     (["--split=list.json"], "places the layers of a --layout"),
+    (["--unfreeze_after_epochs=1", "--epochs=2"], "no effect without --freeze"),
+    (["--freeze=x", "--unfreeze_after_epochs=2", "--epochs=2"], "no epoch would follow"),
+    (
+        ["--layout=pipeline=2", "--freeze=x", "--unfreeze_after_epochs=1", "--epochs=2"],
+        "train twice: with --freeze",
+    ),
     (["--strategy=mirrored", "--max_staleness=2"], "no effect without --strategy=parameter_server"),
     (["--local_slots=reset"], "no effect without --local_steps"),
     (["--decay=0.1"], "no effect without --schedule=ramp"),
@@ -124,6 +148,18 @@ ENVIRONMENTS = [
         "use --examples on several",
     ),
     (["--backend=jax"], {"TF_CONFIG": json.dumps(TWO_WORKERS)}, "this job has 2 tasks"),
+    (["--save_best"], {"TF_CONFIG": json.dumps(EVALUATED)}, "the evaluator validates"),
+    (["--early_stopping=1"], {"TF_CONFIG": json.dumps(EVALUATED)}, "--early_stopping needs"),
+    (
+        ["--freeze=x", "--unfreeze_after_epochs=1", "--epochs=2"],
+        {"TF_CONFIG": json.dumps(EVALUATED)},
+        "a parameter_server trains the same weights to the end",
+    ),
+    (
+        ["--model=keras.applications.MobileNetV2", "--weights=imagenet"],
+        {"https_proxy": "http://127.0.0.1:9", "KERAS_HOME": "nowhere"},
+        "pass --weights=MobileNetV2.weights.h5",
+    ),
     ([], {"KERAS_BACKEND": "jax"}, "KERAS_BACKEND is jax"),
 ]
 OTHERS = [
@@ -228,6 +264,7 @@ def outcomes(tmp_path_factory):
     (folder / "a_file").write_text("not JSON")
     (folder / "my_code.py").write_text("import keras\ndef build(): ...\ndef load(): ...\n")
     (folder / "broken.py").write_text("def build(:\n")
+    (folder / "bad.weights.h5").write_text("not HDF5")
     (folder / "binary").write_bytes(b"\xff\xfe\x00")
     (folder / "list.json").write_text("[1]")
     for name in ("finished", "interrupted"):

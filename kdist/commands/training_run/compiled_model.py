@@ -1,11 +1,18 @@
 """Model, optimizer, and learning rate schedule of the flags."""
 
+import functools
 import sys
 
 from absl import flags
 
 import kdist
-from kdist.commands.training_run.applications import application, build_application
+from kdist.commands.training_run.applications import (
+    IMAGENET,
+    NEW,
+    application,
+    build_application,
+)
+from kdist.commands.training_run.fine_tuning import build_optimizer, freeze, load_weights
 from kdist.commands.training_run.user_code import call, is_reference, parse_arguments
 
 FLAGS = flags.FLAGS
@@ -16,7 +23,7 @@ MODELS = ("mlp", "lenet", "resnet18", "mobilenet_v2", "inception")
 _COMPILE_FLAGS = (
     *("optimizer", "learning_rate", "schedule", "ramp_epochs", "decay", "scale_learning_rate"),
     *("base_batch_size", "accumulate", "jit_compile", "steps_per_execution", "max_staleness"),
-    *("local_steps", "local_slots"),
+    *("local_steps", "local_slots", "clip_norm", "ema"),
 )
 
 
@@ -32,18 +39,20 @@ def compiled_model(strategy, train):
             )
         if (model if plain is None else plain).compiled:
             check_compiled()
-            return model
-        model.compile(
-            optimizer(learning_rate(train.batch, train.num_examples)),
-            loss(model),
-            metrics=[accuracy(model)],
-            jit_compile=FLAGS.jit_compile,
-            steps_per_execution=steps_per_execution(),
-            accumulate=FLAGS.accumulate,
-            max_staleness=FLAGS.max_staleness,
-            local_steps=FLAGS.local_steps,
-            local_slots=FLAGS.local_slots,
-        )
+        else:
+            model.compile(
+                optimizer(learning_rate(train.batch, train.num_examples)),
+                loss(model),
+                metrics=[accuracy(model)],
+                jit_compile=FLAGS.jit_compile,
+                steps_per_execution=steps_per_execution(),
+                accumulate=FLAGS.accumulate,
+                max_staleness=FLAGS.max_staleness,
+                local_steps=FLAGS.local_steps,
+                local_slots=FLAGS.local_slots,
+            )
+        if FLAGS.unfreeze_after_epochs is not None:
+            build_optimizer(model)
     return model
 
 
@@ -74,6 +83,25 @@ def call_on_cpu(function, *arguments):
 
 
 def build_model(train):
+    """Returns the model of --model, with its start weights and frozen layers."""
+    model = new_model(train)
+    if FLAGS.weights not in (NEW, IMAGENET):
+        print_on_chief(load_weights(model, FLAGS.weights))
+    if FLAGS.freeze:
+        freeze(model)
+    return model
+
+
+@functools.cache
+def print_on_chief(text):
+    """Prints a text once in this process if it is the chief of a strategy's scope."""
+    import tensorflow as tf
+
+    if kdist.strategies.is_chief(tf.distribute.get_strategy()):
+        print(text, flush=True)
+
+
+def new_model(train):
     """Returns the model of --model for the images and classes of the data."""
     arguments = parse_arguments("model_args", FLAGS.model_args)
     data = {"input_shape": tuple(train.image_shape), "num_classes": train.num_classes}
@@ -83,7 +111,9 @@ def build_model(train):
         options = {"sync_batch_norm": FLAGS.sync_batch_norm, "precision": FLAGS.precision}
         return kdist.models.create(FLAGS.model, **{**data, **options, **arguments})
     name = application(FLAGS.model)
-    return build_application(name, **data, precision=FLAGS.precision, **arguments)
+    return build_application(
+        name, **data, precision=FLAGS.precision, start=FLAGS.weights, **arguments
+    )
 
 
 def build_users_model(data, arguments):
@@ -192,9 +222,13 @@ def optimizer(rate):
     """Returns the optimizer of --optimizer."""
     import keras
 
+    options = {"global_clipnorm": FLAGS.clip_norm}
+    if FLAGS.ema is not None:
+        options |= {"use_ema": True, "ema_momentum": FLAGS.ema}
     if FLAGS.optimizer == "adam":
-        return keras.optimizers.Adam(rate)
-    return keras.optimizers.SGD(rate, momentum=0.9 if FLAGS.optimizer == "momentum" else 0.0)
+        return keras.optimizers.Adam(rate, **options)
+    momentum = 0.9 if FLAGS.optimizer == "momentum" else 0.0
+    return keras.optimizers.SGD(rate, momentum=momentum, **options)
 
 
 def steps_per_execution():

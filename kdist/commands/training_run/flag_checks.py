@@ -8,6 +8,7 @@ from absl import flags
 
 from kdist.commands.training_run.applications import APPLICATIONS, PREFIX, application
 from kdist.commands.training_run.compiled_model import MODELS
+from kdist.commands.training_run.fine_tuning import check_weights, freeze_patterns
 from kdist.commands.training_run.user_code import check_reference, is_reference, parse_arguments
 from kdist.data.names import dataset_path
 from kdist.data.operations import as_operations
@@ -30,6 +31,7 @@ def check_flags(spec):
         FileNotFoundError: a directory does not exist.
     """
     _check_model()
+    _check_fine_tuning(spec)
     _check_export()
     check_data(FLAGS.dataset, FLAGS.fallback_dataset)
     if FLAGS.resume not in ("auto", "never") and not os.path.exists(FLAGS.resume):
@@ -98,6 +100,29 @@ def _check_model():
         )
 
 
+def _check_fine_tuning(spec):
+    check_weights()
+    freeze_patterns()
+    after = FLAGS.unfreeze_after_epochs
+    if after is not None and after >= FLAGS.epochs:
+        raise ValueError(
+            f"--unfreeze_after_epochs={after}: no epoch would follow; train for more --epochs than "
+            f"{FLAGS.epochs}, or leave it out"
+        )
+    if after is not None and spec.kind in ("parameter_server", "layout"):
+        raise ValueError(
+            f"--unfreeze_after_epochs={after}: a {spec.kind} trains the same weights to the end; "
+            "use --strategy=mirrored or multi_worker, or train twice: with --freeze, and then "
+            "without it from --weights=RUN_DIR/checkpoints/epoch-….keras"
+        )
+    if "evaluator" in spec.cluster.tasks and (FLAGS.early_stopping or FLAGS.save_best):
+        name = "early_stopping" if FLAGS.early_stopping else "save_best"
+        raise ValueError(
+            f"--{name} needs validation in the training itself, but in this job the evaluator "
+            "validates; start the job without one, or leave the flag out"
+        )
+
+
 def _check_export():
     if FLAGS.export is None:
         return
@@ -141,6 +166,7 @@ def _check_strategy(spec):
 def _check_effects(spec):
     """Refuses flags that would be ignored, as the training would differ from what was asked for."""
     for name, is_used, needed in (
+        ("unfreeze_after_epochs", bool(FLAGS.freeze), "--freeze"),
         ("max_staleness", spec.kind == "parameter_server", "--strategy=parameter_server"),
         ("local_slots", FLAGS.local_steps is not None, "--local_steps"),
         ("decay", FLAGS.schedule == "ramp", "--schedule=ramp"),

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import logging
+import math
 import time
 
 from absl import flags
@@ -47,7 +48,8 @@ def train_on_tensorflow():
             report_data_differences(plan, train)
         print_start(path, resumes)
     model = compiled_model(strategy, train)
-    recording = start_recording(path, run_config(dataset, train.num_examples), is_chief, resumes)
+    config = run_config(dataset, train.num_examples)
+    recording = start_recording(path, config, model, is_chief, resumes)
     with says_how_to_continue(recording.run) if is_chief else contextlib.nullcontext():
         history = model.fit(
             train,
@@ -64,11 +66,12 @@ def train_on_tensorflow():
         "dataset": dataset,
         "examples": train.num_examples,
         **test_results(model, test, history),
+        **best_results(recording.run, history),
         **cost(time.perf_counter() - started),
     }
     finish(recording, summary, plan)
     if FLAGS.export:
-        export_model(model, train.class_names)
+        export_model(model_to_export(model, recording.run), train.class_names)
     print_next_steps(recording.run)
 
 
@@ -95,6 +98,28 @@ def test_results(model, test, history):
         for name, values in history.items()
         if name.startswith("val_")
     }
+
+
+def best_results(run, history):
+    """Returns epoch and loss of the model of --save_best, and prints them; empty without one."""
+    if not (FLAGS.save_best and run.best.exists()):
+        return {}
+    loss = min(value for value in history["val_loss"] if not math.isnan(value))
+    epoch = history["val_loss"].index(loss) + 1
+    print(f"best model: {run.best}, of epoch {epoch}, with a test loss of {loss:.4f}")
+    return {"best_epoch": epoch, "best_loss": loss}
+
+
+def model_to_export(model, run):
+    """Returns the trained model, with the weights of --save_best if there are some."""
+    import keras
+
+    if not (FLAGS.save_best and run.best.exists()):
+        return model
+    if FLAGS.layout:  # the file holds the merged model
+        return keras.saving.load_model(run.best, compile=False)
+    model.load_weights(run.best)
+    return model
 
 
 def finish(recording, summary, plan):

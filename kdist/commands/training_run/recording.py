@@ -8,6 +8,7 @@ import re
 from absl import flags
 
 import kdist
+from kdist.commands.training_run.fine_tuning import frozen_layers
 from kdist.commands.training_run.summary import run_config
 from kdist.run_directory import RUN_DIR, RunDirectory, check_writable, new_run_path
 from kdist.telemetry import create_writer
@@ -27,7 +28,8 @@ FIXED_FLAGS = (
         "learning_rate",
     ),
     *("schedule", "ramp_epochs", "decay", "scale_learning_rate", "base_batch_size", "precision"),
-    *("sync_batch_norm", "seed", "local_steps", "local_slots", "backend"),
+    *("sync_batch_norm", "seed", "local_steps", "local_slots", "backend", "weights", "freeze"),
+    *("unfreeze_after_epochs", "early_stopping", "ema", "clip_norm"),
 )
 
 
@@ -82,12 +84,13 @@ def check_directory(path, writes=True):
     return resumes
 
 
-def start_recording(path, config, is_chief, resumes):
+def start_recording(path, config, model, is_chief, resumes):
     """Returns the `Recording` of a new or resumed run.
 
     Args:
         path: the run directory.
         config: configuration of the run.
+        model: the compiled model.
         is_chief: whether this task writes.
         resumes: whether the directory already holds the run.
     """
@@ -118,8 +121,34 @@ def start_recording(path, config, is_chief, resumes):
         resume=FLAGS.resume,
         at_resume=run.discard_after,
     )
-    callbacks = [*profile, telemetry, stop, checkpoint, resumption]
+    tuning = tuning_callbacks(run, model, is_chief)
+    callbacks = [*profile, telemetry, stop, *tuning, checkpoint, resumption]
     return Recording(run, writer, telemetry, profile, callbacks)
+
+
+def tuning_callbacks(run, model, is_chief):
+    """Returns the callbacks of the flags that act at the end of an epoch, in their order.
+
+    Args:
+        run: the run directory.
+        model: the compiled model.
+        is_chief: whether this task prints.
+    """
+    import keras
+
+    callbacks = []
+    if FLAGS.early_stopping is not None:
+        callbacks.append(
+            keras.callbacks.EarlyStopping(patience=FLAGS.early_stopping, verbose=int(is_chief))
+        )
+    if FLAGS.ema is not None:
+        callbacks.append(kdist.callbacks.AveragedWeights())
+    if FLAGS.unfreeze_after_epochs is not None:
+        layers = frozen_layers(model)
+        callbacks.append(kdist.callbacks.Unfreeze(layers, FLAGS.unfreeze_after_epochs))
+    if FLAGS.save_best:
+        callbacks.append(keras.callbacks.ModelCheckpoint(run.best, save_best_only=True))
+    return callbacks
 
 
 def profile_callbacks(run):
