@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 
 import kdist.telemetry.writers.wandb
 from kdist.run_directory import RunDirectory
-from kdist.telemetry import RunWriter, SeveralWriters, WandbWriter
+from kdist.telemetry import RunWriter, Samples, SeveralWriters, WandbWriter
 from kdist.telemetry.writers.base import device_curves, metric_curves
 from kdist.telemetry.writers.wandb_process import why_not_online
 from tests.telemetry.waiting import wait_until
@@ -122,6 +123,13 @@ def end(run, writer):
     writer.write_summary({"test_accuracy": 0.75, "verdict": ["nothing to say"]})
     run.report.write_text("<html>the report</html>")
     writer.write_report(run.report)
+    axes = {"epoch": 1, "step": 20, "examples": 640, "seconds": 0.5}
+    samples = Samples(np.zeros((2, 4, 4, 1), "uint8"), [0, 1])
+    writer.write_samples({**axes, "rows": samples.rows(np.eye(2))})
+    model = run.path / "models" / "my model" / "3"
+    (model / "variables").mkdir(parents=True)
+    (model / "variables" / "weights").write_text("the weights")
+    writer.write_model(model, {"test_accuracy": 0.75}, aliases=["best"])
     writer.close()
 
 
@@ -203,7 +211,8 @@ def test_offline_holds_what_the_run_directory_holds(run, capfd):
     files = run_files(run)
     assert wandb.location == str(files)
     records = inspect(files)
-    assert_holds_all(run, [item["item"] for item in of_kind(records, "history")])
+    rows = [item["item"] for item in of_kind(records, "history")]
+    assert_holds_all(run, rows)
     (about,) = of_kind(records, "run")
     assert about["config"]["update"]["model"] == "mlp"
     assert about["tags"] == ["first", "cpu"]
@@ -220,14 +229,20 @@ def test_offline_holds_what_the_run_directory_holds(run, capfd):
     }
     summary = [item["update"] for item in of_kind(records, "summary") if "update" in item]
     assert {"test_accuracy": 0.75, "verdict": ["nothing to say"]} in summary
-    (artifact,) = of_kind(records, "artifact")
-    assert artifact["type"] == "report"
-    assert artifact["manifest"]["contents"][0]["local_path"] == str(run.report)
+    report, table, model = of_kind(records, "artifact")
+    assert (report["type"], table["type"], model["type"]) == ("report", "run_table", "model")
+    assert report["manifest"]["contents"][0]["local_path"] == str(run.report)
+    assert (model["name"], model["aliases"]) == ("my-model", ["best", "latest"])
+    assert json.loads(model["metadata"]) == {"test_accuracy": 0.75}
+    assert model["manifest"]["contents"][0]["path"] == "variables/weights"
+    (row,) = [row for row in rows if "samples._type" in row]
+    assert (row["samples.nrows"], row["samples.ncols"], row["examples"]) == (2, 4, 640)
     axes = {
         metric.get("glob_name") or metric.get("name"): metric.get("step_metric")
         for metric in of_kind(records, "metric")
     }
-    assert axes["train/*"] == axes["timing/*"] == axes["learning_rate"] == "examples"
+    names = "train/*", "timing/*", "learning_rate", "samples"
+    assert {axes[name] for name in names} == {"examples"}
     assert axes["gpu/*"] == "seconds"
     assert of_kind(records, "exit")[0].get("exit_code", 0) == 0
     assert "proc.memory.rssMB" in of_kind(records, "stats")[0]["item"]
@@ -255,7 +270,8 @@ def test_online_uploads_the_same_and_never_the_key(run, stub, capfd):
     assert sent.variables["jobType"] == "train"
     assert sent.summary["test_accuracy"] == 0.75
     assert sent.exit_code == 0
-    assert stub.artifacts == ["report"]
+    assert stub.artifacts == ["report", "run_table", "model"]
+    assert b"the weights" in stub.uploads.values()
     assert b"<html>the report</html>" in stub.uploads.values()
     assert stub.keys == {KEY}
     output = capfd.readouterr()
@@ -306,7 +322,7 @@ def test_a_server_lost_during_the_run_blocks_nothing(run, stub, capfd, mode, say
     assert_holds_all(run, sent.history)
     assert sent.summary["test_accuracy"] == 0.75
     assert sent.exit_code == 0
-    assert b"<html>the report</html>" in stub.uploads.values()
+    assert {b"<html>the report</html>", b"the weights"} <= set(stub.uploads.values())
 
 
 @pytest.mark.parametrize(

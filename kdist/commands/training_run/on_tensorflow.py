@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import logging
 import time
 
@@ -19,11 +20,17 @@ from kdist.commands.training_run.next_steps import (
 )
 from kdist.commands.training_run.recording import check_directory, run_directory, start_recording
 from kdist.commands.training_run.summary import cost, print_summary, run_config
+from kdist.run_directory import checkpoint_step
 from kdist.strategy_spec import resolve
 from kdist.telemetry.results import write_results
 
 FLAGS = flags.FLAGS
 _logger = logging.getLogger("kdist.train")
+# Fields of the summary that describe a model, wherever it is used.
+_MODEL_FACTS = (
+    *("model", "dataset", "strategy", "devices", "num_replicas"),
+    *("global_batch_size", "precision", "epochs", "versions", "git_commit"),
+)
 
 
 def train_on_tensorflow():
@@ -47,7 +54,8 @@ def train_on_tensorflow():
             report_data_differences(plan, train)
         print_start(path, resumes)
     model = compiled_model(strategy, train)
-    recording = start_recording(path, run_config(dataset, train.num_examples), is_chief, resumes)
+    config = run_config(dataset, train.num_examples)
+    recording = start_recording(path, config, is_chief, resumes, test)
     with says_how_to_continue(recording.run) if is_chief else contextlib.nullcontext():
         history = model.fit(
             train,
@@ -66,9 +74,12 @@ def train_on_tensorflow():
         **test_results(model, test, history),
         **cost(time.perf_counter() - started),
     }
-    finish(recording, summary, plan)
-    if FLAGS.export:
-        export_model(model, train.class_names)
+    try:
+        finish(recording, summary, plan)
+        if FLAGS.export:
+            write_models(recording, export_model(model, train.class_names), summary)
+    finally:
+        recording.writer.close()
     print_next_steps(recording.run)
 
 
@@ -90,9 +101,14 @@ def test_results(model, test, history):
     if "val_loss" not in history:  # an evaluator task validates; this is the last model
         results = model.evaluate(test, verbose=0, return_dict=True)
         history = {f"val_{name}": [value] for name, value in results.items()}
+    return test_results_of({name: values[-1] for name, values in history.items()})
+
+
+def test_results_of(logs):
+    """Returns the validation results of an epoch, named test_loss, test_accuracy, and so on."""
     return {
-        f"test_{name.removeprefix('val_')}": values[-1]
-        for name, values in history.items()
+        f"test_{name.removeprefix('val_')}": value
+        for name, value in logs.items()
         if name.startswith("val_")
     }
 
@@ -105,15 +121,38 @@ def finish(recording, summary, plan):
         summary["plan"] = plan.to_dict()
         print(plan.compare(summary["examples_per_second"]))
     print_summary(summary)  # first, as it is also there if the disk is full
-    try:
-        if page := write_results(recording.run, recording.writer, summary):
-            print(f"report: {page}")
-    finally:
-        recording.writer.close()
+    if page := write_results(recording.run, recording.writer, summary):
+        print(f"report: {page}")
+
+
+def write_models(recording, version, summary):
+    """Adds the exported version and the best checkpoint to the writer of the run, such as W&B."""
+    facts = {name: summary[name] for name in _MODEL_FACTS if name in summary}
+    results = {name: value for name, value in summary.items() if name.startswith("test_")}
+    recording.writer.write_model(version, {**facts, **results}, aliases=[f"export-{version.name}"])
+    if best := kdist.checkpoint.CheckpointFiles(recording.run.checkpoints).best():
+        step = checkpoint_step(best)
+        recording.writer.write_model(
+            best,
+            {**facts, "step": step, **results_at(step, recording.run)},
+            name=f"{version.parent.name}-checkpoint",
+            aliases=["best"],
+        )
+
+
+def results_at(step, run):
+    """Returns loss and metrics on the test data at the end of an epoch, from metrics.jsonl."""
+    records = map(json.loads, run.metrics.read_text().splitlines())
+    of_step = (each for each in records if (each["kind"], each["step"]) == ("epoch", step))
+    return test_results_of(next(of_step, {}))
 
 
 def export_model(model, class_names):
-    """Exports the trained model to --export, and prints how to serve it."""
+    """Exports the trained model to --export, and prints how to serve it.
+
+    Returns:
+        The directory of the version.
+    """
     from kdist.serving.exporting.export import export
 
     fits = class_names and model.output_shape[-1] == len(class_names)
@@ -128,3 +167,4 @@ def export_model(model, class_names):
         examples=None if has_server else {},
     )
     print(f"export: {version}; serve it: kdist serve --model_dir={FLAGS.export}")
+    return version
