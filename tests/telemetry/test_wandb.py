@@ -13,6 +13,7 @@ import time
 import numpy as np
 import psutil
 import pytest
+import yaml
 
 import kdist.telemetry.writers.wandb
 from kdist.run_directory import RunDirectory
@@ -22,6 +23,7 @@ from kdist.telemetry.writers.wandb_process import why_not_online
 from tests.telemetry.waiting import wait_until
 from tests.telemetry.wandb_stub import Stub
 
+ROOT = pathlib.Path(__file__).parents[2]
 KEY = "0123456789abcdef0123456789abcdef87654321"
 
 # Generous: these are no measurements. A `write` that waited for a server would take longer.
@@ -424,6 +426,40 @@ def test_a_package_that_cannot_be_imported_is_logged_once(run, monkeypatch, tmp_
     assert said.count("(ImportError: no wandb here); the run continues without W&B") == 1
     assert said.count("\n") == 1
     assert_whole(run)
+
+
+@pytest.mark.slow
+def test_an_agent_of_a_sweep_trains_with_its_parameters(stub, tmp_path, monkeypatch):
+    """The agent is wandb's own, and runs the command of the sweep that users copy."""
+    stub.sweep = (ROOT / "scripts" / "wandb_sweep.yaml").read_text()
+    sweep = yaml.safe_load(stub.sweep)
+    chosen = {"learning_rate": 0.02, "jit_compile": False}
+    for name, parameter in sweep["parameters"].items():
+        chosen.setdefault(name, parameter.get("values", [None])[-1])
+    stub.trials["trial"] = chosen
+    command = tmp_path / "bin" / "kdist"
+    command.parent.mkdir()
+    # Few epochs; the last value of a flag counts.
+    more = "--epochs=2 --wandb_samples=2 --export=models/digits"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kdist "$@" {more}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    agent = [pathlib.Path(sys.executable).with_name("wandb"), "agent", "--count=1", "me/kdist/s"]
+    process = subprocess.run(
+        agent, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    said = process.stdout + process.stderr
+    assert process.returncode == 0, said
+    assert stub.runs.keys() == {"trial"}, said
+    sent = stub.runs["trial"]
+    assert {name: sent.config[name]["value"] for name in chosen} == chosen
+    metric = sweep["metric"]["name"]
+    assert 0 <= sent.summary[metric] <= 1
+    for name in (metric, "samples"):
+        assert len([row for row in sent.history if name in row]) == 2
+    assert sorted(stub.artifacts) == ["model", "model", "report", "run_table", "run_table"]
+    assert sent.exit_code == 0
 
 
 TRAINING = """
