@@ -234,7 +234,7 @@ def test_offline_holds_what_the_run_directory_holds(run, capfd):
     report, table, model = of_kind(records, "artifact")
     assert (report["type"], table["type"], model["type"]) == ("report", "run_table", "model")
     assert report["manifest"]["contents"][0]["local_path"] == str(run.report)
-    assert (model["name"], model["aliases"]) == ("my-model", ["best", "latest"])
+    assert (model["name"], set(model["aliases"])) == ("my-model", {"best", "latest"})
     assert json.loads(model["metadata"]) == {"test_accuracy": 0.75}
     assert model["manifest"]["contents"][0]["path"] == "variables/weights"
     (row,) = [row for row in rows if "samples._type" in row]
