@@ -14,6 +14,7 @@ from kdist.telemetry.axes import Axes, last_values, note_largest
 from kdist.telemetry.devices.collector import collector_of
 from kdist.telemetry.facts import shares_cores, training_config, training_summary
 from kdist.telemetry.results import write_results
+from kdist.telemetry.samples import Samples
 from kdist.telemetry.steps.verdict import DeviceMeans, is_long_enough, verdict
 from kdist.telemetry.steps.window_means import WindowMeans, running_means
 from kdist.telemetry.steps.windows import TimingWindows
@@ -60,6 +61,9 @@ class Telemetry(keras.callbacks.Callback):
             "off"; see `kdist.telemetry.create_writer`, which has more options. Defaults to "off".
         tensorboard: whether to write event files for TensorBoard as well. Defaults to False.
         report: whether to write the report page when training ends. Defaults to True.
+        samples: `kdist.telemetry.Samples`, a few examples whose predictions become a table in W&B
+            after each epoch. All workers predict them together, and the chief writes. Defaults to
+            None.
 
     Attributes:
         epoch_seconds: seconds of training of each epoch.
@@ -87,6 +91,7 @@ class Telemetry(keras.callbacks.Callback):
         wandb_mode: str = "off",
         tensorboard: bool = False,
         report: bool = True,
+        samples: Samples | None = None,
     ):
         super().__init__()
         if writer is not None and (tensorboard or wandb_mode != "off"):
@@ -103,6 +108,7 @@ class Telemetry(keras.callbacks.Callback):
         self._writer_options = {"wandb_mode": wandb_mode, "tensorboard": tensorboard}
         self._profiles = profiles
         self._report = report
+        self._samples = samples
         self.epoch_seconds: list[float] = []
         self.first_call_seconds: float | None = None
         self._windows: TimingWindows | None = None
@@ -299,6 +305,16 @@ class Telemetry(keras.callbacks.Callback):
         examples = steps * batch if batch else None
         rate = examples / here if examples else None
         self._write("epoch", {"epoch_seconds": seconds, "examples_per_second": rate, **logs})
+        if self._samples is not None:
+            self._write_samples()
+
+    def _write_samples(self):
+        outputs = self.model.predict(self._samples.x, verbose=0)  # collective
+        try:
+            self._writer.write_samples({**self._axes_now(), "rows": self._samples.rows(outputs)})
+        except ValueError as error:
+            _logger.warning("no table of samples: %s", error)
+            self._samples = None
 
     def on_train_end(self, logs=None):
         if self._means.steps:
@@ -353,6 +369,14 @@ class Telemetry(keras.callbacks.Callback):
             return {}
         return {"staleness_mean": staleness.mean, "staleness_largest": staleness.largest}
 
+    def _axes_now(self):
+        return {
+            "epoch": self._epoch + self._axes.epochs,
+            "step": self._step + self._axes.steps,
+            "examples": self._examples(),
+            "seconds": time.perf_counter() - self._began + self._axes.seconds,
+        }
+
     def _write_device(self, record):
         self._devices.add(record)
         self._writer.write_device(record)
@@ -362,10 +386,7 @@ class Telemetry(keras.callbacks.Callback):
         rate = getattr(self.model.optimizer, "learning_rate", None)
         record = {
             "kind": kind,
-            "epoch": self._epoch + self._axes.epochs,
-            "step": self._step + self._axes.steps,
-            "examples": self._examples(),
-            "seconds": time.perf_counter() - self._began + self._axes.seconds,
+            **self._axes_now(),
             "learning_rate": None if rate is None else float(keras.ops.convert_to_numpy(rate)),
             **self._staleness(),
             **{name: _plain(value) for name, value in values.items()},

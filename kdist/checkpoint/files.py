@@ -160,6 +160,10 @@ class CheckpointFiles:
                 _logger.warning("%s; trying the checkpoint before it", error)
         return None
 
+    def best(self) -> pathlib.Path | None:
+        """Returns the directory of the best checkpoint that is kept, or None."""
+        return next((path for path in reversed(self.paths()) if _is_best(path)), None)
+
     def paths(self) -> list[pathlib.Path]:
         """Returns the directories of all checkpoints, oldest first."""
         found = self.directory.glob(f"{CHECKPOINT_PREFIX}*")
@@ -190,10 +194,9 @@ class CheckpointFiles:
             _remove(path)
 
     def _remove_old(self, best):
-        paths = self.paths()
-        bests = [best] if best else [path for path in paths if _is_best(path)][-1:]
+        paths, best = self.paths(), best or self.best()
         for path in paths[:-1]:
-            if path not in paths[-self._keep :] and path not in bests:
+            if path not in paths[-self._keep :] and path != best:
                 # Renamed first, so that a reader never finds an incomplete checkpoint.
                 gone = path.with_name(f"{_UNFINISHED}{path.name}")
                 with contextlib.suppress(OSError):

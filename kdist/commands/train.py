@@ -365,6 +365,14 @@ with program.flag_group("Logs and tracking"):
     flags.DEFINE_string("wandb_job_type", None, "W&B job type of the run within its group.")
     flags.DEFINE_list("wandb_tags", [], "W&B tags of the run. By default those in WANDB_TAGS.")
     flags.DEFINE_string("wandb_notes", None, "W&B notes on the run. By default WANDB_NOTES.")
+    flags.DEFINE_integer(
+        "wandb_samples",
+        0,
+        "Number of random test examples whose predictions are a table in W&B after each epoch: "
+        "image, label, prediction, and probability.",
+        lower_bound=0,
+        upper_bound=100,
+    )
     flags.DEFINE_boolean("tensorboard", False, "Write TensorBoard logs to RUN_DIR/tensorboard.")
     flags.DEFINE_float(
         "device_seconds",

@@ -130,6 +130,21 @@ class Pipeline:
         """Returns the arrays that hold all examples, or None if they are read from disk."""
         return self._source.arrays()
 
+    def sample(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns random examples, the same in each call and process, such as for a table.
+
+        Args:
+            count: number of examples; all of them if there are fewer.
+
+        Returns:
+            Images (N, H, W, C) after all operations that are not random, and labels (N,).
+        """
+        source = self._source.subset(min(count, self.num_examples), self.seed)
+        batch, operations = Batch(source.num_examples), self._operations
+        few = Pipeline(source, batch, training=False, operations=operations, cache=False)
+        images, labels, _ = next(iter(few.dataset().as_numpy_iterator()))
+        return images, labels
+
     def batch_at(self, step: tf.Tensor, tensors: Sequence[tf.Tensor]):
         """Returns batch number `step` of `dataset` in graph code, read from `tensors`.
 

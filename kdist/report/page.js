@@ -153,7 +153,7 @@ function follow(plot, event) {
 
 // The reader's choices survive a reload, unless the page is in a notebook that forbids storage.
 const KEY = "kdist report " + location.pathname;
-let chosen = { hidden: [], open: {}, axis: null, smoothing: 0, logarithmic: false };
+let chosen = { hidden: [], open: {}, sorted: {}, axis: null, smoothing: 0, logarithmic: false };
 try {
   chosen = { ...chosen, ...JSON.parse(sessionStorage.getItem(KEY)) };
 } catch {}
@@ -235,11 +235,14 @@ function tick() {
 }
 
 document.addEventListener("change", (event) => {
-  if (event.target.closest("#picker")) show(event.target.value, event.target.checked);
+  const { value, checked } = event.target;
+  if (event.target.closest("#picker")) show(value, checked);
+  else if (event.target.closest("#columns")) chooseColumns({ ...columns, [value]: checked });
 });
 document.addEventListener("click", (event) => {
   const button = event.target.closest("#picker button");
   if (button) hide(button.value === "all" ? [] : runs());
+  else if (event.target.closest("#columns button")) chooseColumns({});
 });
 
 // Open sections. The event does not bubble.
@@ -258,21 +261,58 @@ document.addEventListener(
 
 function sortable(table) {
   const headings = [...table.tHead.rows[0].cells];
-  for (const [column, heading] of headings.entries()) {
+  const section = table.closest("section").id;
+  for (const heading of headings) {
+    const name = heading.textContent;
     const button = document.createElement("button");
     button.type = "button";
     button.append(...heading.childNodes);
     button.addEventListener("click", () => {
-      const ascending = heading.ariaSort !== "ascending";
-      for (const other of headings) other.ariaSort = null;
-      heading.ariaSort = ascending ? "ascending" : "descending";
-      const rows = [...table.tBodies[0].rows].sort(
-        (one, two) => (ascending ? 1 : -1) * compare(text(one, column), text(two, column)),
-      );
-      table.tBodies[0].append(...rows);
+      chosen.sorted[section] = { name, ascending: heading.ariaSort !== "ascending" };
+      keep();
+      sort(table, headings, chosen.sorted[section]);
     });
     heading.append(button);
   }
+  if (chosen.sorted[section]) sort(table, headings, chosen.sorted[section]);
+}
+
+function sort(table, headings, { name, ascending }) {
+  const column = headings.findIndex((heading) => heading.textContent === name);
+  if (column < 0) return;
+  for (const heading of headings) heading.ariaSort = null;
+  headings[column].ariaSort = ascending ? "ascending" : "descending";
+  const rows = [...table.tBodies[0].rows].sort(
+    (one, two) => (ascending ? 1 : -1) * compare(text(one, column), text(two, column)),
+  );
+  table.tBodies[0].append(...rows);
+}
+
+// Columns of the table of runs. The choice also holds for later pages at the same address.
+
+const COLUMNS_KEY = "kdist report columns " + location.pathname;
+let columns = {}; // heading: whether it is shown, where the reader has chosen
+try {
+  columns = JSON.parse(localStorage.getItem(COLUMNS_KEY)) ?? {};
+} catch {}
+
+function showColumns() {
+  const choice = document.getElementById("columns");
+  if (!choice) return;
+  choice.hidden = false;
+  const rows = [...document.querySelector("#runs table").rows];
+  for (const [order, box] of choice.querySelectorAll("input").entries()) {
+    box.checked = columns[box.value] ?? box.defaultChecked;
+    for (const row of rows) row.cells[order + 1].hidden = !box.checked; // after the names of runs
+  }
+}
+
+function chooseColumns(choices) {
+  columns = choices;
+  try {
+    localStorage.setItem(COLUMNS_KEY, JSON.stringify(columns));
+  } catch {}
+  showColumns();
 }
 
 function text(row, column) {
@@ -289,6 +329,7 @@ function compare(one, two) {
 
 function begin() {
   showChoices();
+  showColumns();
   for (const table of document.querySelectorAll("table.sortable")) sortable(table);
   for (const [id, isOpen] of Object.entries(chosen.open)) {
     const details = document.getElementById(id);

@@ -5,6 +5,7 @@ Tables escape all text of runs. The first run is the baseline of comparisons.
 
 import functools
 import html
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -100,6 +101,12 @@ OPTIONAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Bubble": ("bubble_share", percent),
     "Sent between devices per step (MB)": ("crossing_bytes_per_step", _megabytes),
 }
+
+_ALL_COLUMNS = (COLUMNS, RESULT_COLUMNS, OPTIONAL_COLUMNS)
+# Values for which `run_table` has columns of its own, or other parts of the page a table.
+_NO_COLUMNS = {*_NO_SETTINGS, "total_seconds", "cost_usd", "versions"}
+# Further settings and results of many runs that may be chosen as columns, of each kind.
+_MAX_OTHER_COLUMNS = 50
 
 OPERATION_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "Operation": ("name", shown),
@@ -219,7 +226,11 @@ def duration(seconds: float | None) -> str:
 
 
 def run_table(runs: Sequence[Run], prices: Prices = None) -> str:
-    """Returns a table with one row per run; several runs have speed-up and efficiency."""
+    """Returns a table with one row per run.
+
+    Several runs have speed-up and efficiency, and the reader chooses the columns: also other
+    settings and results that differ between the runs, which are hidden at first.
+    """
     columns = {heading: [show(r.get(k)) for r in runs] for heading, (k, show) in COLUMNS.items()}
     caption = "Settings and results"
     if len(runs) > 1:
@@ -241,9 +252,53 @@ def run_table(runs: Sequence[Run], prices: Prices = None) -> str:
     columns.update(optional)
     known = {h: cells for h, cells in columns.items() if set(cells) != {NOTHING}}
     names = [run.name if run.finished else f"{run.name} (not finished)" for run in runs]
-    rows = list(zip(names, *known.values(), strict=True))
-    kind = "single" if len(runs) == 1 else "sortable"
-    return table(caption, ["Run", *known], rows, kind)
+    if len(runs) == 1:
+        return table(
+            caption, ["Run", *known], list(zip(names, *known.values(), strict=True)), "single"
+        )
+    settings, results = (_other_columns(runs, group) for group in ("config", "summary"))
+    results = {name: cells for name, cells in results.items() if name not in settings}
+    headings = ["Run", *known, *settings, *results]
+    rows = list(zip(names, *known.values(), *settings.values(), *results.values(), strict=True))
+    hidden = len(settings) + len(results)
+    groups = {"Default columns": known, "Other settings": settings, "Other results": results}
+    return _column_choice(groups) + table(caption, headings, rows, "sortable", hidden=hidden)
+
+
+def _other_columns(runs, group):
+    """Returns cells by the names of further settings ("config") or numbers ("summary") of runs.
+
+    The names are those that differ between the runs, without those that have a column of their own.
+    """
+    own = {key for columns in _ALL_COLUMNS for key, _ in columns.values()} | _NO_COLUMNS
+    values = [flat(getattr(run, group)) for run in runs]
+    found = {}
+    for name in sorted({name for each in values for name in each}):
+        cells = [shown(each.get(name)) for each in values]
+        is_kind = group == "config" or any(number(each.get(name)) is not None for each in values)
+        if is_kind and name.split(".")[0] not in own and len(set(cells)) > 1:
+            found[name] = cells
+    return dict(itertools.islice(found.items(), _MAX_OTHER_COLUMNS))
+
+
+def _column_choice(groups):
+    """Returns check boxes of columns by their group; the script of the page shows them."""
+    sets = []
+    for order, (legend, headings) in enumerate(groups.items()):
+        checked = "" if order else " checked"
+        boxes = "".join(
+            f'<label><input type=checkbox{checked} value="{html.escape(name)}"> '
+            f"{_breakable(name)}</label>"
+            for name in headings
+        )
+        if boxes:
+            sets.append(
+                f"<fieldset><legend>{legend}</legend><div class=boxes>{boxes}</div></fieldset>"
+            )
+    return (
+        "<details id=columns hidden><summary>Columns</summary>"
+        f"{''.join(sets)}<p><button type=button>Reset</button></p></details>\n"
+    )
 
 
 def speed_up(run: Run, first: Run) -> float | None:
@@ -340,6 +395,7 @@ def table(
     rows: Sequence[Sequence[str]],
     kind: str = "",
     differs: Sequence[Sequence[bool]] | None = None,
+    hidden: int = 0,
 ) -> str:
     """Returns an HTML table in a scrolling container; the first cell of a row is its heading.
 
@@ -349,13 +405,18 @@ def table(
         rows: the cells.
         kind: "single" shows one row as a list, "sortable" lets the reader sort. Defaults to "".
         differs: for each row, whether each cell after the first is set off. Defaults to no cell.
+        hidden: number of last columns that are hidden. Defaults to 0.
     """
-    head = "".join(f"<th scope=col>{html.escape(heading)}</th>" for heading in headings)
+    first = len(headings) - hidden
+    head = "".join(
+        f"<th scope=col{' hidden' * (order >= first)}>{_breakable(heading)}</th>"
+        for order, heading in enumerate(headings)
+    )
     # On narrow screens each cell has its heading before it.
     labels = [html.escape(heading) for heading in headings[1:]]
     marks = differs or [[False] * len(labels)] * len(rows)
     body = "".join(
-        f"<tr><th scope=row>{html.escape(name)}</th>{_cells(labels, cells, marked)}</tr>\n"
+        f"<tr><th scope=row>{html.escape(name)}</th>{_cells(labels, cells, marked, first)}</tr>\n"
         for (name, *cells), marked in zip(rows, marks, strict=True)
     )
     # Scrolling containers need a name and must be reachable from the keyboard.
@@ -366,10 +427,12 @@ def table(
     )
 
 
-def _cells(labels, cells, marked):
+def _cells(labels, cells, marked, first_hidden):
+    columns = zip(labels, cells, marked, strict=True)
     return "".join(
-        f'<td data-label="{label}"{_classes(cell, mark)}>{_breakable(cell)}</td>'
-        for label, cell, mark in zip(labels, cells, marked, strict=True)
+        f'<td data-label="{label}"{_classes(cell, mark)}{" hidden" * (order >= first_hidden)}>'
+        f"{_breakable(cell)}</td>"
+        for order, (label, cell, mark) in enumerate(columns, 1)
     )
 
 

@@ -21,11 +21,13 @@ _PUBLIC = {
     "JsonlWriter": "writers.run_directory",
     "NullWriter": "writers.base",
     "RunWriter": "writers.run_directory",
+    "Samples": "samples",
     "SeveralWriters": "writers.base",
     "WandbWriter": "writers.wandb",
     "Writer": "writers.base",
     "collector_of": "devices.collector",
     "create_writer": "writers.base",
+    "metric_curves": "writers.base",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -48,6 +48,7 @@ def test_no_checkpoint_in_an_empty_or_missing_directory(tmp_path):
 
 def test_newest_and_best_are_kept(tmp_path):
     files = write(tmp_path, 1, 2, 3, 4, 5, keep=2, best=(1, 2))
+    assert files.best().name == "step-0000000002"
     assert steps(files) == [2, 4, 5]
     assert list(tmp_path.glob("unfinished*")) == []
 

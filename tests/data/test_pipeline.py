@@ -197,6 +197,15 @@ def test_batch_larger_than_the_data():
         Pipeline(numbered(), Batch(64, 2))
 
 
+def test_a_sample_is_fixed_and_prepared_as_for_evaluation():
+    pipeline = Pipeline(numbered(), Batch(8), operations="resize(2, 2)|random_flip()")
+    images, labels = pipeline.sample(5)
+    assert images.shape == (5, 2, 2, 1)
+    assert np.array_equal(images[:, 0, 0, 0] % 10, labels)
+    assert np.array_equal(images, pipeline.sample(5)[0])
+    assert len(pipeline.sample(100)[0]) == 50
+
+
 def test_a_subset_is_fixed_by_the_seed():
     source = numbered()
     chosen = source.subset(10, seed=1).labels

@@ -16,7 +16,8 @@ def test_two_workers_train_and_the_chief_alone_writes(scripts, tmp_path):
             *(sys.executable, scripts / "launch.py", "--workers=2", "--timeout_seconds=240"),
             *("--", "kdist", "train", "--model=lenet"),  # --strategy=auto is multi_worker in a job
             *("--dataset=digits", "--examples=512", "--epochs=1", "--verbose=1"),
-            "--run_dir=run",
+            # All workers predict the samples together.
+            *("--run_dir=run", "--wandb_mode=offline", "--wandb_samples=2"),
         ],
         capture_output=True,
         text=True,
@@ -30,6 +31,8 @@ def test_two_workers_train_and_the_chief_alone_writes(scripts, tmp_path):
     assert len(process.stdout.splitlines()) < 60  # a progress bar overwrites itself often
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["num_replicas"] == 2
+    tables = (tmp_path / "run" / "wandb").glob("offline-run-*/files/media/table/samples_*.json")
+    assert [len(json.loads(table.read_text())["data"]) for table in tables] == [2]
     for n in range(2):
         assert (tmp_path / "run" / "logs" / f"worker-{n}.log").stat().st_size > 0
 

@@ -194,6 +194,29 @@ def test_a_heading_sorts_the_runs(tab, runs, tmp_path):
     assert names.all_inner_texts() == ["one_gpu", "four_gpus"]
     tab.locator("#runs th button", has_text="Examples per second").click()
     assert names.all_inner_texts() == ["four_gpus", "one_gpu"]
+    tab.reload()
+    assert names.all_inner_texts() == ["four_gpus", "one_gpu"]  # remembered
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_the_reader_chooses_the_columns_of_the_runs(tab, runs, tmp_path, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
+
+    def shown(name):
+        return tab.locator(f"#runs td[data-label='{name}']:visible").all_inner_texts()
+
+    accuracies, times = shown("Test accuracy"), ["0.12", "0.15"]
+    assert len(accuracies) == 2
+    assert shown("step_seconds_p90") == []
+    tab.locator("#columns > summary").click()
+    tab.get_by_label("step_seconds_p90").check()
+    tab.get_by_label("Test accuracy").uncheck()
+    tab.reload()
+    assert (shown("step_seconds_p90"), shown("Test accuracy")) == (times, [])  # remembered
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    tab.locator("#columns button").click()
+    assert (shown("step_seconds_p90"), shown("Test accuracy")) == ([], accuracies)
 
 
 def test_the_keyboard_hides_a_run_and_opens_another(tab, runs, tmp_path):

@@ -14,7 +14,7 @@ class Broken(NullWriter):
         self.calls = []
         setattr(self, method, self._fail)
 
-    def _fail(self, *arguments):
+    def _fail(self, *arguments, **_):
         self.calls.append(arguments)
         raise RuntimeError("no more of this")
 
@@ -29,11 +29,12 @@ def use(writer, report):
         writer.write_device(DEVICE)
     writer.write_summary({"test_accuracy": 0.9})
     writer.write_report(report)
+    writer.write_model(report, {}, aliases=["best"])
     writer.close()
 
 
 @pytest.mark.parametrize(
-    "method", ["write", "write_device", "write_summary", "write_report", "close"]
+    "method", ["write", "write_device", "write_summary", "write_model", "close"]
 )
 def test_a_failing_writer_does_not_affect_the_others(tmp_path, capsys, method):
     broken, run = Broken(method), RunDirectory(tmp_path)

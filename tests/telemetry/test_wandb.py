@@ -10,17 +10,20 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
+import yaml
 
 import kdist.telemetry.writers.wandb
 from kdist.run_directory import RunDirectory
-from kdist.telemetry import RunWriter, SeveralWriters, WandbWriter
+from kdist.telemetry import RunWriter, Samples, SeveralWriters, WandbWriter
 from kdist.telemetry.writers.base import device_curves, metric_curves
 from kdist.telemetry.writers.wandb_process import why_not_online
 from tests.telemetry.waiting import wait_until
 from tests.telemetry.wandb_stub import Stub
 
+ROOT = pathlib.Path(__file__).parents[2]
 KEY = "0123456789abcdef0123456789abcdef87654321"
 
 # Generous: these are no measurements. A `write` that waited for a server would take longer.
@@ -122,6 +125,13 @@ def end(run, writer):
     writer.write_summary({"test_accuracy": 0.75, "verdict": ["nothing to say"]})
     run.report.write_text("<html>the report</html>")
     writer.write_report(run.report)
+    axes = {"epoch": 1, "step": 20, "examples": 640, "seconds": 0.5}
+    samples = Samples(np.zeros((2, 4, 4, 1), "uint8"), [0, 1])
+    writer.write_samples({**axes, "rows": samples.rows(np.eye(2))})
+    model = run.path / "models" / "my model" / "3"
+    (model / "variables").mkdir(parents=True)
+    (model / "variables" / "weights").write_text("the weights")
+    writer.write_model(model, {"test_accuracy": 0.75}, aliases=["best"])
     writer.close()
 
 
@@ -203,7 +213,8 @@ def test_offline_holds_what_the_run_directory_holds(run, capfd):
     files = run_files(run)
     assert wandb.location == str(files)
     records = inspect(files)
-    assert_holds_all(run, [item["item"] for item in of_kind(records, "history")])
+    rows = [item["item"] for item in of_kind(records, "history")]
+    assert_holds_all(run, rows)
     (about,) = of_kind(records, "run")
     assert about["config"]["update"]["model"] == "mlp"
     assert about["tags"] == ["first", "cpu"]
@@ -220,14 +231,20 @@ def test_offline_holds_what_the_run_directory_holds(run, capfd):
     }
     summary = [item["update"] for item in of_kind(records, "summary") if "update" in item]
     assert {"test_accuracy": 0.75, "verdict": ["nothing to say"]} in summary
-    (artifact,) = of_kind(records, "artifact")
-    assert artifact["type"] == "report"
-    assert artifact["manifest"]["contents"][0]["local_path"] == str(run.report)
+    report, table, model = of_kind(records, "artifact")
+    assert (report["type"], table["type"], model["type"]) == ("report", "run_table", "model")
+    assert report["manifest"]["contents"][0]["local_path"] == str(run.report)
+    assert (model["name"], set(model["aliases"])) == ("my-model", {"best", "latest"})
+    assert json.loads(model["metadata"]) == {"test_accuracy": 0.75}
+    assert model["manifest"]["contents"][0]["path"] == "variables/weights"
+    (row,) = [row for row in rows if "samples._type" in row]
+    assert (row["samples.nrows"], row["samples.ncols"], row["examples"]) == (2, 4, 640)
     axes = {
         metric.get("glob_name") or metric.get("name"): metric.get("step_metric")
         for metric in of_kind(records, "metric")
     }
-    assert axes["train/*"] == axes["timing/*"] == axes["learning_rate"] == "examples"
+    names = "train/*", "timing/*", "learning_rate", "samples"
+    assert {axes[name] for name in names} == {"examples"}
     assert axes["gpu/*"] == "seconds"
     assert of_kind(records, "exit")[0].get("exit_code", 0) == 0
     assert "proc.memory.rssMB" in of_kind(records, "stats")[0]["item"]
@@ -255,7 +272,8 @@ def test_online_uploads_the_same_and_never_the_key(run, stub, capfd):
     assert sent.variables["jobType"] == "train"
     assert sent.summary["test_accuracy"] == 0.75
     assert sent.exit_code == 0
-    assert stub.artifacts == ["report"]
+    assert stub.artifacts == ["report", "run_table", "model"]
+    assert b"the weights" in stub.uploads.values()
     assert b"<html>the report</html>" in stub.uploads.values()
     assert stub.keys == {KEY}
     output = capfd.readouterr()
@@ -306,7 +324,7 @@ def test_a_server_lost_during_the_run_blocks_nothing(run, stub, capfd, mode, say
     assert_holds_all(run, sent.history)
     assert sent.summary["test_accuracy"] == 0.75
     assert sent.exit_code == 0
-    assert b"<html>the report</html>" in stub.uploads.values()
+    assert {b"<html>the report</html>", b"the weights"} <= set(stub.uploads.values())
 
 
 @pytest.mark.parametrize(
@@ -408,6 +426,40 @@ def test_a_package_that_cannot_be_imported_is_logged_once(run, monkeypatch, tmp_
     assert said.count("(ImportError: no wandb here); the run continues without W&B") == 1
     assert said.count("\n") == 1
     assert_whole(run)
+
+
+@pytest.mark.slow
+def test_an_agent_of_a_sweep_trains_with_its_parameters(stub, tmp_path, monkeypatch):
+    """The agent is wandb's own, and runs the command of the sweep that users copy."""
+    stub.sweep = (ROOT / "scripts" / "wandb_sweep.yaml").read_text()
+    sweep = yaml.safe_load(stub.sweep)
+    chosen = {"learning_rate": 0.02, "jit_compile": False}
+    for name, parameter in sweep["parameters"].items():
+        chosen.setdefault(name, parameter.get("values", [None])[-1])
+    stub.trials["trial"] = chosen
+    command = tmp_path / "bin" / "kdist"
+    command.parent.mkdir()
+    # Few epochs; the last value of a flag counts.
+    more = "--epochs=2 --wandb_samples=2 --export=models/digits"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kdist "$@" {more}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    agent = [pathlib.Path(sys.executable).with_name("wandb"), "agent", "--count=1", "me/kdist/s"]
+    process = subprocess.run(
+        agent, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    said = process.stdout + process.stderr
+    assert process.returncode == 0, said
+    assert stub.runs.keys() == {"trial"}, said
+    sent = stub.runs["trial"]
+    assert {name: sent.config[name]["value"] for name in chosen} == chosen
+    metric = sweep["metric"]["name"]
+    assert 0 <= sent.summary[metric] <= 1
+    for name in (metric, "samples"):
+        assert len([row for row in sent.history if name in row]) == 2
+    assert sorted(stub.artifacts) == ["model", "model", "report", "run_table", "run_table"]
+    assert sent.exit_code == 0
 
 
 TRAINING = """

@@ -50,6 +50,8 @@ class Stub(ThreadingHTTPServer):
         artifacts: types of those that were asked for.
         keys: API keys that came.
         operations: how often each GraphQL operation came.
+        sweep: text of the file of a sweep, for an agent.
+        trials: parameters of the runs that the agent is to start, by the id of the run.
     """
 
     daemon_threads = True
@@ -63,6 +65,8 @@ class Stub(ThreadingHTTPServer):
         self.artifacts = []
         self.keys = set()
         self.operations = collections.Counter()
+        self.sweep = ""
+        self.trials = {}
         self.closing = threading.Event()
 
     @property
@@ -172,6 +176,18 @@ class _Handler(BaseHTTPRequestHandler):
             return {"updateArtifactManifest": {"artifactManifest": manifest}}
         if operation == "CommitArtifact":
             return {"commitArtifact": {"artifact": {"id": "A", "digest": ""}}}
+        if operation == "SweepWithRuns":
+            sweep = {"id": "S", "config": self.server.sweep, "runs": {"edges": []}}
+            return {"project": {"sweep": sweep}}
+        if operation == "CreateAgent":
+            return {"createAgent": {"agent": {"id": "agent"}}}
+        if operation == "Heartbeat":
+            trials, self.server.trials = self.server.trials, {}
+            commands = [
+                {"type": "run", "run_id": name, "program": "", "args": _parameters(values)}
+                for name, values in trials.items()
+            ]
+            return {"agentHeartbeat": {"agent": {"id": "agent"}, "commands": json.dumps(commands)}}
         return {}
 
     def _bucket(self, given):
@@ -205,6 +221,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _artifact_file(self, spec):
         file = self._file(spec["name"])
         return {**file, "artifact": {"id": "A"}, "storagePath": None, "uploadMultipartUrls": None}
+
+
+def _parameters(values):
+    return {name: {"value": value} for name, value in values.items()}
 
 
 def _take_stream(run, sent):

@@ -171,6 +171,7 @@ def _check_effects(spec):
         ("local_slots", FLAGS.local_steps is not None, "--local_steps"),
         ("decay", FLAGS.schedule == "ramp", "--schedule=ramp"),
         ("ramp_epochs", FLAGS.schedule != "constant", "--schedule=ramp or cosine"),
+        ("wandb_samples", FLAGS.wandb_mode != "off", "--wandb_mode=auto"),
         ("base_batch_size", FLAGS.scale_learning_rate != "none", "--scale_learning_rate"),
     ):
         if FLAGS[name].present and not is_used:

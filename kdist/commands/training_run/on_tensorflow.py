@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import logging
 import math
 import time
@@ -20,11 +21,17 @@ from kdist.commands.training_run.next_steps import (
 )
 from kdist.commands.training_run.recording import check_directory, run_directory, start_recording
 from kdist.commands.training_run.summary import cost, print_summary, run_config
+from kdist.run_directory import checkpoint_step
 from kdist.strategy_spec import resolve
 from kdist.telemetry.results import write_results
 
 FLAGS = flags.FLAGS
 _logger = logging.getLogger("kdist.train")
+# Fields of the summary that describe a model, wherever it is used.
+_MODEL_FACTS = (
+    *("model", "dataset", "strategy", "devices", "num_replicas"),
+    *("global_batch_size", "precision", "epochs", "versions", "git_commit"),
+)
 
 
 def train_on_tensorflow():
@@ -49,7 +56,7 @@ def train_on_tensorflow():
         print_start(path, resumes)
     model = compiled_model(strategy, train)
     config = run_config(dataset, train.num_examples)
-    recording = start_recording(path, config, model, is_chief, resumes)
+    recording = start_recording(path, config, model, is_chief, resumes, test)
     with says_how_to_continue(recording.run) if is_chief else contextlib.nullcontext():
         history = model.fit(
             train,
@@ -69,9 +76,13 @@ def train_on_tensorflow():
         **best_results(recording.run, history),
         **cost(time.perf_counter() - started),
     }
-    finish(recording, summary, plan)
-    if FLAGS.export:
-        export_model(model_to_export(model, recording.run), train.class_names)
+    try:
+        finish(recording, summary, plan)
+        if FLAGS.export:
+            exported = export_model(model_to_export(model, recording.run), train.class_names)
+            write_models(recording, exported, summary)
+    finally:
+        recording.writer.close()
     print_next_steps(recording.run)
 
 
@@ -93,9 +104,14 @@ def test_results(model, test, history):
     if "val_loss" not in history:  # an evaluator task validates; this is the last model
         results = model.evaluate(test, verbose=0, return_dict=True)
         history = {f"val_{name}": [value] for name, value in results.items()}
+    return test_results_of({name: values[-1] for name, values in history.items()})
+
+
+def test_results_of(logs):
+    """Returns the validation results of an epoch, named test_loss, test_accuracy, and so on."""
     return {
-        f"test_{name.removeprefix('val_')}": values[-1]
-        for name, values in history.items()
+        f"test_{name.removeprefix('val_')}": value
+        for name, value in logs.items()
         if name.startswith("val_")
     }
 
@@ -130,15 +146,40 @@ def finish(recording, summary, plan):
         summary["plan"] = plan.to_dict()
         print(plan.compare(summary["examples_per_second"]))
     print_summary(summary)  # first, as it is also there if the disk is full
-    try:
-        if page := write_results(recording.run, recording.writer, summary):
-            print(f"report: {page}")
-    finally:
-        recording.writer.close()
+    if page := write_results(recording.run, recording.writer, summary):
+        print(f"report: {page}")
+
+
+def write_models(recording, version, summary):
+    """Adds the exported version and the best checkpoint to the writer of the run, such as W&B."""
+    facts = {name: summary[name] for name in _MODEL_FACTS if name in summary}
+    results = {name: value for name, value in summary.items() if name.startswith("test_")}
+    if "best_epoch" in summary:  # --save_best exports this model
+        results = {"epoch": summary["best_epoch"], "test_loss": summary["best_loss"]}
+    recording.writer.write_model(version, {**facts, **results}, aliases=[f"export-{version.name}"])
+    if best := kdist.checkpoint.CheckpointFiles(recording.run.checkpoints).best():
+        step = checkpoint_step(best)
+        recording.writer.write_model(
+            best,
+            {**facts, "step": step, **results_at(step, recording.run)},
+            name=f"{version.parent.name}-checkpoint",
+            aliases=["best"],
+        )
+
+
+def results_at(step, run):
+    """Returns loss and metrics on the test data at the end of an epoch, from metrics.jsonl."""
+    records = map(json.loads, run.metrics.read_text().splitlines())
+    of_step = (each for each in records if (each["kind"], each["step"]) == ("epoch", step))
+    return test_results_of(next(of_step, {}))
 
 
 def export_model(model, class_names):
-    """Exports the trained model to --export, and prints how to serve it."""
+    """Exports the trained model to --export, and prints how to serve it.
+
+    Returns:
+        The directory of the version.
+    """
     from kdist.serving.exporting.export import export
 
     fits = class_names and model.output_shape[-1] == len(class_names)
@@ -153,3 +194,4 @@ def export_model(model, class_names):
         examples=None if has_server else {},
     )
     print(f"export: {version}; serve it: kdist serve --model_dir={FLAGS.export}")
+    return version

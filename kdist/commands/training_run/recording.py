@@ -84,7 +84,7 @@ def check_directory(path, writes=True):
     return resumes
 
 
-def start_recording(path, config, model, is_chief, resumes):
+def start_recording(path, config, model, is_chief, resumes, test):
     """Returns the `Recording` of a new or resumed run.
 
     Args:
@@ -93,6 +93,7 @@ def start_recording(path, config, model, is_chief, resumes):
         model: the compiled model.
         is_chief: whether this task writes.
         resumes: whether the directory already holds the run.
+        test: pipeline of the test data, for --wandb_samples.
     """
     run = RunDirectory.create(path, config, resumes) if is_chief else RunDirectory(path)
     writer = create_writer(
@@ -110,7 +111,11 @@ def start_recording(path, config, model, is_chief, resumes):
     )
     profile = profile_callbacks(run)
     telemetry = kdist.callbacks.Telemetry(
-        run, device_seconds=FLAGS.device_seconds or None, profiles=not profile, writer=writer
+        run,
+        device_seconds=FLAGS.device_seconds or None,
+        profiles=not profile,
+        writer=writer,
+        samples=samples(test),
     )
     checkpoint = kdist.callbacks.EpochCheckpoint(run.checkpoints)
     stop = kdist.callbacks.StopOnNonFiniteLoss(checkpoint)
@@ -149,6 +154,13 @@ def tuning_callbacks(run, model, is_chief):
     if FLAGS.save_best:
         callbacks.append(keras.callbacks.ModelCheckpoint(run.best, save_best_only=True))
     return callbacks
+
+
+def samples(test):
+    """Returns the `Samples` of --wandb_samples, or None."""
+    if not FLAGS.wandb_samples:
+        return None
+    return kdist.telemetry.Samples(*test.sample(FLAGS.wandb_samples), test.class_names)
 
 
 def profile_callbacks(run):

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -50,6 +51,31 @@ class Writer:
 
     def write_report(self, path: pathlib.Path) -> None:
         """Adds the finished report page, which stays where it is."""
+
+    def write_samples(self, record: Mapping[str, Any]) -> None:
+        """Writes sample predictions after an epoch.
+
+        Args:
+            record: has the axes of `write`, and `rows` of `kdist.telemetry.Samples`.
+        """
+
+    def write_model(
+        self,
+        path: str | os.PathLike,
+        metadata: Mapping[str, Any],
+        *,
+        name: str | None = None,
+        aliases: Sequence[str] = (),
+    ) -> None:
+        """Adds a trained model, whose files stay where they are.
+
+        Args:
+            path: a file, or a directory such as an export for `kdist serve`.
+            metadata: facts about the model, such as its accuracy.
+            name: name of the model, whose versions are counted. Defaults to the last part of
+                `path` that is not a number.
+            aliases: names of this version, such as "best".
+        """
 
     def close(self) -> None:
         """Ends writing; later records are discarded. May be called twice."""
@@ -103,15 +129,23 @@ class SeveralWriters(Writer):
         """Passes the path of the page to each writer."""
         self._call_each("write_report", path)
 
+    def write_samples(self, record: Mapping[str, Any]):
+        """Passes the sample predictions to each writer."""
+        self._call_each("write_samples", record)
+
+    def write_model(self, path, metadata, *, name=None, aliases=()):
+        """Passes the model to each writer."""
+        self._call_each("write_model", path, metadata, name=name, aliases=aliases)
+
     def close(self):
         """Closes all of the writers."""
         self._call_each("close")
 
-    def _call_each(self, method, *arguments):
+    def _call_each(self, method, *arguments, **options):
         # Iterates over a copy, as another thread may remove a writer at the same time.
         for writer in tuple(self._writers):
             try:
-                getattr(writer, method)(*arguments)
+                getattr(writer, method)(*arguments, **options)
             except Exception as error:
                 self._remove(writer, error)
 
@@ -204,6 +238,18 @@ def metric_curves(record: Mapping[str, Any]) -> dict[str, float]:
 
     Values that are not finite numbers are omitted. A list becomes one curve for each position, such
     as `timing/replica_busy_seconds/0`.
+
+    Args:
+        record: a record as `Writer.write` receives it.
+
+    Returns:
+        Names and numbers. The axes, such as `examples`, keep their names; others are named after
+        the kind of the record.
+
+    Example:
+
+        metric_curves({"kind": "train", "examples": 64, "loss": 0.5})
+        # {"examples": 64, "train/loss": 0.5}
     """
     kind = record["kind"]
     return dict(

@@ -11,6 +11,7 @@ import logging
 import os
 import pathlib
 import queue
+import re
 import shlex
 import subprocess
 import sys
@@ -32,6 +33,8 @@ _MAX_QUEUED = 10_000
 # Time for a server to answer before a run is kept offline, and time between two checks of it.
 _ANSWER_SECONDS = 5.0
 _WATCH_SECONDS = 30.0
+# Slowest upload of a model that `close` waits for.
+_MIN_BYTES_PER_SECOND = 1e6
 
 _PROGRAM = "from kdist.telemetry.writers import wandb_process; wandb_process.main()"
 
@@ -39,7 +42,7 @@ _logger = logging.getLogger(__name__)
 
 
 class WandbWriter(Writer):
-    """Writes a run's measurements, configuration, summary, and report page to Weights & Biases.
+    """Writes measurements, configuration, summary, report, and models to Weights & Biases.
 
     The x-axis of curves is the number of examples seen; for devices it is seconds. W&B's own system
     monitor, console log, and git commit are on, for this process. wandb's files go to
@@ -59,7 +62,7 @@ class WandbWriter(Writer):
         config: configuration of the run; that of `write_config` is added.
         tags: tags of the run. Defaults to those in WANDB_TAGS, separated by commas.
         notes: notes on the run, which W&B shows and lets edit. Defaults to WANDB_NOTES.
-        close_seconds: longest time that `close` waits. Defaults to 20.
+        close_seconds: longest time that `close` waits, without uploads of models. Defaults to 20.
 
     Raises:
         ValueError: `mode` is unknown.
@@ -94,6 +97,7 @@ class WandbWriter(Writer):
         self._ended = threading.Event()
         self._killed = False
         self._has_reported = False
+        self._model_bytes = 0
         self._process: subprocess.Popen | None = None
         self._location: str | None = None
         self._sync_command: str | None = None
@@ -151,6 +155,36 @@ class WandbWriter(Writer):
         """Adds the page to the run, as an artifact of type "report"."""
         self._put({"do": "write_report", "path": os.path.abspath(path)}, always=True)
 
+    def write_samples(self, record: Mapping[str, Any]):
+        """Adds sample predictions as the table `samples`."""
+        self._put({"do": "write_samples", "record": dict(record)})
+
+    def write_model(
+        self,
+        path: str | os.PathLike,
+        metadata: Mapping[str, Any],
+        *,
+        name: str | None = None,
+        aliases: Sequence[str] = (),
+    ):
+        """Adds a model as an artifact of type "model" with the alias "latest".
+
+        `close` then waits longer by the time of a slow upload, unless the server is lost.
+        """
+        path = pathlib.Path(path).absolute()
+        if name is None:
+            name = path.parent.name if path.name.isdecimal() else path.stem
+        item = {
+            "path": str(path),
+            # Names that W&B accepts.
+            "name": re.sub(r"[^\w.-]", "-", name, flags=re.ASCII),
+            "metadata": dict(metadata),
+            "aliases": sorted({"latest", *aliases}),
+        }
+        with contextlib.suppress(OSError):
+            self._model_bytes += sum(file.stat().st_size for file in files_of(path))
+        self._put({"do": "write_model", **item}, always=True)
+
     def close(self):
         """Finishes the run, and waits for it up to `close_seconds`."""
         with self._lock:
@@ -160,10 +194,13 @@ class WandbWriter(Writer):
             self._closed = True
         self._queue.put({"do": "finish"})
         self._queue.put(None)
-        if not self._ended.wait(self._close_seconds):
+        seconds = self._close_seconds
+        if not self._has_reported:
+            seconds += self._model_bytes / _MIN_BYTES_PER_SECOND
+        if not self._ended.wait(seconds):
             self._killed = True
             self._kill_processes()
-            self._report(f"the upload did not end within {self._close_seconds:g} s; {self._remedy}")
+            self._report(f"the upload did not end within {seconds:.0f} s; {self._remedy}")
 
     def _put_console(self, stream, text):
         self._put({"do": "write_console", "stream": stream, "text": text})
@@ -285,3 +322,9 @@ class WandbWriter(Writer):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+def files_of(path: str | os.PathLike) -> list[pathlib.Path]:
+    """Returns the files in a directory and its directories; of a file, the file itself."""
+    path = pathlib.Path(path)
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]

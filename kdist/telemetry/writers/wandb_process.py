@@ -20,7 +20,9 @@ import urllib.request
 import psutil
 
 from kdist.telemetry.provenance import git_commit, git_remote
+from kdist.telemetry.samples import decoded
 from kdist.telemetry.writers.base import DEVICE_KINDS, METRIC_KINDS, device_curves, metric_curves
+from kdist.telemetry.writers.wandb import files_of
 
 # Settings of a run that `wandb.init` accepts by name.
 _ABOUT = ("project", "group", "job_type", "name", "tags", "notes")
@@ -94,7 +96,7 @@ class _WandbRun:
         self._files = str(pathlib.Path(self._run.dir).parent)
         for kind in METRIC_KINDS:
             self._run.define_metric(f"{kind}/*", step_metric="examples")
-        for name in ("learning_rate", "epoch"):
+        for name in ("learning_rate", "epoch", "samples"):
             self._run.define_metric(name, step_metric="examples")
         for kind in DEVICE_KINDS:
             self._run.define_metric(f"{kind}/*", step_metric="seconds")
@@ -139,16 +141,39 @@ class _WandbRun:
         self._run.summary.update(summary)
 
     def write_report(self, path):
-        """Adds the page as an artifact, which is uploaded from where it is, without a copy."""
+        """Adds the page as an artifact of type "report"."""
+        self._write_artifact(path, f"report-{self._run.id}", "report")
+
+    def write_model(self, path, name, metadata, aliases):
+        """Adds a file or a directory as an artifact of type "model"."""
+        self._write_artifact(path, name, "model", metadata, aliases)
+
+    def _write_artifact(self, path, name, kind, metadata=None, aliases=None):
+        """Adds an artifact, which is uploaded from where it is, without a copy."""
         import wandb
 
         if self._online and self._why_not_online():
-            # An artifact would wait for the server; `wandb sync` uploads a saved file later.
-            self._run.save(path, base_path=os.path.dirname(path), policy="now")
+            # An artifact would wait for the server; `wandb sync` uploads saved files later.
+            for file in files_of(path):
+                self._run.save(str(file), base_path=os.path.dirname(path), policy="now")
             return
-        artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
-        artifact.add_file(path, policy="immutable", skip_cache=True)
-        self._run.log_artifact(artifact)
+        artifact = wandb.Artifact(name, type=kind, metadata=metadata)
+        add = artifact.add_dir if os.path.isdir(path) else artifact.add_file
+        add(path, policy="immutable", skip_cache=True)
+        self._run.log_artifact(artifact, aliases=aliases)
+
+    def write_samples(self, record):
+        """Adds sample predictions as a table."""
+        import wandb
+
+        rows = record.pop("rows")
+        if self._online and self._why_not_online():
+            return  # a table is an artifact, which would wait for the server
+        if "image" in rows[0]:
+            for row in rows:
+                row["image"] = wandb.Image(decoded(row["image"]))
+        table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
+        self._run.log({**metric_curves({"kind": "epoch", **record}), "samples": table})
 
     def finish(self, exit_code):
         """Finishes the run and waits for the upload."""

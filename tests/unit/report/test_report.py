@@ -56,11 +56,13 @@ def numbers(packed):
 
 
 def cells(page, run):
-    """Heading -> figure in the run's row of the first table."""
+    """Heading -> figure in the run's row of the first table, without hidden columns."""
     text = without_plotly(page)
     headings = re.findall(r"<th scope=col>(.*?)</th>", text.split("</thead>")[0])
     row = re.search(f"<tr><th scope=row>{re.escape(run)}</th>(.*?)</tr>", text).group(1)
-    texts = [cell.replace("<wbr>", "") for cell in re.findall("<td[^>]*>(.*?)</td>", row)]
+    texts = [
+        cell.replace("<wbr>", "") for cell in re.findall("<td(?![^>]* hidden)[^>]*>(.*?)</td>", row)
+    ]
     return dict(zip(headings[1:], texts, strict=True))
 
 
@@ -115,6 +117,22 @@ def test_two_runs_are_overlaid_and_compared(tmp_path):
     assert len({trace.line.color for trace in loss.data}) == 2
     assert sum(trace.showlegend for trace in loss.data) == 2
     assert numbers(loss.data[0].x).shape == (29,)  # of 29 lines and the epoch's, but the null one
+
+
+def test_other_settings_and_results_that_differ_are_columns_to_choose(tmp_path):
+    summaries = [{**SUMMARY, "parameters": 7, "first_call_seconds": n} for n in (1.5, 2.5)]
+    configs = [{"model": "lenet", "run_dir": n, "optimizer": {"name": n}} for n in ("a", "<b>")]
+    runs = [
+        run_directory(tmp_path / str(n), summary, config)
+        for n, (summary, config) in enumerate(zip(summaries, configs, strict=True))
+    ]
+    text = without_plotly(report.write(runs, tmp_path / "page.html"))
+    table = text.split("<tbody>", 1)[0]
+    hidden = re.findall("<th scope=col hidden>(.*?)</th>", table)
+    assert hidden == ["optimizer.name", "first_<wbr>call_<wbr>seconds"]
+    boxes = re.findall('<input type=checkbox value="(.*?)">', table)
+    assert boxes == ["optimizer.name", "first_call_seconds"]
+    assert '<td data-label="optimizer.name" hidden>&lt;b&gt;</td>' in text
 
 
 def test_equal_configurations_are_noted(tmp_path):
