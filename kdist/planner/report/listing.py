@@ -91,7 +91,7 @@ def plans_text(result: RankedPlans, number: int = 10) -> str:
     lines += [f"Warning: {warning}" for warning in result.warnings[:_MAX_WARNINGS]]
     if len(result.warnings) > _MAX_WARNINGS:
         lines.append(f"… and {len(result.warnings) - _MAX_WARNINGS} more of these")
-    lines.append(notes_text(result, number))
+    lines.append(notes_text(result))
     lines += [f"{row.count} left out, {row.limit}: {row.reason}" for row in result.rejected]
     return "\n".join(lines)
 
@@ -127,14 +127,13 @@ def alternatives(result: RankedPlans) -> list[list[str]]:
     ]
 
 
-def notes_text(result: RankedPlans, number: int) -> str:
-    """Returns the limit of the global batch and the dates of the prices."""
-    dates = list(dict.fromkeys(plan.prices_of for plan in result.plans[:number] if plan.prices_of))
+def notes_text(result: RankedPlans) -> str:
+    """Returns the limit of the global batch, and the date and source of the prices."""
     batch = (
         f"Global batches up to {result.global_batch_limit:,} (--max_global_batch): larger ones "
         "need other learning rates."
     )
-    return batch + (f" Prices of {'; '.join(dates)}." if dates else "")
+    return f"{batch} {result.prices}".rstrip()
 
 
 def arithmetic_text(predictor: Predictor, plan: Plan) -> str:

@@ -57,7 +57,7 @@ def _parts(result):
         ),
         "sentence": html.escape(listing.recommendation(result)),
         "choices": _choices(result),
-        "notes": html.escape(listing.notes_text(result, _MAX_ROWS)),
+        "notes": html.escape(listing.notes_text(result)),
         "warnings": "".join(f"<p class=note>{html.escape(text)}</p>" for text in result.warnings),
         "plans": plans,
         "rejected": _rejections(result),
