@@ -43,7 +43,7 @@ from kdist.commands.training_run.applications import application
 from kdist.commands.training_run.compiled_model import MODELS
 from kdist.planner import measurements
 from kdist.planner.calibration import Calibration, calibrated_step_seconds
-from kdist.planner.selection.constraints import Rejection
+from kdist.planner.selection.constraints import DEFAULT_STRATEGIES, Rejection
 from kdist.planner.tables import catalog, prices
 from kdist.run_directory import RunDirectory
 
@@ -117,8 +117,9 @@ with program.flag_group("Machines"):
 with program.flag_group("Strategy and batch"):
     flags.DEFINE_list(
         "strategies",
-        ["one_device", "mirrored", "multi_worker"],
-        "Strategies to choose from. parameter_server and local_sgd change the training, so they "
+        list(DEFAULT_STRATEGIES),
+        "Strategies to choose from. split is for models that do not fit one device, or are faster "
+        "on several. parameter_server and local_sgd change the training, so they "
         "are considered only if they are listed here.",
     )
     flags.DEFINE_list(

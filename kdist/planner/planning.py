@@ -20,7 +20,11 @@ from kdist.planner.job import Job
 from kdist.planner.measurements import DEFAULT_PATH, Measurements
 from kdist.planner.plans import Plan
 from kdist.planner.report import listing, page
-from kdist.planner.selection.candidates import fitting_layouts, priced_candidates
+from kdist.planner.selection.candidates import (
+    fitting_layouts,
+    priced_candidates,
+    without_slow_splits,
+)
 from kdist.planner.selection.constraints import (
     Constraints,
     Rejection,
@@ -218,7 +222,7 @@ def search(
     by = resolve_ranking(ranking, constraints)
     offers = list(offers)
     fitting, too_large = fitting_layouts(predictor, offers, constraints)
-    candidates = priced_candidates(predictor, fitting, constraints.spot)
+    candidates = without_slow_splits(priced_candidates(predictor, fitting, constraints.spot))
     kept, excluded = apply_constraints(candidates, constraints)
     if not kept:
         alternatives = priced_candidates(predictor, fitting, not constraints.spot)

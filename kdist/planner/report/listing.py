@@ -12,8 +12,14 @@ from kdist.planner.plans import (
     duration,
     milliseconds,
     strategy_text,
+    train_command,
 )
-from kdist.planner.report.arithmetic import memory_texts, term_texts
+from kdist.planner.report.arithmetic import (
+    memory_of_part_text,
+    memory_texts,
+    split_texts,
+    term_texts,
+)
 from kdist.planner.selection.prediction import Predictor
 from kdist.planner.selection.ranking import CHOICES
 
@@ -80,7 +86,7 @@ def plans_text(result: RankedPlans, number: int = 10) -> str:
     for place, plan in enumerate(result.plans[:number], 1):
         mark = "*" if plan in result.pareto else ""
         rows.append([f"{place}{mark}", *row_cells(plan)])
-    lines = [recommendation(result), ""]
+    lines = [recommendation(result), f"Run it: {run_text(result.best)}", ""]
     if others := alternatives(result):
         lines += [*_columns([ALTERNATIVES, *others], left=(0, 1)), ""]
     lines += _columns(rows, left=[place + 1 for place in _LEFT_ALIGNED])
@@ -110,6 +116,13 @@ def recommendation(result: RankedPlans) -> str:
     )
 
 
+def run_text(plan: Plan) -> str:
+    """Returns the command that trains as planned, and where it runs."""
+    machines = plan.layout.machines
+    where = f" (on each of {machines} machines)" if machines > 1 else ""
+    return f"{train_command(plan)}{where}"
+
+
 def alternatives(result: RankedPlans) -> list[list[str]]:
     """Returns rows about other plans to choose: names, plan, time, price, as multiples as well."""
     named: dict[Plan, list[str]] = {}
@@ -133,7 +146,7 @@ def notes_text(result: RankedPlans) -> str:
         f"Global batches up to {result.global_batch_limit:,} (--max_global_batch): larger ones "
         "need other learning rates."
     )
-    return f"{batch} {result.prices}".rstrip()
+    return " ".join(filter(None, (result.best.derivation, batch, result.prices)))
 
 
 def arithmetic_text(predictor: Predictor, plan: Plan) -> str:
@@ -163,14 +176,23 @@ def arithmetic_text(predictor: Predictor, plan: Plan) -> str:
 
 def _step_rows(predictor, plan):
     """Returns the terms of a step; those of its computation follow the first."""
-    arguments = plan.machine.gpu, plan.layout, plan.local_batch
-    micro_step = predictor.micro_step_seconds(*arguments)
-    texts = term_texts(plan.setup, plan.gradients, plan.input_work, micro_step, predictor.constants)
+    arguments = plan.layout, plan.local_batch, plan.machine
+    texts = term_texts(
+        predictor.setup(*arguments),
+        predictor.exchanged(plan.layout),
+        plan.input_work,
+        predictor.micro_step(*arguments),
+        predictor.constants,
+    )
+    if plan.layout.group_size > 1:
+        texts |= split_texts(predictor.split(plan.layout), *arguments)
     rows = [
         [term.name, milliseconds(term.seconds), f"= {texts[term.name]}"]
         for term in plan.prediction.terms
     ]
-    rows[1:1] = _compute_rows(predictor.compute(*arguments), predictor.correction(plan.machine.gpu))
+    if plan.layout.group_size == 1:
+        computed = predictor.compute(plan.machine.gpu, plan.layout, plan.local_batch)
+        rows[1:1] = _compute_rows(computed, predictor.correction(plan.machine.gpu))
     return rows
 
 
@@ -209,10 +231,16 @@ def _price_rows(predictor, plan):
 
 def _memory_rows(predictor, plan):
     job, batch = predictor.job, plan.batch
-    needed = predictor.memory(plan.layout, plan.local_batch)
-    texts = memory_texts(
-        needed, job.workload, batch.local, job.precision, job.optimizer, batch.accumulate
-    )
+    workload, needed = job.workload, predictor.memory(plan.layout, plan.local_batch)
+    local, accumulate = batch.local, batch.accumulate
+    if plan.layout.group_size > 1:
+        workload, needed = predictor.fullest_part(plan.layout, plan.local_batch)
+        local //= plan.layout.micro_batches
+        accumulate *= plan.layout.micro_batches
+    texts = memory_texts(needed, workload, local, job.precision, job.optimizer, accumulate)
+    if plan.layout.group_size > 1:
+        texts["step"] = memory_of_part_text(plan.layout, local)
+        texts["input"] = f"the rows of {plan.layout.micro_batches} micro-batches that wait"
     return [
         *(
             [f"memory: {name.replace('_', ' ')}", f"{size / 1e9:.3f} GB", f"= {texts[name]}"]

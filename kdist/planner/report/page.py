@@ -62,7 +62,7 @@ def _parts(result):
         "plans": plans,
         "rejected": _rejections(result),
         "money": figure_html(money_plot(result), "time-against-money"),
-        "efficiency": figure_html(efficiency_plot(result), "efficiency"),
+        "efficiency": _efficiency(result),
         "step": figure_html(step_plot(result.plans[:_MAX_LINES]), "step"),
         "arithmetic": f"<div class=scroll tabindex=0 role=region aria-label=arithmetic><pre>"
         f"{html.escape(result.explain())}</pre></div>",
@@ -139,6 +139,16 @@ def efficiency_plot(result: RankedPlans):
     return plot
 
 
+def _efficiency(result):
+    """Returns the plot of efficiency, or a remark if all plans split the model."""
+    from kdist.report.plots import figure_html
+
+    plot = efficiency_plot(result)
+    if not plot.data:
+        return "<p class=note>All plans split the model over the devices of one machine.</p>"
+    return figure_html(plot, "efficiency")
+
+
 def _device_counts(per_machine):
     """Returns 1, 2, 4, … devices of one machine, then all of 2, 4, … machines, up to 4,096."""
     machines = powers_of_two(_MAX_DEVICES // per_machine)
@@ -155,9 +165,14 @@ def _on_devices(plan, devices):
 
 
 def _first_of_each_gpu(plans) -> list[Plan]:
-    """Returns the first plan of each GPU, with the largest number of devices in a machine."""
+    """Returns the first plan of each GPU, with the largest number of devices in a machine.
+
+    Split models are left out: their efficiency depends on the layout, not on the devices alone.
+    """
     first: dict[str, Plan] = {}
     for plan in plans:
+        if plan.layout.group_size > 1:
+            continue
         known = first.get(plan.machine.gpu)
         if known is None or plan.layout.devices_per_machine > known.layout.devices_per_machine:
             first[plan.machine.gpu] = plan
