@@ -250,11 +250,13 @@ def plan():
         left_out = machines_without_price(table)
         planned = dataclasses.replace(planned, rejected=(*planned.rejected, *left_out))
     print(planned.text(FLAGS.top))
+    if hint := how_to_run(planned.best):
+        print(hint)
     if FLAGS.explain:
         print(f"\n{planned.explain()}")
     if FLAGS.output:
         planned.best.save(FLAGS.output)
-        print(f"plan: {FLAGS.output}{how_to_run(planned.best)}")
+        print(f"plan: {FLAGS.output}")
     if FLAGS.page:
         print(f"page: {planned.write_page(FLAGS.page)}")
 
@@ -264,8 +266,9 @@ def how_to_run(plan):
     if plan.model in MODELS or application(plan.model):
         return ""
     return (
-        f" (kdist train builds {', '.join(MODELS)}, and keras.applications; in your own program, "
-        "pass kdist.planner.Plan.load(…) to create_strategy)"
+        f"kdist train builds {', '.join(MODELS)}, and keras.applications; for your own model pass "
+        "--model=FILE.py:FUNCTION, or in your own program kdist.planner.Plan.load(…) to "
+        "create_strategy"
     )
 
 
@@ -331,13 +334,12 @@ def update_prices():
     """Writes the prices of SkyPilot's catalog to --update_prices."""
     found = planner.read_catalog(FLAGS.catalog)
     planner.write_offers(found.offers, FLAGS.update_prices)
-    print(
-        f"{len(found.offers)} machines in {FLAGS.update_prices}. {prices.prices_text(found.offers)}"
-    )
+    dated = prices.prices_text(found.offers)
+    print(f"{len(found.offers)} machines in {FLAGS.update_prices}. {dated}")
     if found.left_out:
         print(
-            f"{len(found.left_out)} VMs left out, about whose GPUs, or number of GPUs, kdist has no "
-            f"data: {', '.join(found.left_out[:3])}"
+            f"{len(found.left_out)} VMs left out, about whose GPUs, or number of GPUs, kdist has "
+            f"no data, such as {', '.join(found.left_out[:3])}"
         )
     print(f"use it: kdist plan --prices={FLAGS.update_prices}")
 

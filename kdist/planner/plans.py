@@ -247,7 +247,7 @@ def describe(layout: Layout, local_batch: int, machine: Machine) -> str:
 def strategy_text(layout: Layout) -> str:
     """Returns the strategy of a layout in words, such as "mirrored, 8 local steps"."""
     if layout.group_size > 1:
-        return f"split ({layout.degrees})"
+        return f"split ({str(layout.degrees).replace(',', ', ')})"
     local_steps = f", {layout.local_steps} local steps" if layout.local_steps else ""
     return layout.strategy + local_steps
 

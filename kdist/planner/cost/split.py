@@ -1,7 +1,7 @@
 """Split models: what each device of a group has of a model, and what the group takes for a step.
 
     parts = split_model(known_workload("resnet50"), Layout(pipeline=4, micro_batches=8))
-    time = split_seconds(parts, layout, seconds_of_each_part, rows=64, link_bytes_per_s=60e9, hop=4e-5)
+    time = split_seconds(parts, layout, part_seconds, 8, 60e9, hop_seconds=4e-5)
 
 Stages are consecutive layers of about equal time, as `kdist.parallel.suggest` divides them. With
 `tensor`, the largest layers are divided. Every number follows from the workload of the whole model.
@@ -34,7 +34,7 @@ _RECOMPUTING = 4 / 3
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitModel:
+class ModelParts:
     """Parts of a model on the devices of a group, whatever the batch is.
 
     Attributes:
@@ -85,7 +85,7 @@ class SplitTime:
         return self.compute + self.bubble + self.transfers + self.gathering
 
 
-def split_model(workload: Workload, layout: Layout) -> SplitModel | None:
+def split_model(workload: Workload, layout: Layout) -> ModelParts | None:
     """Returns the parts of a model under a layout; None if it cannot be split this way.
 
     Layouts with stages that divide layers, and with branches, are not predicted.
@@ -109,11 +109,11 @@ def split_model(workload: Workload, layout: Layout) -> SplitModel | None:
         for start, end in zip(starts, ends, strict=True)
     )
     received = (0.0, *(workload.layers[end - 1].crossing_bytes or 0.0 for end in ends[:-1]))
-    return SplitModel(parts, received, 0.0, 0, temporary)
+    return ModelParts(parts, received, 0.0, 0, temporary)
 
 
 def split_seconds(
-    split: SplitModel,
+    split: ModelParts,
     layout: Layout,
     part_seconds: list[float],
     rows: float,
@@ -145,7 +145,7 @@ def split_seconds(
 
 
 def split_memory(
-    split: SplitModel, layout: Layout, rows: int, precision: str, optimizer: str
+    split: ModelParts, layout: Layout, rows: int, precision: str, optimizer: str
 ) -> list[tuple[Workload, Memory]]:
     """Returns the peak memory of the GPU of each part, and the part as a workload of its own.
 
@@ -254,7 +254,7 @@ def _divided(workload, degree, temporary):
     )
     gathered = sum(_gathered_bytes(workload, number, degree) for number in chosen)
     part = dataclasses.replace(workload, layers=layers)
-    return SplitModel((part,), (0.0,), gathered, len(chosen), temporary)
+    return ModelParts((part,), (0.0,), gathered, len(chosen), temporary)
 
 
 def _part(layer: LayerWork, degree):

@@ -6,7 +6,7 @@ from kdist.layout import Layout
 from kdist.planner.cost import exchange, memory, update
 from kdist.planner.cost.constants import Constants
 from kdist.planner.cost.setup import Gradients, InputWork, Setup, make_features
-from kdist.planner.cost.split import SplitModel
+from kdist.planner.cost.split import ModelParts
 from kdist.planner.tables.machines import Machine
 from kdist.planner.workload.layers import Workload
 
@@ -27,7 +27,7 @@ def term_texts(
 
 
 def split_texts(
-    split: SplitModel, layout: Layout, local_batch: int, machine: Machine
+    split: ModelParts, layout: Layout, local_batch: int, machine: Machine
 ) -> dict[str, str]:
     """Returns how the terms of a split model's step are computed, by the names of `Term`."""
     rows = local_batch / layout.micro_batches
@@ -36,7 +36,7 @@ def split_texts(
     busiest = f"{rows:g} examples on each device, which has its part of {split.divided} layers"
     return {
         "compute": f"{stages if layout.pipeline > 1 else busiest}{recomputed}",
-        "pipeline bubble": f"the other {layout.pipeline - 1} stages once, as it fills and drains",
+        "pipeline bubble": "all other stages once, while the pipeline fills and drains",
         "between stages": f"2 x ({layout.micro_batches} + {layout.pipeline} - 2) messages of "
         f"{_megabytes(max(split.received_bytes) * rows)} in {machine.link or 'PCIe'}",
         "divided layers": f"2 x {_megabytes(split.gathered_bytes * rows)}, the inputs and outputs "

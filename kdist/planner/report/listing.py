@@ -123,8 +123,11 @@ def run_text(plan: Plan) -> str:
     return f"{train_command(plan)}{where}"
 
 
-def alternatives(result: RankedPlans) -> list[list[str]]:
-    """Returns rows about other plans to choose: names, plan, time, price, as multiples as well."""
+def alternatives(result: RankedPlans, with_best: bool = False) -> list[list[str]]:
+    """Returns rows about plans to choose: names, plan, time, price, as multiples as well.
+
+    The first plan is one of them only on request.
+    """
     named: dict[Plan, list[str]] = {}
     for name, plan in result.choices.items():
         named.setdefault(plan, []).append(name)
@@ -136,7 +139,7 @@ def alternatives(result: RankedPlans) -> list[list[str]]:
             f"{dollars(plan.usd)} ({plan.usd / result.best.usd:.2g} ×)" if result.best.usd else "–",
         ]
         for plan, names in named.items()
-        if plan is not result.best
+        if with_best or plan is not result.best
     ]
 
 

@@ -145,7 +145,8 @@ def _split_layouts(predictor, offer, constraints, largest) -> Iterator[tuple[Lay
     if "split" not in constraints.strategies or predictor.job.jit_compile:
         return
     devices, accumulate = offer.machine.gpus_per_node, constraints.accumulate or 1
-    smallest = min(constraints.local_batches) if predictor.uses_batch_statistics else 1
+    # Statistics of fewer rows than the smallest batch would change the training.
+    smallest = min(constraints.local_batches) if predictor.uses_batch_statistics() else 1
     for group in powers_of_two(devices)[1:]:
         if devices % group:
             continue

@@ -14,7 +14,7 @@ from kdist.planner.cost.constants import Constants, known_compute_constants, kno
 from kdist.planner.cost.memory import Memory, estimate_memory
 from kdist.planner.cost.setup import Gradients, Setup, make_features, stack_features
 from kdist.planner.cost.split import (
-    SplitModel,
+    ModelParts,
     SplitTime,
     activation_share,
     split_memory,
@@ -68,7 +68,7 @@ class Predictor:
         self.constants = constants or known_constants()
         self._measurements = measurements or Measurements()
         self._gradients, self._input_work = job.gradients, job.host_work
-        self._splits: dict[tuple, SplitModel | None] = {}
+        self._splits: dict[tuple, ModelParts | None] = {}
         self._split_times: dict[tuple, SplitTime] = {}
         self._steps: dict[tuple, StepTime] = {}
         self._compute_times: dict[tuple, ComputeTime] = {}
@@ -177,16 +177,24 @@ class Predictor:
             return self._gradients
         return dataclasses.replace(self._gradients, bytes=split.gradient_bytes)
 
-    def split(self, layout: Layout) -> SplitModel | None:
-        """Returns the parts of a split model; None for a whole model, or one that is not split."""
+    def split(self, layout: Layout) -> ModelParts | None:
+        """Returns the parts of a split model; None for a whole one, or if it cannot be split."""
         key = layout.tensor, layout.pipeline, layout.branch
         if key not in self._splits:
             self._splits[key] = split_model(self.job.workload, layout)
         return self._splits[key]
 
-    @property
+    def _parts(self, layout) -> ModelParts:
+        parts = self.split(layout)
+        if parts is None:
+            raise ValueError(
+                f"{self.job.model} cannot be split as {layout}, or it is not predicted: use stages "
+                "or divided layers (pipeline or tensor), or fewer devices"
+            )
+        return parts
+
     def uses_batch_statistics(self) -> bool:
-        """Whether a layer has statistics of its batches, as BatchNorm: few rows change training."""
+        """Returns whether a layer has statistics of its batches, as BatchNorm has."""
         return any(
             layer.kind == "elementwise" and 0 < layer.trainable_parameters < layer.parameters
             for layer in self.job.workload.layers
@@ -196,7 +204,7 @@ class Predictor:
         """Returns the time of a micro-step on the devices of a group, from data sheets alone."""
         key = layout, local_batch, machine
         if key not in self._split_times:
-            split, job = self.split(layout), self.job
+            split, job = self._parts(layout), self.job
             rows = local_batch / layout.micro_batches
             micro_steps = layout.micro_batches * layout.accumulate
             gpu, constants = required_gpu(machine.gpu), known_compute_constants()
@@ -243,18 +251,19 @@ class Predictor:
     def fullest_part(self, layout: Layout, local_batch: int) -> tuple[Workload, Memory]:
         """Returns the part of a split model that needs the most memory, and its peak."""
         rows, job = local_batch // layout.micro_batches, self.job
-        parts = split_memory(self.split(layout), layout, rows, job.precision, job.optimizer)
+        parts = split_memory(self._parts(layout), layout, rows, job.precision, job.optimizer)
         return max(parts, key=lambda part: part[1].total)
 
     def memory(self, layout: Layout, local_batch: int) -> Memory:
         """Returns the peak memory of one device; of a split model that of the fullest."""
-        key = local_batch, layout.accumulate, layout.devices > 1, layout.asynchronous
+        key: tuple = (local_batch, layout.accumulate, layout.devices > 1, layout.asynchronous)
         if layout.group_size > 1:
             key = layout, local_batch
-        if key not in self._memories:
-            if layout.group_size > 1:
-                _, self._memories[key] = self.fullest_part(layout, local_batch)
-                return self._memories[key]
+        if key in self._memories:
+            return self._memories[key]
+        if layout.group_size > 1:
+            _, self._memories[key] = self.fullest_part(layout, local_batch)
+        else:
             self._memories[key] = estimate_memory(
                 self.job.workload,
                 local_batch,
@@ -291,7 +300,7 @@ class Predictor:
         return self._compute_times[key]
 
 
-def derivation(split: SplitModel | None, layout: Layout) -> str:
+def derivation(split: ModelParts | None, layout: Layout) -> str:
     """Returns how the numbers of a split model's plan follow from those of the whole model.
 
     The text is empty for a whole model.

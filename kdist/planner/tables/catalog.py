@@ -15,12 +15,12 @@ import os
 import re
 from pathlib import Path
 
-from kdist.planner.tables.prices import PriceTable, assemble, cheapest
-from kdist.planner.tables.read import maybe, price, read_table
+from kdist.planner.tables.prices import Offer, PriceTable, assemble, cheapest
+from kdist.planner.tables.read import Reader, maybe, price, read_table
 
 DEFAULT_CATALOGS = "~/.sky/catalogs"
 # Columns that are read. Clouds have others, such as GpuInfo and Arch, and some have no zones.
-_COLUMNS = {
+_COLUMNS: dict[str, Reader] = {
     "InstanceType": str,
     "AcceleratorName": str,
     "AcceleratorCount": maybe(price),
@@ -62,7 +62,8 @@ def read_catalog(directory: str | os.PathLike) -> PriceTable:
         )
     oldest = datetime.date.fromtimestamp(min(file.stat().st_mtime for file in files))
     origin = {"source": f"SkyPilot catalog {newest.name}", "as_of": oldest.isoformat()}
-    offers, left_out = [], {}
+    offers: list[Offer] = []
+    left_out: dict[str, None] = {}
     for file in files:
         for region, rows in _by_region(read_table(file, _COLUMNS)).items():
             where = {"cloud": file.parent.name, "region": region}
@@ -71,7 +72,7 @@ def read_catalog(directory: str | os.PathLike) -> PriceTable:
             left_out |= dict.fromkeys(found.left_out)
     table = PriceTable(cheapest(offers), ())
     # A VM without a price of its GPUs in one region may have one in another.
-    return dataclasses.replace(table, left_out=tuple(filter(table.lacks, left_out)))
+    return dataclasses.replace(table, left_out=tuple(vm for vm in left_out if table.lacks(vm)))
 
 
 def _newest_version(directory):

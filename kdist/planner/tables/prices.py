@@ -4,6 +4,7 @@ Clouds sell a VM including its GPUs, GPUs as an addition to a VM, or the host pa
 GPUs separately. An `Offer` has one price for the whole VM in each case.
 """
 
+import calendar
 import csv
 import dataclasses
 import functools
@@ -49,7 +50,7 @@ _LAMBDA_NAME = re.compile(r"gpu_([1-9]\d*)x_(\w+)$")
 # Google's network: 2 Gbit/s per vCPU, 10 or more (cloud.google.com/compute/docs/network-bandwidth).
 _BY_VCPUS = ("n1-", "a2-")
 _GBIT_S_PER_VCPU, _MIN_GBIT_S = 2.0, 10.0
-_MONTHS = "jan feb mar apr may jun jul aug sep oct nov dec".split()
+_MONTHS = [name.lower() for name in calendar.month_abbr[1:]]
 OWN_TABLE = "vm_prices.csv"
 
 
@@ -148,7 +149,7 @@ def read_offers(path: str | os.PathLike) -> tuple[Offer, ...]:
 
 
 def read_prices(path: str | os.PathLike) -> PriceTable:
-    """Reads `read_offers(path)`, and which VMs of the table are left out."""
+    """Returns `read_offers(path)`, and which VMs of the table are left out."""
     found = assemble(read_table(path, _PRICES, strict=True), os.fspath(path))
     if not found.offers:
         raise ValueError(
@@ -161,8 +162,16 @@ def read_prices(path: str | os.PathLike) -> PriceTable:
 def write_offers(offers: Iterable[Offer], path: str | os.PathLike) -> None:
     """Writes a table of prices that `read_offers` reads.
 
+    Args:
+        offers: VMs with GPUs.
+        path: path of the CSV file, which is replaced.
+
     Raises:
         OSError: the file cannot be written.
+
+    Example:
+
+        kdist.planner.write_offers(found.offers, "prices.csv")
     """
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

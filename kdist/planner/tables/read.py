@@ -2,8 +2,8 @@
 
 read_table("machines.csv", {"machine": text, "gpus_per_node": count, "node_gbit_s": maybe(number)})
 
-A row is a dict of the requested columns; other columns are ignored, or rejected on request. An error
-message lists all invalid cells with their lines.
+A row is a dict of the requested columns; other columns are ignored, or rejected on request. An
+error message lists all invalid cells with their lines.
 """
 
 import csv

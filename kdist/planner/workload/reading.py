@@ -131,8 +131,8 @@ class _Reading:
     def _crossing_bytes(self):
         """Returns the bytes per example that cross the cut after each layer, going forward.
 
-        None marks a cut that a tensor crosses backward, as where a layer is called again. Operations
-        outside of any layer are where the last of their inputs is.
+        None marks a cut that a tensor crosses backward, as where a layer is called again.
+        Operations outside of any layer are where the last of their inputs is.
         """
         names = self.names()
         number_of = {name: number for number, name in enumerate(names) if name}
