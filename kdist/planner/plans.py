@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import warnings
 
 from kdist.batch import Batch
@@ -256,20 +257,20 @@ def train_command(plan: Plan) -> str:
     """Returns the command that trains as planned, on each machine of the plan."""
     layout = plan.layout
     given = {
-        "model": plan.model,
+        "model": shlex.quote(plan.model),
         "layout": str(layout.degrees) if layout.group_size > 1 else None,
         "strategy": layout.strategy if layout.group_size == 1 else None,
         "num_devices": layout.devices_per_machine if layout.group_size == 1 else None,
         "local_batch_size": plan.local_batch,
         "accumulate": layout.accumulate if layout.accumulate > 1 else None,
         "local_steps": layout.local_steps,
-        "epochs": f"{plan.epochs:g}",
+        "epochs": int(plan.epochs) if plan.epochs == int(plan.epochs) else plan.epochs,
         "precision": plan.precision,
         "optimizer": plan.optimizer,
-        "jit_compile": plan.jit_compile or None,
+        "jit_compile": "true" if plan.jit_compile else None,
     }
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    return " ".join(["kdist train", *flags]).replace("=True", "")
+    return " ".join(["kdist train", *flags])
 
 
 def duration(hours: float) -> str:

@@ -9,6 +9,7 @@ from kdist.parallel.pipeline.schedule import simulated_timeline
 from kdist.planner import Constraints, Job, LayerWork, Machine, Plan, Predictor, Workload, search
 from kdist.planner.cost.split import split_memory, split_model, split_seconds
 from kdist.planner.plans import train_command
+from kdist.planner.selection.candidates import fitting_layouts
 from kdist.planner.tables.prices import Offer
 
 V100 = Machine("v100s", "V100 SXM2 16GB", 4, "nvlink2 hybrid cube mesh", True, 100.0, 48.0)
@@ -114,6 +115,12 @@ def test_a_model_that_fits_no_device_is_split(too_large, tmp_path):
     best.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == best
     assert too_large.write_page(tmp_path / "plan.html").exists()
+
+
+def test_splits_of_a_machine_are_bounded(too_large):
+    fitting, _ = fitting_layouts(too_large.predictor, [OFFER], Constraints(max_global_batch=512))
+    splits = [layout for layout, *_ in fitting if layout.group_size > 1]
+    assert 0 < len(splits) <= 2 * 4 * 2  # groups of 2 and 4, four layouts, two batches
 
 
 def test_terms_add_up_and_are_explained(too_large):
