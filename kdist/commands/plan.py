@@ -19,11 +19,16 @@
   # prediction errors against published rates, or rates of your own machines
   kdist plan --validate=rates.csv --machines=machines.csv
 
+  # prices of today: those that SkyPilot has downloaded, or a table of your own
+  kdist plan --update_prices=prices.csv
+  kdist plan … --prices=prices.csv
+
 It prints a ranked table, explains the first plan, and writes a page with plots: time against cost,
 and efficiency against 1 to 4,096 devices. It rents nothing and does not import TensorFlow. Prices
 and their dates are in kdist/planner/tables/vm_prices.csv; --prices replaces them.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -38,6 +43,8 @@ from kdist.commands.training_run.applications import application
 from kdist.commands.training_run.compiled_model import MODELS
 from kdist.planner import measurements
 from kdist.planner.calibration import Calibration, calibrated_step_seconds
+from kdist.planner.selection.constraints import DEFAULT_STRATEGIES, Rejection
+from kdist.planner.tables import catalog, prices
 from kdist.run_directory import RunDirectory
 
 FLAGS = flags.FLAGS
@@ -89,6 +96,16 @@ with program.flag_group("Machines"):
         "machines", None, "Table of your own machines, in the form of machines.csv."
     )
     flags.DEFINE_string("prices", None, "Table of prices that replaces vm_prices.csv.")
+    flags.DEFINE_string(
+        "update_prices",
+        None,
+        "Write the prices of SkyPilot's --catalog to this file, for --prices, and exit.",
+    )
+    flags.DEFINE_string(
+        "catalog",
+        catalog.DEFAULT_CATALOGS,
+        "Directory of the price catalog that SkyPilot downloaded, for --update_prices.",
+    )
     flags.DEFINE_float(
         "price_usd_per_hour",
         0.0,
@@ -100,8 +117,9 @@ with program.flag_group("Machines"):
 with program.flag_group("Strategy and batch"):
     flags.DEFINE_list(
         "strategies",
-        ["one_device", "mirrored", "multi_worker"],
-        "Strategies to choose from. parameter_server and local_sgd change the training, so they "
+        list(DEFAULT_STRATEGIES),
+        "Strategies to choose from. split is for models that do not fit one device, or are faster "
+        "on several. parameter_server and local_sgd change the training, so they "
         "are considered only if they are listed here.",
     )
     flags.DEFINE_list(
@@ -165,11 +183,14 @@ with program.flag_group("Measurements and validation"):
     )
 
 flags.mark_flags_as_mutual_exclusive(["machines", "prices"])
-flags.mark_flags_as_mutual_exclusive(["learn", "validate", "calibrate", "trainings"])
+flags.mark_flags_as_mutual_exclusive(
+    ["learn", "validate", "calibrate", "trainings", "update_prices"]
+)
 for table in ("machines", "prices", "validate", "trainings"):
     program.reads_file(table, "give the path of a table (CSV)")
 program.reads_file("calibration", "create it with --calibrate")
 program.writes_file("output")
+program.writes_file("update_prices")
 program.writes_file("page", unless=[""])
 program.writes_file("calibrate")
 
@@ -182,6 +203,8 @@ def main(_):
         print(trainings.trainings_text(trainings.check_trainings(FLAGS.trainings, machines())))
     elif FLAGS.calibrate:
         calibrate()
+    elif FLAGS.update_prices:
+        update_prices()
     elif FLAGS.learn:
         learn(RunDirectory(FLAGS.learn))
     elif FLAGS.model == "list":
@@ -208,6 +231,7 @@ def validation(name, flag):
 
 def plan():
     """Prints the plans, and writes the page."""
+    table = prices.read_prices(FLAGS.prices) if FLAGS.prices else None
     planned = kdist.plan(
         FLAGS.model,
         examples=FLAGS.examples,
@@ -217,17 +241,22 @@ def plan():
         optimizer=FLAGS.optimizer,
         jit_compile=FLAGS.jit_compile,
         input_work=input_work(),
-        offers=offers(),
+        offers=offers(table),
         ranking=FLAGS.rank,
         measurements=FLAGS.measurements or None,
         **limits(),
     )
+    if table:
+        left_out = machines_without_price(table)
+        planned = dataclasses.replace(planned, rejected=(*planned.rejected, *left_out))
     print(planned.text(FLAGS.top))
+    if hint := how_to_run(planned.best):
+        print(hint)
     if FLAGS.explain:
         print(f"\n{planned.explain()}")
     if FLAGS.output:
         planned.best.save(FLAGS.output)
-        print(f"plan: {FLAGS.output}{how_to_run(planned.best)}")
+        print(f"plan: {FLAGS.output}")
     if FLAGS.page:
         print(f"page: {planned.write_page(FLAGS.page)}")
 
@@ -237,8 +266,9 @@ def how_to_run(plan):
     if plan.model in MODELS or application(plan.model):
         return ""
     return (
-        f" (kdist train builds {', '.join(MODELS)}, and keras.applications; in your own program, "
-        "pass kdist.planner.Plan.load(…) to create_strategy)"
+        f"kdist train builds {', '.join(MODELS)}, and keras.applications; for your own model pass "
+        "--model=FILE.py:FUNCTION, or in your own program kdist.planner.Plan.load(…) to "
+        "create_strategy"
     )
 
 
@@ -270,9 +300,9 @@ def input_work():
     )
 
 
-def offers():
-    """Returns the offers of machines that the flags select."""
-    found = planner.read_offers(FLAGS.prices) if FLAGS.prices else planner.known_offers()
+def offers(table):
+    """Returns the offers of machines that the flags select, of a `PriceTable` or None."""
+    found = table.offers if table else planner.known_offers()
     if FLAGS.machines:
         own = planner.read_machines(FLAGS.machines).values()
         found = planner.make_offers(own, FLAGS.price_usd_per_hour)
@@ -284,6 +314,34 @@ def offers():
         usd_per_hour=FLAGS.price_usd_per_hour,
         link=FLAGS.link,
     )
+
+
+def machines_without_price(table):
+    """Returns what a table of prices leaves out: known machines, and VMs with other GPUs."""
+    absent = [each.machine.name for each in planner.known_offers()]
+    absent = list(filter(table.lacks, absent))
+    return [
+        Rejection("prices", len(names), f"{reason}, such as {names[0]}")
+        for names, reason in (
+            (absent, f"{FLAGS.prices} has no price of these machines of {prices.OWN_TABLE}"),
+            (table.left_out, f"no data about the GPUs of these VMs of {FLAGS.prices}"),
+        )
+        if names
+    ]
+
+
+def update_prices():
+    """Writes the prices of SkyPilot's catalog to --update_prices."""
+    found = planner.read_catalog(FLAGS.catalog)
+    planner.write_offers(found.offers, FLAGS.update_prices)
+    dated = prices.prices_text(found.offers)
+    print(f"{len(found.offers)} machines in {FLAGS.update_prices}. {dated}")
+    if found.left_out:
+        print(
+            f"{len(found.left_out)} VMs left out, about whose GPUs, or number of GPUs, kdist has "
+            f"no data, such as {', '.join(found.left_out[:3])}"
+        )
+    print(f"use it: kdist plan --prices={FLAGS.update_prices}")
 
 
 def learn(run):

@@ -30,11 +30,13 @@ _MODULES = {
     "make_offers": "planning",
     "plan": "planning",
     "read_machines": "tables.machines",
+    "read_catalog": "tables.catalog",
     "read_offers": "tables.prices",
     "read_workload": "workload.reading",
     "resolve_workload": "planning",
     "search": "planning",
     "select_offers": "planning",
+    "write_offers": "tables.prices",
 }
 
 __all__ = sorted(_MODULES)

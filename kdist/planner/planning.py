@@ -20,7 +20,11 @@ from kdist.planner.job import Job
 from kdist.planner.measurements import DEFAULT_PATH, Measurements
 from kdist.planner.plans import Plan
 from kdist.planner.report import listing, page
-from kdist.planner.selection.candidates import fitting_layouts, priced_candidates
+from kdist.planner.selection.candidates import (
+    fitting_layouts,
+    priced_candidates,
+    without_slow_splits,
+)
 from kdist.planner.selection.constraints import (
     Constraints,
     Rejection,
@@ -37,7 +41,7 @@ from kdist.planner.selection.ranking import (
 )
 from kdist.planner.tables.gpus import find_gpu
 from kdist.planner.tables.machines import Machine, known_machines
-from kdist.planner.tables.prices import Offer, known_offers
+from kdist.planner.tables.prices import Offer, known_offers, prices_text
 from kdist.planner.workload.known import known_workload
 from kdist.planner.workload.layers import Workload
 
@@ -60,6 +64,7 @@ class RankedPlans:
         warnings: Sentences, such as about more devices that are slower.
         global_batch_limit: Largest number of examples per update among the candidates.
         predictor: `Predictor` that made the plans.
+        prices: Date and source of the prices, in a sentence; `""` without prices.
     """
 
     plans: tuple[Plan, ...]
@@ -69,6 +74,7 @@ class RankedPlans:
     warnings: tuple[str, ...]
     global_batch_limit: int
     predictor: Predictor
+    prices: str = ""
 
     @property
     def best(self) -> Plan:
@@ -216,14 +222,15 @@ def search(
     by = resolve_ranking(ranking, constraints)
     offers = list(offers)
     fitting, too_large = fitting_layouts(predictor, offers, constraints)
-    candidates = priced_candidates(predictor, fitting, constraints.spot)
+    candidates = without_slow_splits(priced_candidates(predictor, fitting, constraints.spot))
     kept, excluded = apply_constraints(candidates, constraints)
     if not kept:
         alternatives = priced_candidates(predictor, fitting, not constraints.spot)
         raise ValueError(infeasible_message(candidates, alternatives, too_large, constraints))
+    ranked = rank_candidates(kept, by, one_machine_first=ranking == "auto")
     plans = tuple(
         predictor.plan(each.layout, each.local_batch, each.offer, constraints.spot)
-        for each in rank_candidates(kept, by, one_machine_first=ranking == "auto")
+        for each in ranked
     )
     return RankedPlans(
         plans=plans,
@@ -233,6 +240,7 @@ def search(
         warnings=tuple(slowdown_warnings(predictor, plans, offers)),
         global_batch_limit=constraints.largest_global_batch(predictor.job.examples),
         predictor=predictor,
+        prices=prices_text(each.offer for each in ranked),
     )
 
 

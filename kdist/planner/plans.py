@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import warnings
 
 from kdist.batch import Batch
@@ -78,6 +79,7 @@ class Plan:
         prediction: Predicted time, memory, and price, corrected by measured runs.
         spot: Whether the plan is for spot VMs, which may be preempted. Defaults to `False`.
         prices_of: Date of the prices. Defaults to `""`, unknown.
+        derivation: How the numbers of a split model were derived. Defaults to `""`.
 
     Raises:
         TypeError: If the local batch is not a whole number.
@@ -100,6 +102,7 @@ class Plan:
     prediction: PredictedCost
     spot: bool = False
     prices_of: str = ""
+    derivation: str = ""
 
     def __post_init__(self):
         Batch(self.local_batch)  # checks the number
@@ -218,8 +221,8 @@ def make_setup(layout: Layout, local_batch: int, machine: Machine) -> Setup:
     """
     if layout.group_size > 1:
         raise ValueError(
-            f"{layout} splits the model, and the planner predicts whole replicas; "
-            "kdist.parallel.suggest predicts split models"
+            f"{layout} splits the model, and this is a prediction of whole replicas; "
+            "kdist.planner.Predictor.step predicts split models, and runs of them correct nothing"
         )
     return Setup(
         machine=machine,
@@ -244,8 +247,30 @@ def describe(layout: Layout, local_batch: int, machine: Machine) -> str:
 
 def strategy_text(layout: Layout) -> str:
     """Returns the strategy of a layout in words, such as "mirrored, 8 local steps"."""
+    if layout.group_size > 1:
+        return f"split ({str(layout.degrees).replace(',', ', ')})"
     local_steps = f", {layout.local_steps} local steps" if layout.local_steps else ""
     return layout.strategy + local_steps
+
+
+def train_command(plan: Plan) -> str:
+    """Returns the command that trains as planned, on each machine of the plan."""
+    layout = plan.layout
+    given = {
+        "model": shlex.quote(plan.model),
+        "layout": str(layout.degrees) if layout.group_size > 1 else None,
+        "strategy": layout.strategy if layout.group_size == 1 else None,
+        "num_devices": layout.devices_per_machine if layout.group_size == 1 else None,
+        "local_batch_size": plan.local_batch,
+        "accumulate": layout.accumulate if layout.accumulate > 1 else None,
+        "local_steps": layout.local_steps,
+        "epochs": int(plan.epochs) if plan.epochs == int(plan.epochs) else plan.epochs,
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "jit_compile": "true" if plan.jit_compile else None,
+    }
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return " ".join(["kdist train", *flags])
 
 
 def duration(hours: float) -> str:

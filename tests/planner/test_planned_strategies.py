@@ -38,3 +38,13 @@ def test_a_plan_with_a_split_layout_makes_device_groups(planned):
     split = dataclasses.replace(layout, accumulate=2)
     strategy = kdist.create_strategy(dataclasses.replace(planned.best, layout=split))
     assert strategy.layout == layout
+
+
+def test_memory_of_a_split_plan_covers_that_of_the_placement():
+    model = kdist.models.create("lenet", input_shape=(28, 28, 1), num_classes=10)
+    layout = kdist.Layout(pipeline=2, micro_batches=2)
+    placed = kdist.parallel.suggest(model, layout, batch_size=64).device_gb
+    job = kdist.planner.Job(kdist.planner.read_workload(model), examples=60_000, optimizer="adam")
+    planned = kdist.planner.Predictor(job).memory(layout, 64)
+    # The placement counts no temporaries, and no memory of CUDA.
+    assert placed < (planned.total - planned.framework) / 1e9 < 2 * placed

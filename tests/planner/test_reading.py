@@ -396,3 +396,23 @@ def test_weights_per_position_fix_the_image_size():
     flattens = keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Flatten()(x)))
     assert not read_workload(flattens).resizable
     assert read_workload(convolutions((8, 8, 3))).resizable
+
+
+def test_bytes_that_cross_a_cut():
+    x = keras.Input((4,))
+    first = keras.layers.Dense(8, name="first")(x)
+    second = keras.layers.Dense(8, name="second")(first)
+    model = keras.Model(x, keras.layers.Add(name="add")([first, second]) * 2.0)
+    crossing = {layer.name: layer.crossing_bytes for layer in read_workload(model).layers}
+    # The skip connection crosses the cut after the second layer as well.
+    assert crossing == {"first": 32, "second": 64, "add": 0, "": 0}
+
+
+def test_no_cut_within_a_layer_that_is_called_again():
+    x = keras.Input((8,))
+    again = keras.layers.Dense(8, name="again")
+    between = keras.layers.Dense(8, name="between")(again(x))
+    model = keras.Model(x, keras.layers.Dense(8, name="last")(again(between)))
+    crossing = {layer.name: layer.crossing_bytes for layer in read_workload(model).layers}
+    assert crossing["again"] is None
+    assert crossing["between"] == 32

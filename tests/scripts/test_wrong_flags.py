@@ -176,6 +176,8 @@ OTHERS = [
     ("plan", ["--calibration=nowhere.json"], "create it with --calibrate"),
     ("plan", ["--machines=nowhere.csv"], "give the path of a table"),
     ("plan", ["--prices=nowhere.csv"], "give the path of a table"),
+    ("plan", ["--update_prices=nowhere/prices.csv"], "in a directory that exists"),
+    ("plan", ["--update_prices=prices.csv", "--catalog=nowhere"], "with --catalog"),
     ("plan", ["--validate=nowhere.csv"], "give the path of a table"),
     ("plan", ["--output=a_file/plan.json"], "in a directory that exists"),
     ("plan", ["--page=nowhere/plan.html"], "in a directory that exists"),

@@ -6,9 +6,7 @@ import itertools
 import math
 
 from kdist.parallel.search.costs import LINK_BYTES_PER_SECOND, OperationCost
-
-# The longest stage may exceed the best balance by this factor if fewer bytes cross then.
-_MAX_IMBALANCE = 1.1
+from kdist.planner.cost.split import MAX_IMBALANCE, best_cuts
 
 
 def balance_stages(operations: list[OperationCost], stages: int) -> list[int]:
@@ -31,8 +29,8 @@ def balance_stages(operations: list[OperationCost], stages: int) -> list[int]:
         math.inf if n in excluded else size for n, size in enumerate(_crossing_bytes(operations))
     ]
     free = [math.inf if n in excluded else 0.0 for n in range(len(crossing))]
-    shortest = _best_cuts(until, stages, free, math.inf)[0]
-    _, cuts = _best_cuts(until, stages, crossing, _MAX_IMBALANCE * shortest)
+    shortest = best_cuts(until, stages, free, math.inf)[0]
+    _, cuts = best_cuts(until, stages, crossing, MAX_IMBALANCE * shortest)
     numbers = []
     for number, (first, end) in enumerate(itertools.pairwise([0, *cuts, len(operations)])):
         numbers += [number] * (end - first)
@@ -58,36 +56,6 @@ def _crossing_bytes(operations):
         sum(o.out_bytes for o, use in zip(operations[:cut], last, strict=False) if use >= cut)
         for cut in range(len(operations) + 1)
     ]
-
-
-def _best_cuts(until, stages, crossing, longest):
-    """Returns (seconds of the longest stage, cuts) with the fewest bytes, then the shortest.
-
-    `until` are the seconds of all operations before each cut, `crossing` the bytes that cross it,
-    and `longest` the maximum seconds of a stage.
-    """
-    count = len(until) - 1
-    best = {0: (0.0, 0.0, ())}  # cut -> bytes, longest stage, cuts before
-    for number in range(1, stages + 1):
-        reached = {}
-        ends = [count] if number == stages else range(number, count)
-        for end in ends:
-            ways = [
-                (
-                    size + (crossing[end] if end < count else 0.0),
-                    max(most, until[end] - until[first]),
-                    cuts,
-                )
-                for first, (size, most, cuts) in best.items()
-                if first < end and until[end] - until[first] <= longest * (1 + 1e-9)
-                if end == count or crossing[end] < math.inf
-            ]
-            if ways:
-                size, most, cuts = min(ways)
-                reached[end] = (size, most, (*cuts, end))
-        best = reached
-    _, most, cuts = best[count]
-    return most, cuts[:-1]
 
 
 def assign_branches(operations: list[OperationCost], devices: int) -> list[int]:

@@ -24,9 +24,8 @@ from kdist.parallel.placement.patterns import (
 )
 from kdist.parallel.tensor.activations import divided_outputs, is_per_feature
 from kdist.parallel.tensor.divisibility import divided_parameters, possible_divisions
+from kdist.planner.cost.split import MAX_WHOLE_FRACTION
 
-# Layers are divided, the largest first, until the rest holds at most this fraction.
-_MAX_WHOLE_FRACTION = 0.05
 # Weight, gradient and two slots, of 4 bytes each.
 STATE_BYTES = 16
 
@@ -117,7 +116,7 @@ def _state_parameters(layer, how):
 
 def _largest(sizes):
     """Returns the names of the largest layers, which hold nearly everything, with all ties."""
-    left, least = sum(sizes.values()) * (1 - _MAX_WHOLE_FRACTION), math.inf
+    left, least = sum(sizes.values()) * (1 - MAX_WHOLE_FRACTION), math.inf
     for size in sorted(sizes.values(), reverse=True):
         if left <= 0 or not size:
             break

@@ -95,6 +95,12 @@ def ring_rate(features, constants):
     return np.where(features.nvlink > 0, linked, features.pcie_bytes_per_s * constants.pcie_share)
 
 
+def link_rate(features, constants):
+    """Returns the bytes per second of one device that sends to another one of its node."""
+    staged = staged_rates(features, constants)[1]
+    return np.where(features.direct > 0, ring_rate(features, constants), staged)
+
+
 def staged_rates(features, constants):
     """Returns bytes per second without peer-to-peer: of all devices together, and of one.
 

@@ -2,9 +2,12 @@
 
 import numpy as np
 
+from kdist.layout import Layout
 from kdist.planner.cost import exchange, memory, update
 from kdist.planner.cost.constants import Constants
 from kdist.planner.cost.setup import Gradients, InputWork, Setup, make_features
+from kdist.planner.cost.split import ModelParts
+from kdist.planner.tables.machines import Machine
 from kdist.planner.workload.layers import Workload
 
 
@@ -21,6 +24,35 @@ def term_texts(
     """
     features = make_features(setup, gradients, input_work)
     return {name: text(setup, features, micro_step, constants) for name, text in _TEXTS.items()}
+
+
+def split_texts(
+    split: ModelParts, layout: Layout, local_batch: int, machine: Machine
+) -> dict[str, str]:
+    """Returns how the terms of a split model's step are computed, by the names of `Term`."""
+    rows = local_batch / layout.micro_batches
+    recomputed = ", with activations computed twice" if layout.recompute else ""
+    stages = f"{layout.micro_batches} micro-batches of {rows:g} examples x the longest stage"
+    busiest = f"{rows:g} examples on each device, which has its part of {split.divided} layers"
+    return {
+        "compute": f"{stages if layout.pipeline > 1 else busiest}{recomputed}",
+        "pipeline bubble": "all other stages once, while the pipeline fills and drains",
+        "between stages": f"2 x ({layout.micro_batches} + {layout.pipeline} - 2) messages of "
+        f"{_megabytes(max(split.received_bytes) * rows)} in {machine.link or 'PCIe'}",
+        "divided layers": f"2 x {_megabytes(split.gathered_bytes * rows)}, the inputs and outputs "
+        f"of divided layers, and 4 x {split.divided} hops",
+    }
+
+
+def memory_of_part_text(layout: Layout, rows: int) -> str:
+    """Returns how the activations of a part of a split model come about."""
+    if layout.pipeline == 1:
+        return f"all activations of {rows} examples, and gradients of its part of the weights"
+    kept = "inputs" if layout.recompute else "activations"
+    return (
+        f"{kept} of up to {min(layout.pipeline, layout.micro_batches)} micro-batches of {rows} "
+        "examples, temporaries of the whole model, and gradients"
+    )
 
 
 def memory_texts(

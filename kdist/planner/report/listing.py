@@ -12,8 +12,14 @@ from kdist.planner.plans import (
     duration,
     milliseconds,
     strategy_text,
+    train_command,
 )
-from kdist.planner.report.arithmetic import memory_texts, term_texts
+from kdist.planner.report.arithmetic import (
+    memory_of_part_text,
+    memory_texts,
+    split_texts,
+    term_texts,
+)
 from kdist.planner.selection.prediction import Predictor
 from kdist.planner.selection.ranking import CHOICES
 
@@ -80,7 +86,7 @@ def plans_text(result: RankedPlans, number: int = 10) -> str:
     for place, plan in enumerate(result.plans[:number], 1):
         mark = "*" if plan in result.pareto else ""
         rows.append([f"{place}{mark}", *row_cells(plan)])
-    lines = [recommendation(result), ""]
+    lines = [recommendation(result), f"Run it: {run_text(result.best)}", ""]
     if others := alternatives(result):
         lines += [*_columns([ALTERNATIVES, *others], left=(0, 1)), ""]
     lines += _columns(rows, left=[place + 1 for place in _LEFT_ALIGNED])
@@ -91,7 +97,7 @@ def plans_text(result: RankedPlans, number: int = 10) -> str:
     lines += [f"Warning: {warning}" for warning in result.warnings[:_MAX_WARNINGS]]
     if len(result.warnings) > _MAX_WARNINGS:
         lines.append(f"… and {len(result.warnings) - _MAX_WARNINGS} more of these")
-    lines.append(notes_text(result, number))
+    lines.append(notes_text(result))
     lines += [f"{row.count} left out, {row.limit}: {row.reason}" for row in result.rejected]
     return "\n".join(lines)
 
@@ -110,8 +116,18 @@ def recommendation(result: RankedPlans) -> str:
     )
 
 
-def alternatives(result: RankedPlans) -> list[list[str]]:
-    """Returns rows about other plans to choose: names, plan, time, price, as multiples as well."""
+def run_text(plan: Plan) -> str:
+    """Returns the command that trains as planned, and where it runs."""
+    machines = plan.layout.machines
+    where = f" (on each of {machines} machines)" if machines > 1 else ""
+    return f"{train_command(plan)}{where}"
+
+
+def alternatives(result: RankedPlans, with_best: bool = False) -> list[list[str]]:
+    """Returns rows about plans to choose: names, plan, time, price, as multiples as well.
+
+    The first plan is one of them only on request.
+    """
     named: dict[Plan, list[str]] = {}
     for name, plan in result.choices.items():
         named.setdefault(plan, []).append(name)
@@ -123,18 +139,17 @@ def alternatives(result: RankedPlans) -> list[list[str]]:
             f"{dollars(plan.usd)} ({plan.usd / result.best.usd:.2g} ×)" if result.best.usd else "–",
         ]
         for plan, names in named.items()
-        if plan is not result.best
+        if with_best or plan is not result.best
     ]
 
 
-def notes_text(result: RankedPlans, number: int) -> str:
-    """Returns the limit of the global batch and the dates of the prices."""
-    dates = list(dict.fromkeys(plan.prices_of for plan in result.plans[:number] if plan.prices_of))
+def notes_text(result: RankedPlans) -> str:
+    """Returns the limit of the global batch, and the date and source of the prices."""
     batch = (
         f"Global batches up to {result.global_batch_limit:,} (--max_global_batch): larger ones "
         "need other learning rates."
     )
-    return batch + (f" Prices of {'; '.join(dates)}." if dates else "")
+    return " ".join(filter(None, (result.best.derivation, batch, result.prices)))
 
 
 def arithmetic_text(predictor: Predictor, plan: Plan) -> str:
@@ -164,14 +179,23 @@ def arithmetic_text(predictor: Predictor, plan: Plan) -> str:
 
 def _step_rows(predictor, plan):
     """Returns the terms of a step; those of its computation follow the first."""
-    arguments = plan.machine.gpu, plan.layout, plan.local_batch
-    micro_step = predictor.micro_step_seconds(*arguments)
-    texts = term_texts(plan.setup, plan.gradients, plan.input_work, micro_step, predictor.constants)
+    arguments = plan.layout, plan.local_batch, plan.machine
+    texts = term_texts(
+        predictor.setup(*arguments),
+        predictor.exchanged(plan.layout),
+        plan.input_work,
+        predictor.micro_step(*arguments),
+        predictor.constants,
+    )
+    if plan.layout.group_size > 1:
+        texts |= split_texts(predictor.split(plan.layout), *arguments)
     rows = [
         [term.name, milliseconds(term.seconds), f"= {texts[term.name]}"]
         for term in plan.prediction.terms
     ]
-    rows[1:1] = _compute_rows(predictor.compute(*arguments), predictor.correction(plan.machine.gpu))
+    if plan.layout.group_size == 1:
+        computed = predictor.compute(plan.machine.gpu, plan.layout, plan.local_batch)
+        rows[1:1] = _compute_rows(computed, predictor.correction(plan.machine.gpu))
     return rows
 
 
@@ -210,10 +234,16 @@ def _price_rows(predictor, plan):
 
 def _memory_rows(predictor, plan):
     job, batch = predictor.job, plan.batch
-    needed = predictor.memory(plan.layout, plan.local_batch)
-    texts = memory_texts(
-        needed, job.workload, batch.local, job.precision, job.optimizer, batch.accumulate
-    )
+    workload, needed = job.workload, predictor.memory(plan.layout, plan.local_batch)
+    local, accumulate = batch.local, batch.accumulate
+    if plan.layout.group_size > 1:
+        workload, needed = predictor.fullest_part(plan.layout, plan.local_batch)
+        local //= plan.layout.micro_batches
+        accumulate *= plan.layout.micro_batches
+    texts = memory_texts(needed, workload, local, job.precision, job.optimizer, accumulate)
+    if plan.layout.group_size > 1:
+        texts["step"] = memory_of_part_text(plan.layout, local)
+        texts["input"] = f"the rows of {plan.layout.micro_batches} micro-batches that wait"
     return [
         *(
             [f"memory: {name.replace('_', ' ')}", f"{size / 1e9:.3f} GB", f"= {texts[name]}"]

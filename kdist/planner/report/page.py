@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _MAX_DEVICES = 4096
 _MAX_LINES = 6
 _MAX_ROWS = 20
+# An axis whose largest value is at most this many times the smallest has labels at more digits.
+_NARROW = 20
 
 
 def write(result: RankedPlans, path: str | os.PathLike) -> pathlib.Path:
@@ -56,13 +58,14 @@ def _parts(result):
             f"{job.workload.name}: {job.examples:,} examples, {job.epochs:g} epochs"
         ),
         "sentence": html.escape(listing.recommendation(result)),
+        "command": html.escape(listing.run_text(result.best)),
         "choices": _choices(result),
-        "notes": html.escape(listing.notes_text(result, _MAX_ROWS)),
+        "notes": html.escape(listing.notes_text(result)),
         "warnings": "".join(f"<p class=note>{html.escape(text)}</p>" for text in result.warnings),
         "plans": plans,
         "rejected": _rejections(result),
         "money": figure_html(money_plot(result), "time-against-money"),
-        "efficiency": figure_html(efficiency_plot(result), "efficiency"),
+        "efficiency": _efficiency(result),
         "step": figure_html(step_plot(result.plans[:_MAX_LINES]), "step"),
         "arithmetic": f"<div class=scroll tabindex=0 role=region aria-label=arithmetic><pre>"
         f"{html.escape(result.explain())}</pre></div>",
@@ -70,11 +73,11 @@ def _parts(result):
 
 
 def _choices(result):
-    """Returns a table of the plans that are the fastest, the cheapest, and balanced."""
+    """Returns a table of the plans that are recommended, the fastest, cheapest, and balanced."""
     from kdist.report.tables import table
 
-    rows = listing.alternatives(result)
-    return table("Other choices", listing.ALTERNATIVES, rows) if rows else ""
+    rows = listing.alternatives(result, with_best=True)
+    return table("Choices", ("choice", *listing.ALTERNATIVES[1:]), rows)
 
 
 def _rejections(result):
@@ -92,12 +95,11 @@ def money_plot(result: RankedPlans):
     from kdist.report.plots import Plot, Style
 
     plot = Plot("Time against money", "US dollars", "hours", 2)
-    for axis in ("xaxis", "yaxis"):
-        plot.layout[axis]["type"] = "log"
-    plot.layout["yaxis"]["dtick"] = "D2"  # 1, 2, 5, 10, …: all digits would cover each other
     priced = [plan for plan in result.plans if plan.usd]
-    if not priced:
-        plot.layout["xaxis"]["type"] = "linear"
+    plot.layout["yaxis"] |= _log_axis([plan.hours for plan in result.plans])
+    if priced:
+        plot.layout["xaxis"] |= _log_axis([plan.usd for plan in priced])
+    else:
         priced = list(result.plans)
     front = [plan for plan in result.pareto if plan in priced]
     for name, plans, style in (
@@ -110,6 +112,14 @@ def money_plot(result: RankedPlans):
     if len(plot.data) > 1:
         plot.data[1]["mode"] = "lines+markers"
     return plot
+
+
+def _log_axis(values):
+    """Returns a logarithmic axis whose labels are whole values; Plotly's are single digits."""
+    narrow = max(values) < _NARROW * min(values)
+    digits = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if narrow else (1, 2, 5)
+    ticks = [digit * 10.0**power for power in range(-6, 9) for digit in digits]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.4g}" for tick in ticks]}
 
 
 def _hover_text(plan):
@@ -134,9 +144,22 @@ def efficiency_plot(result: RankedPlans):
             for count in devices
         ]
         line = np.array(rates) / (rates[0] * np.array(devices))
-        name = f"{machine.name}, local batch {batch}"
+        name = f"{_vm_name(machine)}, local batch {batch}"
         plot.add_line(name, np.array(devices), line, Style.of_order(order), hover="%{x}: %{y:.0%}")
     return plot
+
+
+def _efficiency(result):
+    """Returns the plot of efficiency, or a remark if all plans split the model."""
+    from kdist.report.plots import figure_html
+
+    plot = efficiency_plot(result)
+    if not plot.data:
+        return "<p class=note>All plans split the model over the devices of one machine.</p>"
+    return (
+        "<p>For each number of devices, on full machines of the plans below. The local batch is "
+        f"that of the plan, for any global batch.</p>{figure_html(plot, 'efficiency')}"
+    )
 
 
 def _device_counts(per_machine):
@@ -155,9 +178,14 @@ def _on_devices(plan, devices):
 
 
 def _first_of_each_gpu(plans) -> list[Plan]:
-    """Returns the first plan of each GPU, with the largest number of devices in a machine."""
+    """Returns the first plan of each GPU, with the largest number of devices in a machine.
+
+    Split models are left out: their efficiency depends on the layout, not on the devices alone.
+    """
     first: dict[str, Plan] = {}
     for plan in plans:
+        if plan.layout.group_size > 1:
+            continue
         known = first.get(plan.machine.gpu)
         if known is None or plan.layout.devices_per_machine > known.layout.devices_per_machine:
             first[plan.machine.gpu] = plan
@@ -192,5 +220,12 @@ def step_plot(plans: Sequence[Plan]):
 
 
 def _short_name(plan):
+    """Returns the number and the name of a plan's machines."""
     machines = f"{plan.layout.machines} × " if plan.layout.machines > 1 else ""
-    return f"{machines}{plan.machine.name}, {plan.local_batch}"
+    return f"{machines}{_vm_name(plan.machine)}"
+
+
+def _vm_name(machine):
+    """Returns a machine's name without its cloud and the GPUs in it, which the table shows."""
+    name = machine.name.partition(" (")[0]
+    return name.partition(" ")[2] or name

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from kdist.batch import Batch
@@ -14,6 +15,13 @@ from kdist.planner.tables.prices import Offer
 
 _ACCUMULATIONS = (1, 2, 4, 8)
 _LOCAL_STEPS = 8
+# Pipelines of S stages are tried with S times these numbers of micro-batches.
+_MICRO_BATCHES_PER_STAGE = (1, 2, 4)
+# Of each split layout, this number of the largest batches that fit.
+_SPLIT_BATCHES = 2
+# Splits need more care than replicas, and fewer published rates have validated their prediction:
+# they are candidates only if they are faster by this factor.
+_MIN_SPEEDUP_OF_SPLIT = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +80,8 @@ def fitting_layouts(
 ) -> tuple[list[tuple[Layout, int, Offer]], list[Rejection]]:
     """Returns layouts, local batches, and offers that fit in memory, and the rejections.
 
+    Split layouts that do not fit are no rejections: they are tried because something else does not.
+
     Raises:
         ValueError: If no layout meets the constraints on machines, strategies, and batches.
     """
@@ -87,6 +97,8 @@ def fitting_layouts(
                 )
             else:
                 fitting.append((layout, batch, offer))
+        splits = _split_layouts(predictor, offer, constraints, largest)
+        fitting += [(layout, batch, offer) for layout, batch in splits]
     if not fitting and not too_large:
         raise ValueError(_no_layout_message(offers, constraints, largest))
     return fitting, _memory_rejections(predictor, too_large)
@@ -117,12 +129,62 @@ def _layouts(predictor, offer, constraints, largest) -> Iterator[tuple[Layout, i
                 yield from _first_that_fits(predictor, pairs, offer)
 
 
-def _first_that_fits(predictor, pairs, offer):
+def _first_that_fits(predictor, pairs, offer, number=1):
     available = required_gpu(offer.machine.gpu).memory_gb
     fits = (
         pair for pair in pairs if not available or predictor.memory(*pair).total <= available * 1e9
     )
-    return itertools.islice(fits, 1)
+    return list(itertools.islice(fits, number))
+
+
+def _split_layouts(predictor, offer, constraints, largest) -> Iterator[tuple[Layout, int]]:
+    """Yields split layouts of all devices of a machine, with the largest batches that fit.
+
+    A pipeline recomputes activations only where it does not fit otherwise.
+    """
+    if "split" not in constraints.strategies or predictor.job.jit_compile:
+        return
+    devices, accumulate = offer.machine.gpus_per_node, constraints.accumulate or 1
+    # Statistics of fewer rows than the smallest batch would change the training.
+    smallest = min(constraints.local_batches) if predictor.uses_batch_statistics() else 1
+    for group in powers_of_two(devices)[1:]:
+        if devices % group:
+            continue
+        shared = {"data": devices // group, "accumulate": accumulate}
+        layouts = [Layout(tensor=group, **shared)]
+        for times in _MICRO_BATCHES_PER_STAGE:
+            layouts.append(Layout(pipeline=group, micro_batches=times * group, **shared))
+        for layout in filter(predictor.split, layouts):
+            batches = [
+                batch
+                for batch in sorted(constraints.local_batches, reverse=True)
+                if batch_of(layout, batch).global_size <= largest
+                and batch % layout.micro_batches == 0
+                and batch >= smallest * layout.micro_batches
+            ]
+            recomputing = [layout]
+            if layout.micro_batches > 1:
+                recomputing.append(dataclasses.replace(layout, recompute=True))
+            for each in recomputing:
+                pairs = [(each, batch) for batch in batches]
+                if found := _first_that_fits(predictor, pairs, offer, _SPLIT_BATCHES):
+                    yield from found
+                    break
+
+
+def without_slow_splits(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns candidates without split models that whole ones on the same machine outperform."""
+    whole: dict[str, float] = {}
+    for each in candidates:
+        if each.layout.group_size == 1 and each.layout.machines == 1:
+            name = each.offer.machine.name
+            whole[name] = min(each.hours, whole.get(name, each.hours))
+    return [
+        each
+        for each in candidates
+        if each.layout.group_size == 1
+        or each.hours * _MIN_SPEEDUP_OF_SPLIT < whole.get(each.offer.machine.name, math.inf)
+    ]
 
 
 def _device_counts(offer, constraints):
@@ -194,4 +256,4 @@ def _smaller_batch_text(predictor, layout, local_batch, available):
             verb = "halve the local batch" if parts == 2 else f"take a local batch of {batch}"
             return f"{verb} or accumulate {parts}"
         batch //= 2
-    return "not even one example does: split the model over devices, or take a larger GPU"
+    return "not even one example does: take a larger GPU, or a machine with more of them"

@@ -6,8 +6,8 @@ import math
 
 from kdist.planner.plans import dollars, duration
 
-STRATEGIES = ("one_device", "mirrored", "multi_worker", "local_sgd", "parameter_server")
-_DEFAULT_STRATEGIES = ("one_device", "mirrored", "multi_worker")
+STRATEGIES = ("one_device", "mirrored", "multi_worker", "split", "local_sgd", "parameter_server")
+DEFAULT_STRATEGIES = ("one_device", "mirrored", "multi_worker", "split")
 _LOCAL_BATCHES = tuple(2**power for power in range(3, 11))
 # ResNet-50 on ImageNet kept its accuracy up to 8,192 of 1,281,167 examples per update (Goyal et al.
 # 2017, https://arxiv.org/abs/1706.02677); the same fraction of other data.
@@ -33,7 +33,8 @@ class Constraints:
         local_batches: Local batches to choose from. Defaults to the powers of two from 8 to 1,024.
         accumulate: Micro-steps per update. Defaults to `None`, which chooses among 1, 2, 4, and 8.
         strategies: Names to choose from. Defaults to all strategies with the results of one device;
-            `"parameter_server"` and `"local_sgd"` train differently.
+            `"parameter_server"` and `"local_sgd"` train differently. `"split"` splits the model
+            over the devices of one machine where it does not fit one device, or is faster split.
         spot: Whether to use spot VMs, with their prices and expected restarts. Defaults to `False`.
 
     Raises:
@@ -46,7 +47,7 @@ class Constraints:
     max_global_batch: int | None = None
     local_batches: tuple[int, ...] = _LOCAL_BATCHES
     accumulate: int | None = None
-    strategies: tuple[str, ...] = _DEFAULT_STRATEGIES
+    strategies: tuple[str, ...] = DEFAULT_STRATEGIES
     spot: bool = False
 
     def __post_init__(self):

@@ -1,5 +1,6 @@
 """Prediction of time, memory, and price for one layout on one machine."""
 
+import dataclasses
 import datetime
 import functools
 from collections.abc import Sequence
@@ -7,13 +8,23 @@ from collections.abc import Sequence
 import numpy as np
 
 from kdist.layout import Layout
-from kdist.planner.cost.compute import ComputeTime, compute_seconds
-from kdist.planner.cost.constants import Constants, known_constants
+from kdist.planner.cost import update
+from kdist.planner.cost.compute import ComputeTime, compute_seconds, micro_step_time
+from kdist.planner.cost.constants import Constants, known_compute_constants, known_constants
 from kdist.planner.cost.memory import Memory, estimate_memory
-from kdist.planner.cost.setup import make_features, stack_features
+from kdist.planner.cost.setup import Gradients, Setup, make_features, stack_features
+from kdist.planner.cost.split import (
+    ModelParts,
+    SplitTime,
+    activation_share,
+    split_memory,
+    split_model,
+    split_seconds,
+)
 from kdist.planner.cost.step import (
     Spot,
     StepTime,
+    Term,
     infer_micro_step_seconds,
     on_demand_usd,
     step_seconds,
@@ -25,6 +36,7 @@ from kdist.planner.plans import Plan, PredictedCost, make_setup
 from kdist.planner.tables.gpus import Gpu, find_gpu
 from kdist.planner.tables.machines import Machine
 from kdist.planner.tables.prices import Offer
+from kdist.planner.workload.layers import Workload
 
 
 class Predictor:
@@ -56,6 +68,8 @@ class Predictor:
         self.constants = constants or known_constants()
         self._measurements = measurements or Measurements()
         self._gradients, self._input_work = job.gradients, job.host_work
+        self._splits: dict[tuple, ModelParts | None] = {}
+        self._split_times: dict[tuple, SplitTime] = {}
         self._steps: dict[tuple, StepTime] = {}
         self._compute_times: dict[tuple, ComputeTime] = {}
         self._memories: dict[tuple, Memory] = {}
@@ -69,7 +83,11 @@ class Predictor:
             offer: Machine and its prices.
             spot: Whether the plan is for spot VMs. Defaults to `False`.
         """
-        job = self.job
+        job, machine = self.job, offer.machine
+        if layout.group_size > 1:
+            micro_step = self.split_time(layout, local_batch, machine).total
+        else:
+            micro_step = self.compute(machine.gpu, layout, local_batch).seconds
         return Plan(
             model=job.model,
             input_shape=job.workload.input_shape,
@@ -78,15 +96,16 @@ class Predictor:
             precision=job.precision,
             optimizer=job.optimizer,
             jit_compile=job.jit_compile,
-            machine=offer.machine,
+            machine=machine,
             layout=layout,
             local_batch=local_batch,
             gradients=self._gradients,
             input_work=self._input_work,
-            micro_step_seconds=self.compute(offer.machine.gpu, layout, local_batch).seconds,
+            micro_step_seconds=micro_step,
             prediction=self._prediction(layout, local_batch, offer),
             spot=spot,
             prices_of=offer.as_of,
+            derivation=derivation(self.split(layout), layout),
         )
 
     def _prediction(self, layout, local_batch, offer) -> PredictedCost:
@@ -117,14 +136,14 @@ class Predictor:
         Args:
             layouts: Layout, local batch, and machine of each.
         """
-        setups = [make_setup(*each) for each in layouts]
+        setups = [self.setup(*each) for each in layouts]
         features = stack_features(
-            [make_features(each, self._gradients, self._input_work) for each in setups]
+            [
+                make_features(setup, self.exchanged(layout), self._input_work)
+                for setup, (layout, *_) in zip(setups, layouts, strict=True)
+            ]
         )
-        micro_steps = [
-            self.micro_step_seconds(machine.gpu, layout, local_batch)
-            for layout, local_batch, machine in layouts
-        ]
+        micro_steps = [self.micro_step(*each) for each in layouts]
         terms = update_seconds(features, np.array(micro_steps), self.constants)
         return np.array([setup.examples for setup in setups]) / sum(terms.values())
 
@@ -132,19 +151,119 @@ class Predictor:
         """Returns the time of one optimizer update."""
         key = layout, local_batch, machine
         if key not in self._steps:
-            self._steps[key] = step_seconds(
-                make_setup(layout, local_batch, machine),
-                self._gradients,
+            step = step_seconds(
+                self.setup(*key),
+                self.exchanged(layout),
                 self._input_work,
-                self.micro_step_seconds(machine.gpu, layout, local_batch),
+                self.micro_step(*key),
                 self.constants,
             )
+            self._steps[key] = step
+            if layout.group_size > 1:
+                terms = (*self._split_terms(*key), *step.terms[1:])
+                self._steps[key] = StepTime(terms, step.examples)
         return self._steps[key]
 
+    def setup(self, layout: Layout, local_batch: int, machine: Machine) -> Setup:
+        """Returns the setup of the replicas, each of which is one device or a group of them."""
+        if layout.group_size > 1:
+            layout = Layout(layout.data, machines=layout.machines, accumulate=layout.accumulate)
+        return make_setup(layout, local_batch, machine)
+
+    def exchanged(self, layout: Layout) -> Gradients:
+        """Returns the gradients that a device exchanges with those of other replicas."""
+        split = self.split(layout)
+        if split is None:
+            return self._gradients
+        return dataclasses.replace(self._gradients, bytes=split.gradient_bytes)
+
+    def split(self, layout: Layout) -> ModelParts | None:
+        """Returns the parts of a split model; None for a whole one, or if it cannot be split."""
+        key = layout.tensor, layout.pipeline, layout.branch
+        if key not in self._splits:
+            self._splits[key] = split_model(self.job.workload, layout)
+        return self._splits[key]
+
+    def _parts(self, layout) -> ModelParts:
+        parts = self.split(layout)
+        if parts is None:
+            raise ValueError(
+                f"{self.job.model} cannot be split as {layout}, or it is not predicted: use stages "
+                "or divided layers (pipeline or tensor), or fewer devices"
+            )
+        return parts
+
+    def uses_batch_statistics(self) -> bool:
+        """Returns whether a layer has statistics of its batches, as BatchNorm has."""
+        return any(
+            layer.kind == "elementwise" and 0 < layer.trainable_parameters < layer.parameters
+            for layer in self.job.workload.layers
+        )
+
+    def split_time(self, layout: Layout, local_batch: int, machine: Machine) -> SplitTime:
+        """Returns the time of a micro-step on the devices of a group, from data sheets alone."""
+        key = layout, local_batch, machine
+        if key not in self._split_times:
+            split, job = self._parts(layout), self.job
+            rows = local_batch / layout.micro_batches
+            micro_steps = layout.micro_batches * layout.accumulate
+            gpu, constants = required_gpu(machine.gpu), known_compute_constants()
+            seconds = [
+                micro_step_time(total, gpu, rows, job.precision, False, micro_steps, constants)
+                for total in split.totals
+            ]
+            group = make_setup(Layout(data=layout.group_size), local_batch, machine)
+            features = make_features(group, self._gradients, self._input_work)
+            self._split_times[key] = split_seconds(
+                split,
+                layout,
+                [each.seconds for each in seconds],
+                rows,
+                float(update.link_rate(features, self.constants)),
+                self.constants.hop_ms * 1e-3,
+                activation_share(job.workload, job.precision),
+            )
+        return self._split_times[key]
+
+    def _split_terms(self, layout, local_batch, machine):
+        """Returns the terms of the micro-steps of a group, which `micro_step` adds up."""
+        time = self.split_time(layout, local_batch, machine)
+        correction = self.correction(machine.gpu)
+        terms = {
+            "compute": time.compute * correction,
+            "pipeline bubble": time.bubble * correction,
+            "between stages": time.transfers,
+            "divided layers": time.gathering,
+        }
+        return [
+            Term(name, layout.accumulate * seconds)
+            for name, seconds in terms.items()
+            if seconds or name == "compute"
+        ]
+
+    def micro_step(self, layout: Layout, local_batch: int, machine: Machine) -> float:
+        """Returns the seconds of a micro-step of one device, or of a group of them."""
+        if layout.group_size == 1:
+            return self.micro_step_seconds(machine.gpu, layout, local_batch)
+        terms = self._split_terms(layout, local_batch, machine)
+        return sum(term.seconds for term in terms) / layout.accumulate
+
+    def fullest_part(self, layout: Layout, local_batch: int) -> tuple[Workload, Memory]:
+        """Returns the part of a split model that needs the most memory, and its peak."""
+        rows, job = local_batch // layout.micro_batches, self.job
+        parts = split_memory(self._parts(layout), layout, rows, job.precision, job.optimizer)
+        return max(parts, key=lambda part: part[1].total)
+
     def memory(self, layout: Layout, local_batch: int) -> Memory:
-        """Returns the peak memory of one device."""
-        key = local_batch, layout.accumulate, layout.devices > 1, layout.asynchronous
-        if key not in self._memories:
+        """Returns the peak memory of one device; of a split model that of the fullest."""
+        key: tuple = (local_batch, layout.accumulate, layout.devices > 1, layout.asynchronous)
+        if layout.group_size > 1:
+            key = layout, local_batch
+        if key in self._memories:
+            return self._memories[key]
+        if layout.group_size > 1:
+            _, self._memories[key] = self.fullest_part(layout, local_batch)
+        else:
             self._memories[key] = estimate_memory(
                 self.job.workload,
                 local_batch,
@@ -179,6 +298,29 @@ class Predictor:
                 accumulate=layout.accumulate,
             )
         return self._compute_times[key]
+
+
+def derivation(split: ModelParts | None, layout: Layout) -> str:
+    """Returns how the numbers of a split model's plan follow from those of the whole model.
+
+    The text is empty for a whole model.
+    """
+    if split is None or layout.group_size == 1:
+        return ""
+    if layout.tensor > 1:
+        how = (
+            f"{split.divided} layers of convolutions and matrix products are divided over "
+            f"{layout.tensor} devices, if {layout.tensor} divides their widths; a device keeps all "
+            "activations and moves the inputs and outputs of these layers"
+        )
+    else:
+        how = (
+            f"{layout.pipeline} stages of consecutive layers of about equal time; "
+            f"{layout.micro_batches} micro-batches take the sum of the stages and "
+            f"{layout.micro_batches - 1} × the longest; a stage holds the activations of the "
+            "micro-batches in flight" + ", recomputed from its inputs" * layout.recompute
+        )
+    return f"Predicted from the layers of the model, without measured runs of split models: {how}."
 
 
 def make_measurement(plan: Plan, examples_per_second: float) -> Measurement:

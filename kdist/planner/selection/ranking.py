@@ -103,6 +103,8 @@ def slowdown_warnings(predictor, plans, offers) -> Iterator[str]:
     first_plans: dict[tuple, Plan] = {}
     for plan in plans[:_CHECKED_PLANS]:
         layout = plan.layout
+        if layout.group_size > 1:
+            continue
         options = layout.local_steps, layout.asynchronous, layout.accumulate
         first_plans.setdefault((plan.machine, *options, plan.local_batch), plan)
     warned = set()

@@ -4,11 +4,13 @@ Clouds sell a VM including its GPUs, GPUs as an addition to a VM, or the host pa
 GPUs separately. An `Offer` has one price for the whole VM in each case.
 """
 
+import calendar
+import csv
 import dataclasses
 import functools
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kdist.planner.tables.gpus import find_gpu
 from kdist.planner.tables.machines import Machine
@@ -38,13 +40,18 @@ _GPUS: dict[str, Reader] = {
 }
 # VMs that GPUs can be added to: Google's first generation only.
 _ACCEPTS_GPUS = re.compile(r"n1-standard-\d+$")
-# GPUs included in the price: "(8x V100)", "(4x K80)".
-_WITH_GPUS = re.compile(r"\(([1-9]\d*)x ([^)]+)\)")
+# VMs whose GPUs are charged on top, and their GPUs.
+_HOST_PART = re.compile(r"(a2-highgpu|a2-megagpu|a2-ultragpu|a3-highgpu)-(\d+)g\b")
+_GPU_OF_HOST = {"a2-ultragpu": "A100-80GB", "a3-highgpu": "H100"}
+# GPUs included in the price: "(8x V100)", or "+ 4 x K80" as in the names of offers.
+_WITH_GPUS = re.compile(r"(?:\(|\+ )([1-9]\d*) ?x ([^)]+)\)?")
 # Names of Lambda's VMs: "gpu_8x_v100".
 _LAMBDA_NAME = re.compile(r"gpu_([1-9]\d*)x_(\w+)$")
 # Google's network: 2 Gbit/s per vCPU, 10 or more (cloud.google.com/compute/docs/network-bandwidth).
 _BY_VCPUS = ("n1-", "a2-")
 _GBIT_S_PER_VCPU, _MIN_GBIT_S = 2.0, 10.0
+_MONTHS = [name.lower() for name in calendar.month_abbr[1:]]
+OWN_TABLE = "vm_prices.csv"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,8 @@ class Offer:
         spot_usd_per_hour: price as a preemptible VM; None where unknown.
         as_of: date of the price.
         source: source of the price.
+        table: path of the table that has the price; "" for the user's own machines.
+        region: region of the price; "" where unknown.
 
     Example:
 
@@ -74,6 +83,34 @@ class Offer:
     spot_usd_per_hour: float | None
     as_of: str
     source: str
+    table: str = ""
+    region: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PriceTable:
+    """Offers of a table of prices, and the VMs that are left out.
+
+    Attributes:
+        offers: VMs with GPUs.
+        left_out: names of VMs whose GPUs, or number of them, are not in `tables/vm_gpus.csv`.
+    """
+
+    offers: tuple[Offer, ...]
+    left_out: tuple[str, ...]
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """Clouds and names of the VMs, without their GPUs."""
+        return frozenset(_vm(f"{offer.cloud} {offer.name}") for offer in self.offers)
+
+    def lacks(self, vm: str) -> bool:
+        """Returns whether no offer is of this VM, such as `"gcp a2-highgpu-8g (8x A100-40GB)"`."""
+        return _vm(vm) not in self.names
+
+
+def _vm(name):
+    return name.partition(" (")[0]
 
 
 @functools.cache
@@ -88,7 +125,7 @@ def known_offers() -> tuple[Offer, ...]:
         >>> min(offer.usd_per_hour for offer in known_offers()) > 0
         True
     """
-    return _offers(read_own_table("vm_prices.csv", _PRICES))
+    return assemble(read_own_table(OWN_TABLE, _PRICES), OWN_TABLE).offers
 
 
 def read_offers(path: str | os.PathLike) -> tuple[Offer, ...]:
@@ -102,47 +139,121 @@ def read_offers(path: str | os.PathLike) -> tuple[Offer, ...]:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        ValueError: a column is missing, a cell is invalid, or no VM has known GPUs.
+        ValueError: a column is missing or unknown, a cell is invalid, or no VM has known GPUs.
 
     Example:
 
         offers = kdist.planner.read_offers("prices.csv")
     """
-    offers = _offers(read_table(path, _PRICES))
-    if not offers:
+    return read_prices(path).offers
+
+
+def read_prices(path: str | os.PathLike) -> PriceTable:
+    """Returns `read_offers(path)`, and which VMs of the table are left out."""
+    found = assemble(read_table(path, _PRICES, strict=True), os.fspath(path))
+    if not found.offers:
         raise ValueError(
             f"{os.fspath(path)} has no VM with GPUs; give one the kind vm+gpu and its GPUs in the "
             "name, such as 'my-server (4x V100)'"
         )
-    return offers
+    return found
 
 
-def _offers(rows) -> tuple[Offer, ...]:
+def write_offers(offers: Iterable[Offer], path: str | os.PathLike) -> None:
+    """Writes a table of prices that `read_offers` reads.
+
+    Args:
+        offers: VMs with GPUs.
+        path: path of the CSV file, which is replaced.
+
+    Raises:
+        OSError: the file cannot be written.
+
+    Example:
+
+        kdist.planner.write_offers(found.offers, "prices.csv")
+    """
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(_PRICES)
+        for each in offers:
+            prices = [
+                None if usd is None else round(usd, 6)
+                for usd in (each.usd_per_hour, each.spot_usd_per_hour)
+            ]
+            machine = each.machine.cpu_cores, None  # the host's memory decides nothing
+            row = (each.cloud, each.name, "vm+gpu", each.region, *prices, *machine)
+            writer.writerow((*row, each.source, each.as_of))
+
+
+def prices_text(offers: Iterable[Offer]) -> str:
+    """Returns one date of the prices of all offers, the oldest, and their source, in a sentence.
+
+    Offers of the user's own machines have no date; without other offers the text is empty.
+    """
+    dated = [offer for offer in offers if offer.as_of]
+    if not dated:
+        return ""
+    oldest = min(_date(offer.as_of) for offer in dated)
+    later = " or later" if len({offer.as_of for offer in dated}) > 1 else ""
+    tables, sources = ({getattr(each, of) for each in dated} for of in ("table", "source"))
+    where = [", ".join(sorted(tables - {""}))] if tables - {""} else []
+    where.append(sources.pop() if len(sources) == 1 else "sources are in its rows")
+    if OWN_TABLE in tables:
+        where.append("kdist plan --update_prices writes current ones")
+    return f"Prices of {oldest}{later}: {'; '.join(where)}."
+
+
+def _date(text):
+    """Returns the first date in a text, such as "2026-11-25", "2026-03", or "2022"."""
+    if day := re.search(r"20\d\d-\d\d-\d\d", text):
+        return day[0]
+    year = re.search(r"20\d\d", text)
+    month = re.match(rf"({'|'.join(_MONTHS)})\w* 20", text, re.I)
+    number = f"-{_MONTHS.index(month[1].lower()) + 1:02}" if month else ""
+    return f"{year[0]}{number}" if year else text
+
+
+def assemble(rows: Sequence[dict], table: str = "", servers: bool = True) -> PriceTable:
+    """Returns the VMs with GPUs of rows of a table: of each name the cheapest.
+
+    With `servers`, GPUs that no cloud of `vm_gpus.csv` has are assumed to be in PCIe slots.
+    """
     gpus = {(row["cloud"], row["gpu"]): row for row in read_own_table("vm_gpus.csv", _GPUS)}
     added = {
         (row["cloud"], row["item"]): row for row in rows if row["kind"].startswith("gpu add-on")
     }
     offers: list[Offer] = []
+    left_out = []
+    assembled = {"vm+gpu": functools.partial(_whole, servers=servers)}
     for row in rows:
-        if row["kind"] == "vm+gpu":
-            offers += _whole(row, gpus)
-        elif row["kind"].startswith("vm host part"):
-            offers += _host_part(row, gpus, added)
-        elif row["kind"] == "vm" and _ACCEPTS_GPUS.match(row["item"]):
+        if row["kind"] == "vm" and _ACCEPTS_GPUS.match(row["item"]):
             offers += _with_added(row, gpus, added)
-    cheapest = {}
+        elif row["kind"] == "vm+gpu" or row["kind"].startswith("vm host part"):
+            found = list(assembled.get(row["kind"], _host_part)(row, gpus, added))
+            offers += found
+            if not found:
+                left_out.append(f"{row['cloud']} {row['item']}")
+    offers = [dataclasses.replace(offer, table=table) for offer in offers]
+    return PriceTable(cheapest(offers), tuple(dict.fromkeys(left_out)))
+
+
+def cheapest(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+    """Returns the cheapest offer of each cloud and name, the most expensive first."""
+    found = {}
     for offer in sorted(offers, key=lambda offer: -offer.usd_per_hour):
-        cheapest[offer.cloud, offer.name] = offer
-    return tuple(cheapest.values())
+        found[offer.cloud, offer.name] = offer
+    return tuple(found.values())
 
 
-def _whole(row, gpus) -> Iterator[Offer]:
+def _whole(row, gpus, added, servers) -> Iterator[Offer]:
     """Yields the offer of a VM whose price includes its GPUs."""
     found = _WITH_GPUS.search(row["item"]) or _LAMBDA_NAME.match(row["item"])
     if not found:
         return
     count, kind = int(found[1]), found[2]
-    known = gpus.get((row["cloud"], kind)) or _in_any_cloud(gpus, kind) or _in_a_server(kind)
+    known = gpus.get((row["cloud"], kind)) or _in_any_cloud(gpus, kind)
+    known = known or (_in_a_server(kind) if servers else None)
     if known:
         yield _offer(row, row["item"].partition(",")[0], count, known, ())
 
@@ -162,12 +273,14 @@ def _in_a_server(kind):
 
 def _host_part(row, gpus, added) -> Iterator[Offer]:
     """Yields the offer of a VM whose GPUs cost extra: "a2-highgpu-4g (host only)" and four A100."""
-    name = row["item"].partition(" ")[0]
-    kind = "A100-40GB" if name.startswith("a2-highgpu") else None
-    if (row["cloud"], kind) in added:
-        count = int(name.removesuffix("g").rpartition("-")[2])
+    found = _HOST_PART.match(row["item"])
+    if not found:
+        return
+    kind, count = _GPU_OF_HOST.get(found[1], "A100-40GB"), int(found[2])
+    known = gpus.get((row["cloud"], kind))
+    if known and (row["cloud"], kind) in added and count in known["counts"]:
         parts = [added[row["cloud"], kind]] * count
-        yield _offer(row, f"{name} ({count}x {kind})", count, gpus[row["cloud"], kind], parts)
+        yield _offer(row, f"{found[0]} ({count}x {kind})", count, known, parts)
 
 
 def _with_added(row, gpus, added) -> Iterator[Offer]:
@@ -193,13 +306,18 @@ def _offer(row, name, count, known, parts: Sequence[dict]) -> Offer:
         spot_usd_per_hour=None if None in spot else sum(spot),
         as_of=oldest["as_of"],
         source=row["source"],
+        region=row["region"],
     )
 
 
 def _machine(row, name, count, known) -> Machine:
     vcpus, network = row["vcpus"], known["network_gbit_s"]
-    if row["item"].startswith(_BY_VCPUS):
-        network = min(network, max(_MIN_GBIT_S, _GBIT_S_PER_VCPU * vcpus))
+    if not row["item"].startswith(_BY_VCPUS):
+        # A smaller VM of a kind has a part of the network of the largest.
+        part = count / max(known.get("counts", (count,)))
+        network = min(network, max(_MIN_GBIT_S, network * part))
+    else:
+        network = min(network, max(_MIN_GBIT_S, _GBIT_S_PER_VCPU * (vcpus or 0)))
     return Machine(
         name=f"{row['cloud']} {name}",
         gpu=known["table_gpu"],

@@ -2,8 +2,8 @@
 
 read_table("machines.csv", {"machine": text, "gpus_per_node": count, "node_gbit_s": maybe(number)})
 
-A row is a dict of the requested columns; other columns are ignored. An error message lists all
-invalid cells with their lines.
+A row is a dict of the requested columns; other columns are ignored, or rejected on request. An
+error message lists all invalid cells with their lines.
 """
 
 import csv
@@ -33,6 +33,14 @@ def number(cell: str) -> float:
     return value
 
 
+def price(cell: str) -> float:
+    """Returns a number of at least 0."""
+    value = _parse(float, text(cell), "a number")
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"is {cell}, but must be a number of at least 0")
+    return value
+
+
 def count(cell: str) -> int:
     """Returns an integer of at least 1."""
     value = _parse(int, text(cell), "an integer")
@@ -53,11 +61,13 @@ def check_above_zero(constants: Any) -> None:
             raise ValueError(f"the constant {name} must be a number above 0, not {value}")
 
 
-def read_table(path: str | os.PathLike, columns: Mapping[str, Reader]) -> list[dict[str, Any]]:
+def read_table(
+    path: str | os.PathLike, columns: Mapping[str, Reader], strict: bool = False
+) -> list[dict[str, Any]]:
     """Returns the rows of a CSV file with a header.
 
     `columns` maps each required column to the reader of its cells: `text`, `number`, `count`, or
-    one of them in `maybe`.
+    one of them in `maybe`. With `strict`, other columns and cells beyond the header are invalid.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -68,7 +78,7 @@ def read_table(path: str | os.PathLike, columns: Mapping[str, Reader]) -> list[d
         content = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text, but must be a CSV table: {error}") from None
-    return _read(content, os.fspath(path), columns)
+    return _read(content, os.fspath(path), columns, strict)
 
 
 def read_own_table(name: str, columns: Mapping[str, Reader]) -> list[dict[str, Any]]:
@@ -77,7 +87,7 @@ def read_own_table(name: str, columns: Mapping[str, Reader]) -> list[dict[str, A
     return _read(content, name, columns)
 
 
-def _read(content, source, columns):
+def _read(content, source, columns, strict=False):
     reader = csv.DictReader(content.splitlines())
     named = reader.fieldnames or []
     missing = [name for name in columns if name not in named]
@@ -87,8 +97,12 @@ def _read(content, source, columns):
             f"{', '.join(named) or 'none'}. Required are {', '.join(columns)}"
         )
     rows, wrong = [], []
+    if strict and (unknown := [repr(name) for name in named if name not in columns]):
+        wrong.append(f"line 1: {', '.join(unknown)} is unknown; known are {', '.join(columns)}")
     for cells in reader:
         row = {}
+        if strict and None in cells:
+            wrong.append(f"line {reader.line_num}: has more cells than the header")
         for name, read in columns.items():
             try:
                 row[name] = read((cells[name] or "").strip())

@@ -41,6 +41,8 @@ class LayerWork:
         spatial: Whether its outputs have the extent of an image, so that everything but the
             parameters grows with the image's area.
         kernel_bytes: Buffers of the CPU's kernel for its filters' gradient, for any batch.
+        crossing_bytes: Bytes that layers up to this one produce in the forward pass and later ones
+            read: what a pipeline cut after this layer sends. `None` where a model cannot be cut.
     """
 
     name: str
@@ -53,6 +55,7 @@ class LayerWork:
     moved_bytes: float
     spatial: bool
     kernel_bytes: float = 0.0
+    crossing_bytes: float | None = None
 
     def at_area(self, ratio: float) -> "LayerWork":
         """Returns the same layer on images of `ratio` times the area."""
@@ -64,6 +67,7 @@ class LayerWork:
             backward_flops=self.backward_flops * ratio,
             kept_bytes=self.kept_bytes * ratio,
             moved_bytes=self.moved_bytes * ratio,
+            crossing_bytes=None if self.crossing_bytes is None else self.crossing_bytes * ratio,
         )
 
 

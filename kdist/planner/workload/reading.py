@@ -9,6 +9,7 @@ as constants. If two examples stay below that and three do not, three and four a
 """
 
 import collections
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from kdist.planner.workload import operations
 from kdist.planner.workload.layers import LayerWork, Workload
-from kdist.planner.workload.tracing import TracedStep, layer_path, sublayers
+from kdist.planner.workload.tracing import TracedStep, base_tensor, layer_path, sublayers
 
 # Buffers of oneDNN's kernel for filters of any size, in gradients of the filter, see _kernel_bytes.
 _FILTER_BUFFERS = 2 * 4
@@ -54,7 +55,7 @@ def read_workload(model: keras.Model, input_shape: Sequence[int] | None = None) 
     return Workload(
         name=model.name,
         input_shape=reading.input_shapes[0],
-        layers=tuple(reading.work_of(name) for name in reading.names()),
+        layers=reading.layers(),
         input_bytes=float(reading.input_bytes),
         peaks=reading.peaks(),
         peaks_applied=reading.peaks(gradients_stay=False),
@@ -120,8 +121,42 @@ class _Reading:
         ordered = [*self.step.layers(), *self._weights, ""]
         return [name for name in dict.fromkeys(ordered) if name in known]
 
-    def work_of(self, name):
-        """Returns the `LayerWork` of one layer."""
+    def layers(self):
+        """Returns the `LayerWork` of all layers, in the order of the forward pass."""
+        return tuple(
+            dataclasses.replace(self._work_of(name), crossing_bytes=crossing)
+            for name, crossing in zip(self.names(), self._crossing_bytes(), strict=True)
+        )
+
+    def _crossing_bytes(self):
+        """Returns the bytes per example that cross the cut after each layer, going forward.
+
+        None marks a cut that a tensor crosses backward, as where a layer is called again.
+        Operations outside of any layer are where the last of their inputs is.
+        """
+        names = self.names()
+        number_of = {name: number for number, name in enumerate(names) if name}
+        where: dict = {}  # operation -> number of its layer
+        furthest: dict = {}  # tensor -> number of the last layer that reads it
+        crossing: list[float | None] = [0.0] * len(names)
+        for op in self.step.needed:
+            if not self.step.is_forward(op) or op.type in operations.INPUTS:
+                continue
+            bases = [base_tensor(tensor) for tensor in op.inputs]
+            bases = [tensor for tensor in bases if tensor.op in where]
+            before = max((where[tensor.op] for tensor in bases), default=0)
+            where[op] = number_of.get(self.step.layer(op), before)
+            for tensor in bases:
+                furthest[tensor.ref()] = max(furthest.get(tensor.ref(), 0), where[op])
+            if before > where[op]:
+                crossing[where[op] : before] = [None] * (before - where[op])
+        for tensor, end in furthest.items():
+            for cut in range(where[tensor.deref().op], end):
+                if crossing[cut] is not None:
+                    crossing[cut] += float(self._sizes[tensor][0])
+        return crossing
+
+    def _work_of(self, name):
         own = self._operations.get(name, [])
         by_family: collections.Counter[str] = collections.Counter()
         for op in own:

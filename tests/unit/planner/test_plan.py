@@ -9,6 +9,7 @@ import pytest
 import kdist
 from kdist.planner import Plan, make_measurement
 from kdist.planner.measurements import Measurements
+from kdist.planner.plans import train_command
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,17 @@ def test_plan_holds_a_split_layout(planned, tmp_path):
     assert plan.batch == kdist.Batch(8, 2, 2)
     with pytest.raises(ValueError, match="splits the model"):
         _ = plan.setup
+
+
+def test_command_of_a_plan(planned):
+    plan = dataclasses.replace(planned.best, model="my net", epochs=1234567.0, jit_compile=True)
+    layout = kdist.Layout(data=4, machines=2, accumulate=2)
+    plan = dataclasses.replace(plan, layout=layout, local_batch=8)
+    assert train_command(plan) == (
+        "kdist train --model='my net' --strategy=multi_worker --num_devices=2 --local_batch_size=8 "
+        "--accumulate=2 --epochs=1234567 --precision=float32 --optimizer=momentum "
+        "--jit_compile=true"
+    )
 
 
 def test_measured_rate_is_compared_with_the_prediction(planned):
