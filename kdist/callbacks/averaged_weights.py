@@ -8,10 +8,9 @@ class AveragedWeights(keras.callbacks.SwapEMAWeights):
     """Swaps in the moving averages of an optimizer with `use_ema` for validation and files.
 
     It is `keras.callbacks.SwapEMAWeights(swap_on_epoch=True)` with three differences. The swap is
-    exact, where Keras adds and subtracts, which rounds, so a resumed run is bit-equal. Weights that
-    are not trainable stay as they are. If another callback ends the training, such as
-    EarlyStopping, the model has the averages, too. Place this callback after that one, and before
-    those that write files.
+    exact, whereas Keras adds and subtracts, which rounds. Weights that are not trainable stay as
+    they are. If another callback ends the training, such as EarlyStopping, the model has the
+    averages, too. Place this callback after that one, and before those that write files.
 
     Example:
 

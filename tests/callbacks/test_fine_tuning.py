@@ -30,13 +30,17 @@ class InterruptValidation(Interrupt):
 
 
 class Note(keras.callbacks.Callback):
-    """Notes the weights after each epoch."""
+    """Notes the weights after each epoch; other callbacks keep the clock of the first one."""
 
     def __init__(self):
         super().__init__()
         self.epochs = {}
 
+    def on_train_begin(self, logs=None):
+        self._clock = self.model.training_state.clock
+
     def on_epoch_end(self, epoch, logs=None):
+        assert self.model.training_state.clock is self._clock
         self.epochs[epoch] = {weight.path: weight.numpy() for weight in self.model.weights}
 
 

@@ -71,12 +71,17 @@ def train(tmp_path):
 
 def test_a_model_with_logits_is_a_classifier_that_is_exported(train, tmp_path):
     models = tmp_path / "models" / "mine"
-    flags = ["--model_args=width=32", "--epochs=5", "--optimizer=adam", "--learning_rate=0.01"]
-    process = train("logits", *flags, f"--export={models}")
+    flags = ["--model_args=width=32", "--epochs=6", "--optimizer=adam", "--learning_rate=0.01"]
+    flags += ["--freeze=dense", "--unfreeze_after_epochs=1", "--ema=0.5", "--clip_norm=1"]
+    process = train("logits", *flags, "--save_best", "--early_stopping=5", f"--export={models}")
     assert process.returncode == 0, process.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["test_accuracy"] > 0.6  # chance is 0.1
     assert summary["parameters"] == 65 * 32 + 33 * 10
+    best = tmp_path / "run" / "best.keras"
+    assert f"best model: {best}, of epoch {summary['best_epoch']}" in process.stdout
+    assert summary["best_loss"] <= summary["test_loss"]
+    assert keras.saving.load_model(best).count_params() == summary["parameters"]
     assert f"kdist serve --model_dir={models}" in process.stdout
     assert (models / "1" / "saved_model.pb").exists()
 
