@@ -43,7 +43,7 @@ from kdist.commands.training_run.applications import application
 from kdist.commands.training_run.compiled_model import MODELS
 from kdist.planner import measurements
 from kdist.planner.calibration import Calibration, calibrated_step_seconds
-from kdist.planner.selection.constraints import DEFAULT_STRATEGIES, Rejection
+from kdist.planner.selection.constraints import DEFAULT_STRATEGIES, price_rejections
 from kdist.planner.tables import catalog, prices
 from kdist.run_directory import RunDirectory
 
@@ -247,7 +247,7 @@ def plan():
         **limits(),
     )
     if table:
-        left_out = machines_without_price(table)
+        left_out = price_rejections(table, FLAGS.prices)
         planned = dataclasses.replace(planned, rejected=(*planned.rejected, *left_out))
     print(planned.text(FLAGS.top))
     if hint := how_to_run(planned.best):
@@ -316,20 +316,6 @@ def offers(table):
     )
 
 
-def machines_without_price(table):
-    """Returns what a table of prices leaves out: known machines, and VMs with other GPUs."""
-    absent = [each.machine.name for each in planner.known_offers()]
-    absent = list(filter(table.lacks, absent))
-    return [
-        Rejection("prices", len(names), f"{reason}, such as {names[0]}")
-        for names, reason in (
-            (absent, f"{FLAGS.prices} has no price of these machines of {prices.OWN_TABLE}"),
-            (table.left_out, f"no data about the GPUs of these VMs of {FLAGS.prices}"),
-        )
-        if names
-    ]
-
-
 def update_prices():
     """Writes the prices of SkyPilot's catalog to --update_prices."""
     found = planner.read_catalog(FLAGS.catalog)
@@ -371,7 +357,7 @@ def planned_run(run):
             "kdist train --plan=plan.json --run_dir=…"
         ) from None
     plan = planner.Plan.from_dict(plan, run.summary)
-    if replicas != plan.layout.devices or not all("GPU" in name for name in devices):
+    if replicas != plan.layout.data or not all("GPU" in name for name in devices):
         raise ValueError(
             f"{run.path} was planned for {plan.layout.devices} × {plan.machine.gpu} and ran "
             f"on {', '.join(devices)}, so it does not measure the plan"

@@ -5,6 +5,7 @@ import dataclasses
 import math
 
 from kdist.planner.plans import dollars, duration
+from kdist.planner.tables.prices import OWN_TABLE, PriceTable, known_offers
 
 STRATEGIES = ("one_device", "mirrored", "multi_worker", "split", "local_sgd", "parameter_server")
 DEFAULT_STRATEGIES = ("one_device", "mirrored", "multi_worker", "split")
@@ -83,7 +84,7 @@ class Rejection:
     """Candidates that one constraint excludes.
 
     Attributes:
-        limit: `"memory"`, `"max_usd"`, or `"max_hours"`.
+        limit: `"memory"`, `"max_usd"`, `"max_hours"`, or `"prices"`.
         count: Number of candidates.
         reason: Reason for the candidate that is closest to the limit, with what to change.
     """
@@ -91,6 +92,20 @@ class Rejection:
     limit: str
     count: int
     reason: str
+
+
+def price_rejections(table: PriceTable, path: str) -> list[Rejection]:
+    """Returns what a user's table of prices leaves out: known machines, and VMs with other GPUs."""
+    known = (offer.machine.name for offer in known_offers())
+    absent = [name for name in known if table.lacks(name)]
+    return [
+        Rejection("prices", len(names), f"{reason}, such as {names[0]}")
+        for names, reason in (
+            (absent, f"{path} has no price of these machines of {OWN_TABLE}"),
+            (table.left_out, f"no data about the GPUs of these VMs of {path}"),
+        )
+        if names
+    ]
 
 
 # Limits on the whole run: the value of a candidate, and how it is written.

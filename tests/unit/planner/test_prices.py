@@ -4,8 +4,15 @@ import os
 
 import pytest
 
+from kdist.planner.selection.constraints import price_rejections
 from kdist.planner.tables.catalog import read_catalog
-from kdist.planner.tables.prices import known_offers, prices_text, read_offers, write_offers
+from kdist.planner.tables.prices import (
+    known_offers,
+    prices_text,
+    read_offers,
+    read_prices,
+    write_offers,
+)
 
 HEAD = (
     "cloud,item,kind,region,usd_per_hour_on_demand,usd_per_hour_spot,vcpus,memory_gb,source,as_of\n"
@@ -101,6 +108,17 @@ def test_one_date_and_the_source_of_prices(tmp_path):
     path.write_text(HEAD + "gcp,mine (4x V100),vm+gpu,here,3,,16,,my own,Mar 2026\n")
     assert prices_text(read_offers(path)) == f"Prices of 2026-03: {path}; my own."
     assert prices_text([]) == ""
+
+
+def test_machines_without_a_price_are_counted(tmp_path):
+    path = tmp_path / "prices.csv"
+    rows = ("aws,p3.16xlarge (8x V100)", "gcp,mine (4x V100)", "gcp,other (4x Voodoo)")
+    path.write_text(HEAD + "".join(f"{row},vm+gpu,here,3,,16,,my own,2026\n" for row in rows))
+    absent, unknown = price_rejections(read_prices(path), "prices.csv")
+    assert absent.count == len(known_offers()) - 1
+    assert "prices.csv has no price of these machines of vm_prices.csv" in absent.reason
+    assert (unknown.limit, unknown.count) == ("prices", 1)
+    assert "gcp other (4x Voodoo)" in unknown.reason
 
 
 CATALOG = {
