@@ -165,7 +165,7 @@ def load_weights(model, path):
             f"--weights={path}: the model of {FLAGS.model} is not built, so nothing can be loaded "
             "into it; build it in the function, or load the weights there"
         )
-    layers = {path: own for path, own in _own_weights(model).items() if own[1]}
+    layers = {place: own for place, own in _own_weights(model).items() if own[1]}
     loaded, errors = set(), []
     for layer, _ in layers.values():
         layer.load_own_variables = _noting(layer, loaded, errors)
@@ -176,7 +176,7 @@ def load_weights(model, path):
     finally:
         for layer, _ in layers.values():
             del layer.load_own_variables
-    new = [path for path, (layer, _) in layers.items() if id(layer) not in loaded]
+    new = [place for place, (layer, _) in layers.items() if id(layer) not in loaded]
     if len(new) == len(layers):
         raise ValueError(
             f"--weights={path} fits no layer of {FLAGS.model} ({next(iter(errors), 'no weights')})"
@@ -184,12 +184,13 @@ def load_weights(model, path):
             "--model_args"
         )
     counts = {
-        path: sum(math.prod(weight.shape) for weight in own[1]) for path, own in layers.items()
+        place: sum(math.prod(weight.shape) for weight in weights)
+        for place, (_, weights) in layers.items()
     }
-    missing = sum(counts[path] for path in new)
+    total = sum(counts.values())
     return (
         f"{len(layers) - len(new)} of {len(layers)} layers start from {path} "
-        f"({sum(counts.values()) - missing:,} of {sum(counts.values()):,} weights)"
+        f"({total - sum(counts[place] for place in new):,} of {total:,} weights)"
         + (f"; new: {_listed(new)}" if new else "")
     )
 

@@ -9,7 +9,7 @@ import sys
 from absl import flags
 
 import kdist
-from kdist.commands.training_run.recording import FIXED_FLAGS
+from kdist.commands.training_run.recording import FIXED_FLAGS, best_model
 from kdist.commands.training_run.summary import run_config
 from kdist.run_directory import RUN_DIR, RUNS, FileLock, RunDirectory
 
@@ -56,10 +56,12 @@ def says_how_to_continue(run):
 def print_next_steps(run):
     """Prints three commands to try after a training."""
     name = FLAGS.model.rpartition(":")[2].rpartition(".")[2]
-    model = run.best if FLAGS.save_best and run.best.exists() else run.path
     commands = [
         (command("report", run.path, "OTHER_RUN"), "compare it with another run"),
-        (command("export", model, f"--output=models/{name}"), "for kdist serve"),
+        (
+            command("export", best_model(run) or run.path, f"--output=models/{name}"),
+            "for kdist serve",
+        ),
     ]
     if FLAGS.model == "resnet18":
         commands.append((command("plan", "--model=resnet18", "--examples=60000"), "rent GPUs"))

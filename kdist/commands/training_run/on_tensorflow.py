@@ -19,7 +19,12 @@ from kdist.commands.training_run.next_steps import (
     print_start,
     says_how_to_continue,
 )
-from kdist.commands.training_run.recording import check_directory, run_directory, start_recording
+from kdist.commands.training_run.recording import (
+    best_model,
+    check_directory,
+    run_directory,
+    start_recording,
+)
 from kdist.commands.training_run.summary import cost, print_summary, run_config
 from kdist.run_directory import checkpoint_step
 from kdist.strategy_spec import resolve
@@ -118,11 +123,12 @@ def test_results_of(logs):
 
 def best_results(run, history):
     """Returns epoch and loss of the model of --save_best, and prints them; empty without one."""
-    if not (FLAGS.save_best and run.best.exists()):
+    path = best_model(run)
+    if path is None:
         return {}
     loss = min(value for value in history["val_loss"] if not math.isnan(value))
     epoch = history["val_loss"].index(loss) + 1
-    print(f"best model: {run.best}, of epoch {epoch}, with a test loss of {loss:.4f}")
+    print(f"best model: {path}, of epoch {epoch}, with a test loss of {loss:.4f}")
     return {"best_epoch": epoch, "best_loss": loss}
 
 
@@ -130,11 +136,12 @@ def model_to_export(model, run):
     """Returns the trained model, with the weights of --save_best if there are some."""
     import keras
 
-    if not (FLAGS.save_best and run.best.exists()):
+    path = best_model(run)
+    if path is None:
         return model
     if FLAGS.layout:  # the file holds the merged model
-        return keras.saving.load_model(run.best, compile=False)
-    model.load_weights(run.best)
+        return keras.saving.load_model(path, compile=False)
+    model.load_weights(path)
     return model
 
 

@@ -156,6 +156,11 @@ def tuning_callbacks(run, model, is_chief):
     return callbacks
 
 
+def best_model(run):
+    """Returns the file of --save_best in a run directory, or None."""
+    return run.best if FLAGS.save_best and run.best.exists() else None
+
+
 def samples(test):
     """Returns the `Samples` of --wandb_samples, or None."""
     if not FLAGS.wandb_samples:

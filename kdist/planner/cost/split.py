@@ -183,7 +183,8 @@ def activation_share(workload: Workload, precision: str) -> float:
 
 def _stage_ends(layers, stages):
     """Returns the end of each stage, or None if there are too few places to cut."""
-    until = list(itertools.accumulate(map(_seconds, layers)))
+    gpu = find_gpu("V100")  # only the proportions of the times matter
+    until = list(itertools.accumulate(_seconds(layer, gpu) for layer in layers))
     blocks: dict[int, int] = {}  # number of a block of equal time -> place of the best cut in it
     for place, layer in enumerate(layers[:-1], 1):
         if layer.crossing_bytes is not None:
@@ -284,8 +285,7 @@ def _gathered_bytes(workload, number, degree):
     return min(moved, layer.moved_bytes) * others
 
 
-def _seconds(layer):
-    """Returns the seconds of a layer for one example on a V100; only the proportions matter."""
-    gpu = find_gpu("V100")
+def _seconds(layer, gpu):
+    """Returns the seconds of a layer for one example on a GPU."""
     flops = layer.forward_flops + layer.backward_flops
     return flops / (gpu.float32_tflops * 1e12) + layer.moved_bytes / (gpu.bandwidth_gb_s * 1e9)

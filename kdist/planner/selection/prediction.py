@@ -256,14 +256,13 @@ class Predictor:
 
     def memory(self, layout: Layout, local_batch: int) -> Memory:
         """Returns the peak memory of one device; of a split model that of the fullest."""
-        key: tuple = (local_batch, layout.accumulate, layout.devices > 1, layout.asynchronous)
         if layout.group_size > 1:
-            key = layout, local_batch
-        if key in self._memories:
+            key: tuple = layout, local_batch
+            if key not in self._memories:
+                _, self._memories[key] = self.fullest_part(layout, local_batch)
             return self._memories[key]
-        if layout.group_size > 1:
-            _, self._memories[key] = self.fullest_part(layout, local_batch)
-        else:
+        key = local_batch, layout.accumulate, layout.devices > 1, layout.asynchronous
+        if key not in self._memories:
             self._memories[key] = estimate_memory(
                 self.job.workload,
                 local_batch,
