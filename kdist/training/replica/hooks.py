@@ -112,6 +112,8 @@ def hooks():
         *((DistributedVariable, name, _assign_raw) for name in _ASSIGNMENTS),
         (tf.GradientTape, "gradient", _tape_gradient),
         (tf.nn, "compute_average_loss", _average_loss),
+        (tf.nn, "ctc_loss", _ctc_loss),
+        (tf.compat.v1.nn, "ctc_loss", _ctc_loss),
         (tf.nn, "scale_regularization_loss", _regularization_loss),
         (BaseOptimizer, "scale_loss", _scale_loss),
         (BaseOptimizer, "apply", _apply),
@@ -265,6 +267,13 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         sample_weight = number * step.batch_fraction(metric.dtype)
     with step.with_keras_metrics():
         return keras_function(metric, values, sample_weight)
+
+
+def _ctc_loss(step, function, labels, *args, **options):
+    """Records that each value of a CTC loss follows from one row, which its loops do not show."""
+    loss = function(labels, *args, **options)
+    logits = [options.get("logits"), options.get("inputs"), *args]
+    return step.note_value_of_each_row(next(x for x in logits if x is not None), loss)
 
 
 # Layers.
