@@ -152,16 +152,17 @@ def redundancy(model, x, y):
     return tf.reduce_sum(tf.square(correlation - tf.eye(3, dtype=x.dtype)))
 
 
+def ignored_class(model, x, y):
+    """Divides by the mean of a mask, after operations that hide that rows stay in their places."""
+    logits = model(tf.transpose(tf.transpose(x))) * x
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+    return loss(tf.cast(y[:, 0] > 0, tf.int32), logits, x[:, 0] ** 2)
+
+
 # Losses that compare rows of the batch with each other, or with what all of them have in common.
 ACROSS = {
     "balanced": balanced,
     "from mean": from_mean,
-    "mean in each row": from_repeated_mean(lambda mean, n: tf.broadcast_to(mean, [n, 1])),
-    "tiled mean": from_repeated_mean(lambda mean, n: tf.tile(mean, [n, 1])),
-    "repeated mean": from_repeated_mean(lambda mean, n: keras.ops.repeat(mean, n, 0)),
-    "filled with a mean": lambda m, x, y: tf.reduce_mean(
-        tf.fill(tf.shape(y), tf.reduce_mean(m(x))) * squares(m, x, y)
-    ),
     "contrastive": contrastive,
     "all views": all_views,
     "triplets": triplets,
@@ -210,6 +211,14 @@ FUNCTIONS = {
     "correlation": correlation,
     "of Keras's loss": lambda m, x, y: keras.ops.sqrt(keras.losses.MeanSquaredError()(y, m(x))),
     "a list with a mask": lambda m, x, y: [mean_over_mask(m, x, y), tf.reduce_sum(tf.abs(m(x)))],
+    "mean in each row": from_repeated_mean(lambda mean, n: tf.broadcast_to(mean, [n, 1])),
+    "tiled mean": from_repeated_mean(lambda mean, n: tf.tile(mean, [n, 1])),
+    "repeated mean": from_repeated_mean(lambda mean, n: keras.ops.repeat(mean, n, 0)),
+    "filled with a mean": lambda m, x, y: tf.reduce_mean(
+        tf.fill(tf.shape(y), tf.reduce_mean(m(x))) * squares(m, x, y)
+    ),
+    "an ignored class": ignored_class,
+    "Keras's hinge": lambda m, x, y: keras.losses.Hinge()(tf.cast(y > 0, y.dtype), m(x)),
 }
 
 LOSSES = {

@@ -548,7 +548,8 @@ def _mixes_rows(tensor, kind, inputs):
         return True
     is_with_rows = any(i.axis is not None for i in inputs)
     if kind in ("Case", "If", "StatelessCase", "StatelessIf"):
-        return is_with_rows and inputs[0].is_over_rows
+        is_check = tensor.op.inputs[0].op.type in ("All", "Any")  # such as of the labels of hinge
+        return is_with_rows and inputs[0].is_over_rows and not is_check
     if kind in _OF_MATRICES:
         return any(
             i.axis == _SOME_AXIS or i.axis >= operand.shape.rank - 2

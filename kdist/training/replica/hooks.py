@@ -225,7 +225,9 @@ def _reduced(
         return tf.zeros([], loss.dtype)  # all rows are padding: Keras does not reduce it eagerly
     values = tf.convert_to_tensor(values)
     has_rows = bool(values.shape.rank) and (mask is not None or step.has_rows(values))
-    if not loss.shape.rank and (not has_rows or step.mixes_rows(loss)):
+    # Not of the loss: Keras divides a mask by its mean.
+    mixes_rows = any(map(step.mixes_rows, (values, sample_weight, mask)))
+    if not loss.shape.rank and (not has_rows or mixes_rows):
         return step.as_mean(loss)  # not a mean over rows, each of which has its own value
     if loss.shape.rank:
         return loss  # not reduced
