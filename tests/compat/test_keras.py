@@ -48,6 +48,26 @@ def test_optimizer_state(name):
 
 PARAMETERS_OF_HOOKED = {
     "gradient": ["self", "target", "sources", "output_gradients", "unconnected_gradients"],
+    f"{tf.nn.__name__}.ctc_loss": [
+        "labels",
+        "logits",
+        "label_length",
+        "logit_length",
+        "logits_time_major",
+        "unique",
+        "blank_index",
+        "name",
+    ],
+    f"{tf.compat.v1.nn.__name__}.ctc_loss": [
+        "labels",
+        "inputs",
+        "sequence_length",
+        "preprocess_collapse_repeated",
+        "ctc_merge_repeated",
+        "ignore_longer_outputs_than_inputs",
+        "time_major",
+        "logits",
+    ],
     "compute_average_loss": ["per_example_loss", "sample_weight", "global_batch_size"],
     "scale_regularization_loss": ["regularization_loss"],
     "scale_loss_for_distribution": ["value"],

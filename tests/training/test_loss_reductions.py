@@ -102,6 +102,17 @@ def from_mean(model, x, y):
     return tf.reduce_mean((outputs - tf.reduce_mean(outputs)) * y)
 
 
+def from_repeated_mean(repeat):
+    """Returns the loss of `from_mean`, which repeats the mean for each row."""
+
+    def loss(model, x, y):
+        outputs = model(x)
+        mean = tf.reduce_mean(outputs, 0, keepdims=True)
+        return tf.reduce_mean((outputs - repeat(mean, tf.shape(x)[0])) * y)
+
+    return loss
+
+
 def contrastive(model, x, y):
     """Returns the loss of SimCLR: each row has to be found among all others of the other view."""
     one, other = (tf.math.l2_normalize(model(view) * view, axis=1) for view in (x, x + 0.1))
@@ -139,6 +150,13 @@ def redundancy(model, x, y):
     outputs = (outputs - tf.reduce_mean(outputs, 0)) / tf.math.reduce_std(outputs, 0)
     correlation = tf.matmul(outputs, outputs, transpose_a=True) / rows_of(x)
     return tf.reduce_sum(tf.square(correlation - tf.eye(3, dtype=x.dtype)))
+
+
+def ignored_class(model, x, y):
+    """Divides by the mean of a mask, after operations that hide that rows stay in their places."""
+    logits = model(tf.transpose(tf.transpose(x))) * x
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+    return loss(tf.cast(y[:, 0] > 0, tf.int32), logits, x[:, 0] ** 2)
 
 
 # Losses that compare rows of the batch with each other, or with what all of them have in common.
@@ -193,6 +211,14 @@ FUNCTIONS = {
     "correlation": correlation,
     "of Keras's loss": lambda m, x, y: keras.ops.sqrt(keras.losses.MeanSquaredError()(y, m(x))),
     "a list with a mask": lambda m, x, y: [mean_over_mask(m, x, y), tf.reduce_sum(tf.abs(m(x)))],
+    "mean in each row": from_repeated_mean(lambda mean, n: tf.broadcast_to(mean, [n, 1])),
+    "tiled mean": from_repeated_mean(lambda mean, n: tf.tile(mean, [n, 1])),
+    "repeated mean": from_repeated_mean(lambda mean, n: keras.ops.repeat(mean, n, 0)),
+    "filled with a mean": lambda m, x, y: tf.reduce_mean(
+        tf.fill(tf.shape(y), tf.reduce_mean(m(x))) * squares(m, x, y)
+    ),
+    "an ignored class": ignored_class,
+    "Keras's hinge": lambda m, x, y: keras.losses.Hinge()(tf.cast(y > 0, y.dtype), m(x)),
 }
 
 LOSSES = {
@@ -307,6 +333,29 @@ def in_turn(layouts):
 OFTEN = in_turn(list(LAYOUTS))
 MORE = [(loss, "2 replicas") for loss in LOSSES] + in_turn(list(LAYOUTS)[1:])
 PAIRS = [*OFTEN, *seldom(MORE, other_than=OFTEN)]
+
+
+def _ctc(model, x, y):
+    logits = tf.stack([model(x) * x, 0.5 * x, -x], -1)
+    labels = tf.cast(x[:, :1] > 0, tf.int32) + 1
+    lengths = [tf.fill([tf.shape(x)[0]], n) for n in (1, 3)]
+    return tf.reduce_mean(keras.ops.ctc_loss(labels, logits, *lengths))
+
+
+def _ctc_of_sparse_labels(model, x, y):
+    """Returns the loss as Keras's examples compute it."""
+    logits = tf.stack([model(x) * x, 0.5 * x, -x], -1)
+    labels = tf.sparse.from_dense(tf.cast(x[:, :1] > 0, tf.int32) + 1)
+    inputs = tf.transpose(tf.cast(logits, tf.float32), [1, 0, 2])
+    lengths = tf.fill([tf.shape(x)[0]], 3)
+    loss = tf.compat.v1.nn.ctc_loss(inputs=inputs, labels=labels, sequence_length=lengths)
+    return tf.reduce_mean(tf.cast(loss, x.dtype))
+
+
+@pytest.mark.parametrize("loss", [_ctc, _ctc_of_sparse_labels])
+def test_losses_of_sequences_are_means_over_rows(loss):
+    """Their graphs have loops, and gradients of their own."""
+    assert_equal(own_step(loss))
 
 
 @pytest.mark.parametrize(("loss", "layout"), PAIRS)

@@ -37,8 +37,8 @@ _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _SIZED_BY_VALUES = {"RaggedTensorToTensor", "Unique", "UniqueV2", "UniqueWithCounts", "Where"}
 # Operations whose rows depend on their positions, or on which other rows there are.
 _BY_POSITION = {"DynamicPartition", "DynamicStitch", "GatherNd", "ListDiff", "Range", "ScatterNd"}
-_BY_POSITION |= {"ParallelDynamicStitch", "TensorScatterUpdate", "UnsortedSegmentMax"}
-_BY_POSITION |= {"UnsortedSegmentMin", "UnsortedSegmentSum", *_SIZED_BY_VALUES}
+_SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentSum"}
+_BY_POSITION |= {"ParallelDynamicStitch", "TensorScatterUpdate", *_SEGMENTS, *_SIZED_BY_VALUES}
 # Operations that commute with a sum over replicas, if their other inputs are not gradients.
 _LINEAR_IN_GRADIENTS = {"BroadcastTo", "ConcatV2", "ExpandDims", "GatherV2", "Mean", "Pack"}
 _LINEAR_IN_GRADIENTS |= {"Reshape", "Split", "SplitV", "StridedSlice", "Sum", "Tile", "Transpose"}
@@ -46,13 +46,19 @@ _LINEAR_IN_GRADIENTS |= {"Add", "AddN", "AddV2", "Sub", "Unpack", *_LINEAR} - {"
 _ELEMENTWISE = {"Mul", "SquaredDifference", *_QUOTIENTS, *_SUMS} - {"AddN"}
 _COMPARISONS = {"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr"}
 _COMPARISONS |= {"NotEqual", "Pow", "SelectV2"}
+_CUMULATIVE = {"Cumprod", "Cumsum", "CumulativeLogsumexp"}
 _BILINEAR = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
+_JOINS = {"AddN", "ConcatV2", "Pack", *_BILINEAR, *_COMPARISONS, *_ELEMENTWISE}
 _ON_NUMBERS = {"Add": np.add, "AddV2": np.add, "Range": np.arange, "Sub": np.subtract}
 _ON_NUMBERS |= {"ConcatV2": lambda *parts: np.concatenate(parts[:-1])}
 _ON_NUMBERS |= {"Pack": lambda *parts: np.stack(parts)}
 # Operations that lead from a shape to a number of rows.
 _OF_COUNTS = {"Cast", "Const", "GatherV2", "Identity", "Mul", "Pack", "Prod", "Reshape", "Shape"}
 _OF_COUNTS |= {"Size", "Squeeze", "StridedSlice"}
+# Operations on the last two axes.
+_OF_MATRICES = {"Cholesky", "LogMatrixDeterminant", "MatrixDeterminant", "MatrixInverse"}
+_OF_MATRICES |= {"MatrixSolve", "MatrixTriangularSolve", "Qr", "SelfAdjointEigV2", "Svd"}
+_COUNTING = {"Bincount", "DenseBincount", "HistogramFixedWidth"}
 _CONTROL_FLOW = {"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"}
 _STATEFUL_AND_FIXED = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 
@@ -255,7 +261,14 @@ class BatchDependence:
             return UNKNOWN  # such as the index of the row of which a Jacobian is computed
         if "Random" in kind or kind in ("Fill", "BroadcastTo"):
             found = self._filled(tensor, kind, inputs)
-            return dataclasses.replace(found, is_random="Random" in kind)
+            is_over_rows = _repeats_over_rows(kind, inputs)
+            return dataclasses.replace(
+                found,
+                is_over_rows=is_over_rows and found.axis is None,
+                mixes_rows=any(i.mixes_rows for i in inputs)
+                or (is_over_rows and found.axis is not None),
+                is_random="Random" in kind,
+            )
         if kind == "ConcatV2" and tensor.shape.rank == 1 and all(i.elements for i in inputs[:-1]):
             return _vector([e for i in inputs[:-1] for e in i.elements])
         if kind == "Shape":
@@ -529,9 +542,24 @@ def _mixes_rows(tensor, kind, inputs):
     """
     if _takes_positions(tensor, kind, inputs):
         return True
+    if kind == "Tile" and not inputs[1].is_fixed:
+        return _repeats_over_rows(kind, inputs)
     if kind in (*_ELEMENTWISE, *_COMPARISONS) and _has_pairs(tensor, inputs):
         return True
     is_with_rows = any(i.axis is not None for i in inputs)
+    if kind in ("Case", "If", "StatelessCase", "StatelessIf"):
+        is_check = tensor.op.inputs[0].op.type in ("All", "Any")  # such as of the labels of hinge
+        return is_with_rows and inputs[0].is_over_rows and not is_check
+    if kind in _OF_MATRICES:
+        return any(
+            i.axis == _SOME_AXIS or i.axis >= operand.shape.rank - 2
+            for i, operand in zip(inputs, tensor.op.inputs, strict=True)
+            if i.axis is not None
+        )
+    if kind in _JOINS and not any(i.is_random for i in inputs):
+        is_permuted = {i.is_permuted for i in inputs if i.axis is not None}
+        if len(is_permuted) == 2 and (kind != "ConcatV2" or _is_along_others(-1)(tensor, inputs)):
+            return True  # a row and the one at another position
     if kind in ("BatchMatMulV2", "Einsum", "MatMul"):
         is_with_sums = is_with_rows and any(i.is_over_rows for i in inputs)
         return is_with_sums or (len(inputs) == 2 and _multiplies_pairs(tensor, kind, inputs))
@@ -540,20 +568,25 @@ def _mixes_rows(tensor, kind, inputs):
         return table.is_over_rows and indices.axis is not None
     if kind in ("Mean", "Sum") and inputs[0].is_sized_by_values and inputs[0].axis == 0:
         return _adds_padding(tensor)
-    if kind in ("LogSoftmax", "Softmax"):
+    if kind in ("LogSoftmax", "Softmax", "TopKV2"):
         return inputs[0].axis == (tensor.shape.rank or 0) - 1
-    if kind in _ELEMENTWISE and not any(i.is_random for i in inputs):
-        is_permuted = {i.is_permuted for i in inputs if i.axis is not None}
-        if len(is_permuted) == 2:
-            return True  # a row and the one at another position
+    if kind in _CUMULATIVE:
+        place = tf.get_static_value(tensor.op.inputs[1])
+        return place is not None and inputs[0].axis == place % tensor.shape.rank
     return (
-        kind in _ELEMENTWISE
+        kind in (*_ELEMENTWISE, *_COMPARISONS)
         and is_with_rows
         and any(
-            i.is_over_rows and operand.dtype.is_floating
+            i.is_over_rows and (operand.dtype.is_floating or kind == "SelectV2")
             for i, operand in zip(inputs, tensor.op.inputs, strict=True)
         )
     )
+
+
+def _repeats_over_rows(kind, inputs):
+    """Returns True if an operation repeats a value that was computed from a reduction over rows."""
+    place = {"BroadcastTo": 0, "Fill": 1, "Tile": 0}.get(kind)
+    return place is not None and inputs[place].is_over_rows
 
 
 def _has_pairs(tensor, inputs):
@@ -638,12 +671,26 @@ def _is_permuted(tensor, kind, inputs):
     """Returns True if rows of the batch have changed their positions."""
     is_moved = kind in ("ReverseV2", "Roll", "Slice", "StridedSlice")
     is_moved = is_moved and inputs[0].axis == 0 and not _KEEPS_ROWS[kind](tensor, inputs)
+    is_moved = is_moved and not _takes_joined_rows(tensor, kind, inputs)
     return is_moved or any(i.is_permuted for i in inputs)
+
+
+def _takes_joined_rows(tensor, kind, inputs):
+    """Returns True for a slice between multiples of the number of rows, such as one of two views.
+
+    It takes all rows again from some that were joined.
+    """
+    if kind != "StridedSlice" or inputs[0].is_by_row:
+        return False
+    masks = [tensor.op.get_attr(name) & 1 for name in ("begin_mask", "end_mask")]
+    masks[0] |= _first_number(tensor.op.inputs[1]) == 0
+    bounds = [i.elements[0].degree if i.elements else None for i in inputs[1:3]]
+    return all(mask or degree == 1 for mask, degree in zip(masks, bounds, strict=True))
 
 
 def _is_over_rows(kind, inputs):
     """Returns True for a result without rows that comes from a reduction over these."""
-    reduces = kind in (*_REDUCTIONS, *_BILINEAR, "StridedSlice")
+    reduces = kind in (*_REDUCTIONS, *_BILINEAR, *_COUNTING, *_SEGMENTS, "StridedSlice")
     has_rows = any(i.axis not in (None, _SOME_AXIS) for i in inputs)
     return (reduces and has_rows) or any(i.is_over_rows for i in inputs)
 
@@ -928,6 +975,11 @@ def _segmented(tensor, inputs):
     return Dependence(None if data.degree is None else data.degree + is_sum)
 
 
+def _counted(tensor, inputs):
+    """Returns the dependence of numbers of values: of the batch, or of each row."""
+    return Dependence(0.0, 0) if tensor.shape.rank == 2 else Dependence(1.0)
+
+
 def _is_number(tensor):
     """Returns True for an integer, such as the number of rows over which a loop runs."""
     return tensor.shape.rank == 0 and tensor.dtype.is_integer
@@ -1001,8 +1053,7 @@ _KEEPS_ROWS: dict[str, Callable] = {
     "ArgMax": _is_along_others(1),
     "ArgMin": _is_along_others(1),
     "ConcatV2": _is_along_others(-1),
-    "Cumprod": _is_along_others(1),
-    "Cumsum": _is_along_others(1),
+    **dict.fromkeys(_CUMULATIVE, _is_along_others(1)),
     "GatherV2": _gathers_by_row,
     "LogSoftmax": lambda tensor, inputs: tensor.shape.rank != 1,
     "ReverseV2": _is_along_others(1),
@@ -1035,7 +1086,6 @@ _RULES: dict[str, Callable] = {
     "StridedSlice": _sliced,
     "Tile": _tiled,
     "Transpose": _transposed,
-    "UnsortedSegmentMax": _segmented,
-    "UnsortedSegmentMin": _segmented,
-    "UnsortedSegmentSum": _segmented,
+    **dict.fromkeys(_COUNTING, _counted),
+    **dict.fromkeys(_SEGMENTS, _segmented),
 }

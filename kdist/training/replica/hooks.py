@@ -112,6 +112,8 @@ def hooks():
         *((DistributedVariable, name, _assign_raw) for name in _ASSIGNMENTS),
         (tf.GradientTape, "gradient", _tape_gradient),
         (tf.nn, "compute_average_loss", _average_loss),
+        (tf.nn, "ctc_loss", _ctc_loss),
+        (tf.compat.v1.nn, "ctc_loss", _ctc_loss),
         (tf.nn, "scale_regularization_loss", _regularization_loss),
         (BaseOptimizer, "scale_loss", _scale_loss),
         (BaseOptimizer, "apply", _apply),
@@ -223,7 +225,9 @@ def _reduced(
         return tf.zeros([], loss.dtype)  # all rows are padding: Keras does not reduce it eagerly
     values = tf.convert_to_tensor(values)
     has_rows = bool(values.shape.rank) and (mask is not None or step.has_rows(values))
-    if not loss.shape.rank and (not has_rows or step.mixes_rows(loss)):
+    # Not of the loss: Keras divides a mask by its mean.
+    mixes_rows = any(map(step.mixes_rows, (values, sample_weight, mask)))
+    if not loss.shape.rank and (not has_rows or mixes_rows):
         return step.as_mean(loss)  # not a mean over rows, each of which has its own value
     if loss.shape.rank:
         return loss  # not reduced
@@ -265,6 +269,13 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         sample_weight = number * step.batch_fraction(metric.dtype)
     with step.with_keras_metrics():
         return keras_function(metric, values, sample_weight)
+
+
+def _ctc_loss(step, function, labels, *args, **options):
+    """Records that each value of a CTC loss follows from one row, which its loops do not show."""
+    loss = function(labels, *args, **options)
+    logits = [options.get("logits"), options.get("inputs"), *args]
+    return step.note_value_of_each_row(next(x for x in logits if x is not None), loss)
 
 
 # Layers.

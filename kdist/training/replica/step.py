@@ -343,6 +343,19 @@ class ReplicaStep:
                 as_found = self._dependence.of(tensor)
                 self._noted(tensor, dataclasses.replace(as_found, mixes_rows=False))
 
+    def note_value_of_each_row(self, source, values):
+        """Records that `values` has one element for each row of `source`, and returns it.
+
+        Args:
+            source: a tensor, any axis of which is that of rows.
+            values: a vector, each element of which is computed from one row of `source`.
+        """
+        if _is_in_graph(source):
+            found = self._dependence.of(source)
+            if found.axis is not None and found.degree == 0 and not found.mixes_rows:
+                self._noted(values, ROWS)
+        return values
+
     @property
     def _can_exchange(self):
         """True if a loss may need values of other replicas, and the step can have them.
