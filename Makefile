@@ -109,8 +109,11 @@ format: $(INSTALLED)-dev ## mend what lint says, as far as a tool can
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
+# TensorFlow's C++ log, which no level of logging hides, goes to the terminal instead of the notebooks.
 notebooks: $(INSTALLED)-notebooks ## run the notebooks and keep their output
-	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False \
+	  --ExecutePreprocessor.extra_arguments=--IPKernelApp.capture_fd_output=False notebooks/*.ipynb
 
 # The site is in build/docs. Links between pages are checked; a warning is an error.
 docs: $(INSTALLED)-docs ## the site of the documentation, without network access
