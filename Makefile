@@ -61,8 +61,9 @@ PYTEST := $(RUN) -m pytest --numprocesses=logical --maxprocesses=4 \
 # not fit into 24 GB of memory.
 PYTEST_SLOW := $(RUN) -m pytest --numprocesses=3 --dist=worksteal --durations=40
 
-# One notebook after the other, and after the slow tests: together they can fill 24 GB of memory.
-NOTEBOOKS := $(RUN) -m pytest -p nbmake.pytest_plugin --nbmake --nbmake-timeout=600 notebooks
+# Two notebooks at a time take 3 GB. They follow the slow tests, since together they can fill 24 GB.
+NOTEBOOKS := $(RUN) -m pytest --numprocesses=2 --dist=worksteal -p nbmake.pytest_plugin --nbmake \
+  --nbmake-timeout=600 --durations=0 notebooks
 
 test: test-unit test-tensorflow ## all tests but the slow ones
 
