@@ -61,8 +61,9 @@ PYTEST := $(RUN) -m pytest --numprocesses=logical --maxprocesses=4 \
 # not fit into 24 GB of memory.
 PYTEST_SLOW := $(RUN) -m pytest --numprocesses=3 --dist=worksteal --durations=40
 
-# One notebook after the other, and after the slow tests: together they can fill 24 GB of memory.
-NOTEBOOKS := $(RUN) -m pytest -p nbmake.pytest_plugin --nbmake --nbmake-timeout=600 notebooks
+# Two notebooks at a time take 3 GB. They follow the slow tests, since together they can fill 24 GB.
+NOTEBOOKS := $(RUN) -m pytest --numprocesses=2 --dist=worksteal -p nbmake.pytest_plugin --nbmake \
+  --nbmake-timeout=600 --durations=0 notebooks
 
 test: test-unit test-tensorflow ## all tests but the slow ones
 
@@ -109,8 +110,11 @@ format: $(INSTALLED)-dev ## mend what lint says, as far as a tool can
 	$(RUN) -m ruff format .
 	$(RUN) -m ruff check --fix .
 
+# TensorFlow's C++ log, which no level of logging hides, goes to the terminal instead of the notebooks.
 notebooks: $(INSTALLED)-notebooks ## run the notebooks and keep their output
-	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	$(VENV)/bin/jupyter nbconvert --to notebook --execute --inplace \
+	  --ExecutePreprocessor.record_timing=False \
+	  --ExecutePreprocessor.extra_arguments=--IPKernelApp.capture_fd_output=False notebooks/*.ipynb
 
 # The site is in build/docs. Links between pages are checked; a warning is an error.
 docs: $(INSTALLED)-docs ## the site of the documentation, without network access

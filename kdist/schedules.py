@@ -84,6 +84,7 @@ class ExampleSchedule(keras.optimizers.schedules.LearningRateSchedule):
             axes = plt.figure(figsize=(6, 3), layout="constrained").gca()
             self._add_epoch_axis(axes)
         examples = np.linspace(0, num_examples, 1000)
+        axes.set_ylim(auto=True)  # limits that an earlier plot has fixed would cut this curve off
         axes.plot(examples, self.at_examples(examples), label=type(self).__name__)
         axes.set(xlabel="examples seen", ylabel="learning rate", xlim=(0, num_examples))
         axes.set_ylim(bottom=0)

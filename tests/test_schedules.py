@@ -171,8 +171,12 @@ def test_plot(tmp_path):
     line = axes.lines[0]
     np.testing.assert_allclose(line.get_ydata(), ALL[0].at_examples(line.get_xdata()))
     assert axes.get_xlabel() == "examples seen"
-    assert Ramp(0.1, Batch(1)).plot(50, axes=axes) is axes
+    peak = 2 * axes.get_ylim()[1]
+    assert Ramp(peak, Batch(1)).plot(50, axes=axes) is axes
     assert len(axes.lines) == 2
+    bottom, top = axes.get_ylim()
+    assert bottom == 0
+    assert top > peak  # the second curve is not cut off at the limits of the first
 
 
 def test_plot_shows_epochs():
