@@ -31,7 +31,7 @@ help: ## this list
 env: $(INSTALLED) ## the environment in .venv, with what training needs, every version pinned
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
-	@echo "installing kdist into $(VENV): about 2.8 GB, one to four minutes"
+	@echo "installing kdist into $(VENV): about 2.5 GB, one to four minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --editable . --constraint constraints.txt
 	@touch $@
@@ -48,7 +48,7 @@ data: ## Fashion-MNIST from Debian's package, where apt and the rights are there
 	  || echo "Debian's dataset-fashion-mnist cannot be installed; looking elsewhere"; fi
 
 train: env data ## a model on Fashion-MNIST, two replicas, by model.fit: within three minutes
-	$(RUN) -m kdist train --dataset=fashion_mnist --fallback_dataset=digits $(FLAGS)
+	$(RUN) -m kdist train --dataset=fashion_mnist --fallback_dataset=digits --fallback_epochs=20 $(FLAGS)
 
 resnet18: env data ## ResNet-18 on all of Fashion-MNIST, ten epochs
 	$(RUN) -m kdist train --model=resnet18 --dataset=fashion_mnist $(RESNET18_FLAGS)

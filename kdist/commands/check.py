@@ -65,7 +65,7 @@ with program.flag_group("Split models (--layout)"):
 
 REQUIRED = ["one_device", "mirrored"]
 OPTIONAL = ["central_storage", "tpu"]
-PACKAGES = ["kdist", "tensorflow", "keras", "numpy", "tensorflow-datasets", "wandb", "absl-py"]
+PACKAGES = ["kdist", "tensorflow", "keras", "numpy", "tensorflow-datasets", "absl-py"]
 
 # Each strategy runs in its own process, so that a failure cannot affect the next one.
 ONE_STEP = """

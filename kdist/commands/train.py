@@ -34,7 +34,7 @@
   kdist train --model=my_code.py:build --model_args="width=8" --dataset=my_code.py:load_data \\
     --export=models/mine
 
-  # within a minute: a small model on scikit-learn's digits
+  # within a minute: a small model on handwritten digits, a part of kdist
   kdist train --model=lenet --dataset=digits --epochs=20
 
 It prints the test accuracy, seconds per epoch, examples per second, and the devices. It writes
@@ -106,6 +106,12 @@ with program.flag_group("Common"):
 with program.flag_group("Data"):
     flags.DEFINE_string(
         "fallback_dataset", None, "Dataset to use, with a warning, if --dataset is not available."
+    )
+    flags.DEFINE_integer(
+        "fallback_epochs",
+        None,
+        "Passes over --fallback_dataset, which may be smaller; by default --epochs.",
+        lower_bound=1,
     )
     flags.DEFINE_string("data_dir", None, "Directory of TFDS datasets or of the IDX files.")
     flags.DEFINE_boolean("download", True, "Allow downloading a dataset.")
@@ -298,7 +304,7 @@ with program.flag_group("Logs and tracking"):
         "off",
         ["auto", "online", "offline", "off"],
         "Weights & Biases, in addition to the run directory. auto: online if there is a login and "
-        "the server answers, otherwise offline; upload later with `wandb sync`.",
+        "the server answers, otherwise offline; upload later with `wandb sync`. Needs kdist[wandb].",
     )
     flags.DEFINE_string(
         "wandb_project", None, "W&B project. By default WANDB_PROJECT, otherwise kdist."

@@ -397,15 +397,28 @@ def test_a_process_that_dies_is_logged_once(run, capfd):
     assert_whole(run)
 
 
-def test_a_package_that_cannot_be_imported_is_logged_once(run, monkeypatch, tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("file", "code", "message"),
+    [
+        ("wandb.py", "raise ImportError('no wandb here')", "no wandb here"),
+        (
+            "sitecustomize.py",  # of an environment without wandb
+            "import sys; sys.modules['wandb'] = None",
+            "wandb is not installed: pip install 'kdist[wandb]'",
+        ),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_logged_once(
+    run, monkeypatch, tmp_path, capfd, file, code, message
+):
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "wandb.py").write_text("raise ImportError('no wandb here')")
+    (tmp_path / "broken" / file).write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"))
     writer = SeveralWriters([RunWriter(run), new_writer(run)])
     use(writer)
     end(run, writer)
     said = capfd.readouterr().err
-    assert said.count("(ImportError: no wandb here); the run continues without W&B") == 1
+    assert said.count(f"(ImportError: {message}); the run continues without W&B") == 1
     assert said.count("\n") == 1
     assert_whole(run)
 

@@ -12,6 +12,7 @@ from kdist.commands.training_run.user_code import check_reference, is_reference,
 from kdist.data.names import dataset_path
 from kdist.data.operations import as_operations
 from kdist.json_text import parse_json
+from kdist.program import check_installed
 from kdist.run_directory import check_writable
 
 FLAGS = flags.FLAGS
@@ -28,6 +29,7 @@ def check_flags(spec):
     Raises:
         ValueError: a value is unknown or invalid, or flags contradict each other.
         FileNotFoundError: a directory does not exist.
+        ImportError: W&B is asked for and not installed.
     """
     _check_model()
     _check_export()
@@ -39,6 +41,8 @@ def check_flags(spec):
         )
     check_split()
     _check_profile()
+    if FLAGS.wandb_mode != "off":
+        check_installed("wandb", "wandb")
     _check_strategy(spec)
     _check_effects(spec)
 
@@ -141,6 +145,7 @@ def _check_strategy(spec):
 def _check_effects(spec):
     """Refuses flags that would be ignored, as the training would differ from what was asked for."""
     for name, is_used, needed in (
+        ("fallback_epochs", FLAGS.fallback_dataset is not None, "--fallback_dataset"),
         ("max_staleness", spec.kind == "parameter_server", "--strategy=parameter_server"),
         ("local_slots", FLAGS.local_steps is not None, "--local_steps"),
         ("decay", FLAGS.schedule == "ramp", "--schedule=ramp"),

@@ -19,6 +19,7 @@ import urllib.request
 
 import psutil
 
+from kdist.program import check_installed
 from kdist.telemetry.provenance import git_commit, git_remote
 from kdist.telemetry.writers.base import DEVICE_KINDS, METRIC_KINDS, device_curves, metric_curves
 
@@ -85,6 +86,7 @@ class _WandbRun:
     """A run in W&B, online or offline."""
 
     def __init__(self, start, send):
+        check_installed("wandb", "wandb")
         import wandb  # takes a second
 
         self._start, self._send = start, send
