@@ -303,8 +303,9 @@ with program.flag_group("Logs and tracking"):
         "wandb_mode",
         "off",
         ["auto", "online", "offline", "off"],
-        "Weights & Biases, in addition to the run directory. auto: online if there is a login and "
-        "the server answers, otherwise offline; upload later with `wandb sync`. Needs kdist[wandb].",
+        "Weights & Biases, in addition to the run directory (needs kdist[wandb]). auto: online if "
+        "there is a login and the server answers, otherwise offline; upload later with `wandb "
+        "sync`.",
     )
     flags.DEFINE_string(
         "wandb_project", None, "W&B project. By default WANDB_PROJECT, otherwise kdist."
