@@ -21,8 +21,8 @@ BENCH_FLAGS ?=
 
 DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
-.PHONY: help env data train resnet18 test test-unit test-tensorflow test-slow test-exhaustive fuzz \
-	adversary keras-suite doctest lint format notebooks docs docs-test bench bench-clusters \
+.PHONY: help env data train resnet18 test test-unit test-tensorflow test-slow test-exhaustive \
+	test-older fuzz adversary keras-suite doctest lint format notebooks docs docs-test bench bench-clusters \
 	bench-serving constraints clean
 
 help: ## this list
@@ -78,6 +78,19 @@ test-slow: $(INSTALLED)-test ## jobs of several processes, long trainings, and t
 
 test-exhaustive: $(INSTALLED)-test ## all cases of the large matrices, before a release
 	$(PYTEST_SLOW) -m exhaustive tests
+
+# The lowest minors of setup.cfg; constraints.txt pins the highest. They are installed next to the
+# other packages of .venv, and PYTHONPATH puts them first.
+OLDER := tensorflow==2.20.0 keras==3.14.1
+OLDER_FOLDER := $(CURDIR)/$(VENV)/older
+
+$(OLDER_FOLDER): $(INSTALLED)
+	rm -rf $@
+	$(INSTALL) --target $@ --no-deps --no-compile $(OLDER)
+
+test-older: $(INSTALLED)-test $(OLDER_FOLDER) ## tests of interfaces and equality with the oldest TensorFlow and Keras
+	PYTHONPATH=$(OLDER_FOLDER) $(PYTEST) -m tensorflow tests/compat tests/equivalence/test_features.py \
+	  -k "test_keras or test_tensorflow or one_device and (EMA or custom or mixed or BatchNorm)"
 
 # Cases that fail are printed; they belong into tests/equivalence/test_random_models.py.
 CASES ?= 3000
