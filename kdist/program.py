@@ -13,6 +13,7 @@ if __name__ == "__main__":
 import contextlib
 import difflib
 import functools
+import importlib.util
 import logging
 import math
 import os
@@ -50,6 +51,12 @@ _LARGEST_INTEGER = 10**12  # without a unit
 # Heading -> names of its flags, both in the order in which `--help` shows them.
 _groups: dict[str, list[str]] = {}
 _running = "__main__"  # module of the running program
+
+
+def check_installed(package: str, extra: str):
+    """Raises an ImportError that names kdist's extra, unless a package of it is installed."""
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"{package} is not installed: pip install 'kdist[{extra}]'")
 
 
 @contextlib.contextmanager

@@ -196,7 +196,7 @@ class RunDirectory:
         logged: `create` writes it again, and checkpoints of the run are used.
         """
         try:
-            existing = self._read_config()
+            existing = self.read_config()
         except ValueError as error:
             _logger.warning(
                 "%s is damaged (%s), as after a full disk or a power failure. It is written again "
@@ -253,8 +253,12 @@ class RunDirectory:
         run._lock()
         return run
 
-    def _read_config(self):
-        """Returns the configuration; raises a ValueError if it is no JSON object."""
+    def read_config(self) -> dict[str, Any]:
+        """Returns the configuration.
+
+        Raises:
+            ValueError: it is no JSON object.
+        """
         config = parse_json(self.config.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"it is JSON, but {type(config).__name__} instead of an object")
@@ -263,7 +267,7 @@ class RunDirectory:
     def _mend_config(self, config):
         """Writes a damaged configuration again, while the run is locked."""
         try:
-            self._read_config()
+            self.read_config()
         except ValueError:
             damaged = self._config_lock
             with replacing(self.config) as file:
@@ -347,7 +351,7 @@ class RunDirectory:
         if self.config.exists():
             try:
                 FileLock(self.config).release()
-                existing = self._read_config()
+                existing = self.read_config()
             except BlockingIOError:
                 return
             except ValueError:
@@ -377,7 +381,7 @@ class RunDirectory:
             return "a file"
         state = "a finished run" if self.summary.exists() else "another run"
         try:
-            config = self._read_config()
+            config = self.read_config()
             return f"{state} ({config['model']} on {config['dataset']})"
         except (OSError, ValueError, KeyError):
             return state

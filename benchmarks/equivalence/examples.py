@@ -9,7 +9,8 @@ import functools
 import keras
 import numpy as np
 import tensorflow as tf
-from sklearn.datasets import load_digits
+
+from kdist.data.arrays import read_digits
 
 GLOBAL_BATCH = 32
 STEPS = 10
@@ -19,8 +20,9 @@ NUM_CLASSES = 10
 @functools.cache
 def digits(number: int = STEPS * GLOBAL_BATCH):
     """(images as rows of 64 floats, labels) of scikit-learn's handwritten digits."""
-    images, labels = load_digits(return_X_y=True)
-    return (images[:number] / 16).astype("float32"), labels[:number].astype("int32")
+    images, labels = read_digits()
+    rows = images[:number].reshape(-1, 64) / 16
+    return rows.astype("float32"), labels[:number].astype("int32")
 
 
 def weights_of(number: int):

@@ -4,6 +4,7 @@ import keras
 
 from benchmarks.equivalence.examples import GLOBAL_BATCH, STEPS, batched, classifier, digits, whole
 from benchmarks.equivalence.feature import Feature
+from kdist.compat.keras import MULTI_OPTIMIZERS
 
 TWO_EPOCHS = {"epochs": 2}
 # Adam divides by the gradient's own size; with the usual 1e-7 it makes full steps of rounding.
@@ -68,3 +69,5 @@ FEATURES = {
         fit=TWO_EPOCHS,
     ),
 }
+if not MULTI_OPTIMIZERS:  # Keras 3.14
+    del FEATURES["MultiOptimizer"]

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kdist.program import check_installed
+
 
 def fit_logarithms(
     log_errors: Callable[[list[float]], Any],
@@ -30,6 +32,7 @@ def fit_logarithms(
         row_spread: relative error of a row for reasons outside of the model.
         **options: arguments of `scipy.optimize.least_squares`.
     """
+    check_installed("scipy", "calibrate")
     import numpy as np
     from scipy.optimize import least_squares
 

@@ -19,6 +19,7 @@ import numpy as np
 from kdist.calibrate.probes import PROBES, Probe
 from kdist.planner.calibration import Calibration, work_terms
 from kdist.planner.workload.layers import Workload
+from kdist.program import check_installed
 
 # Duration and steps of one probe in each round.
 _SECONDS, _MIN_STEPS, _MAX_STEPS = 0.35, 5, 60
@@ -53,7 +54,9 @@ def calibrate(
     Raises:
         ValueError: `rounds` is less than 1, or the machine has fewer devices.
         RuntimeError: TensorFlow has started with other devices.
+        ImportError: SciPy, which fits the costs, is not installed (`pip install kdist[calibrate]`).
     """
+    check_installed("scipy", "calibrate")
     if rounds < 1:
         raise ValueError(f"rounds={rounds} must be at least 1")
     trainings = probe_trainings(strategy_of(replicas), probes, tell)

@@ -175,7 +175,10 @@ with program.flag_group("Measurements and validation"):
         "predicted.",
     )
     flags.DEFINE_string(
-        "calibrate", None, "Time small networks on this machine and write the result to this file."
+        "calibrate",
+        None,
+        "Time small networks on this machine and write the result to this file (needs "
+        "kdist[calibrate]).",
     )
     flags.DEFINE_integer("num_devices", 1, "Number of devices for --calibrate.", 1, 256)
     flags.DEFINE_string(

@@ -39,7 +39,7 @@
     --operations="resize(160, 160)" --freeze='(?!logits).*' --unfreeze_after_epochs=2 \\
     --epochs=8 --learning_rate=0.005 --early_stopping=3 --save_best
 
-  # within a minute: a small model on scikit-learn's digits
+  # within a minute: a small model on handwritten digits, a part of kdist
   kdist train --model=lenet --dataset=digits --epochs=20
 
 It prints the test accuracy, seconds per epoch, examples per second, and the devices. It writes
@@ -111,6 +111,12 @@ with program.flag_group("Common"):
 with program.flag_group("Data"):
     flags.DEFINE_string(
         "fallback_dataset", None, "Dataset to use, with a warning, if --dataset is not available."
+    )
+    flags.DEFINE_integer(
+        "fallback_epochs",
+        None,
+        "Passes over --fallback_dataset, which may be smaller; by default --epochs.",
+        lower_bound=1,
     )
     flags.DEFINE_string("data_dir", None, "Directory of TFDS datasets or of the IDX files.")
     flags.DEFINE_boolean("download", True, "Allow downloading a dataset.")

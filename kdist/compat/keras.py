@@ -4,6 +4,7 @@
 here.
 """
 
+import keras
 from keras.src import api_export
 from keras.src import export as export_module
 from keras.src.backend import get_keras_mask, set_keras_mask
@@ -38,6 +39,7 @@ from keras.src.utils.traceback_utils import filter_traceback
 
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
+    "MULTI_OPTIMIZERS",
     "BaseOptimizer",
     "EpochIterator",
     "Functional",
@@ -67,6 +69,9 @@ __all__ = [
     "train_validation_split",
     "with_call_context",
 ]
+
+# Classes that apply several optimizers to one model; Keras 3.14 has none.
+MULTI_OPTIMIZERS = tuple(filter(None, [getattr(keras.optimizers, "MultiOptimizer", None)]))
 
 # Private attributes and methods of Keras's trainer that kdist/training reads, calls, or overrides.
 TRAINER_MEMBERS = (

@@ -1,4 +1,6 @@
-"""Examples in memory: NumPy arrays, and scikit-learn's digits."""
+"""Examples in memory: NumPy arrays, and a copy of scikit-learn's digits."""
+
+import pathlib
 
 import numpy as np
 import tensorflow as tf
@@ -87,13 +89,17 @@ def _as_float32(images):
     return images.astype("float32")
 
 
+def read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """Returns images (1797, 8, 8), integers from 0 to 16, and labels (1797,) of the digits."""
+    with np.load(pathlib.Path(__file__).with_name("digits") / "digits.npz") as arrays:
+        return arrays["images"], arrays["labels"]
+
+
 def load_digits() -> tuple[ArraySource, ArraySource]:
     """Returns scikit-learn's handwritten digits (8×8×1): 1,437 for training and 360 for testing."""
-    import sklearn.datasets
-
-    bunch = sklearn.datasets.load_digits()
-    images = np.round(bunch.images * (255 / 16)).astype("uint8")
+    images, labels = read_digits()
+    images = np.round(images * (255 / 16)).astype("uint8")
     names = tuple(str(digit) for digit in range(10))
-    source = from_arrays(images, bunch.target, class_names=names)
+    source = from_arrays(images, labels, class_names=names)
     order = np.random.default_rng(0).permutation(len(images))
     return source.select(np.sort(order[360:])), source.select(np.sort(order[:360]))

@@ -34,7 +34,7 @@ def load(
 
     Args:
         name: name of a TFDS dataset (`"fashion_mnist"`, `"cats_vs_dogs"`), `"digits"`
-            (scikit-learn's, which needs no download), or a directory of MNIST's IDX files or of
+            (a part of kdist, which needs no download), or a directory of MNIST's IDX files or of
             images in class folders. Write `"./digits"` for a directory with a dataset's name.
         batch: sizes of a batch. One element of a pipeline is one global batch.
         seed: seed of the order, of random operations, and of `examples`. Defaults to 0.

@@ -14,6 +14,7 @@ from kdist.callbacks import (
     StopOnNonFiniteLoss,
     Telemetry,
 )
+from kdist.compat.keras import MULTI_OPTIMIZERS
 from kdist.telemetry import NullWriter
 from tests.forked import python
 
@@ -59,6 +60,7 @@ def test_telemetry_writes_steps_examples_and_epochs(tmp_path, strategy):
     assert telemetry.examples_per_second == pytest.approx(9 * 8 / seconds)
 
 
+@pytest.mark.skipif(not MULTI_OPTIMIZERS, reason="Keras 3.14 has no MultiOptimizer")
 def test_several_optimizers_have_no_common_rate(tmp_path):
     model = linear()
     rates = keras.optimizers.OptimizerMap(default_optimizer=keras.optimizers.SGD(0.1))

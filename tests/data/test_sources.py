@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from PIL import Image
+from sklearn.datasets import load_digits
 
 import kdist
 from kdist.batch import Batch
 from kdist.data import DatasetUnavailable, from_arrays
+from kdist.data.arrays import read_digits
 from kdist.data.datasets import DEBIAN_FASHION_MNIST
 from kdist.data.idx import has_idx_files, read_idx
 from tests.forked import python
@@ -66,6 +68,11 @@ def test_invalid_arrays(images, labels, options, expected):
 
 
 def test_digits():
+    """kdist's copy equals scikit-learn's."""
+    theirs = load_digits()
+    images, labels = read_digits()
+    np.testing.assert_array_equal(images, theirs.images)
+    np.testing.assert_array_equal(labels, theirs.target)
     train, test = kdist.data.load("digits", batch=Batch(16))
     assert (train.num_examples, test.num_examples) == (1437, 360)
     assert (train.image_shape, train.num_classes) == ((8, 8, 1), 10)

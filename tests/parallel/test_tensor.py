@@ -10,6 +10,7 @@ import pytest
 
 import kdist
 from kdist.checkpoint.snapshot import capture, restore
+from kdist.compat.keras import MULTI_OPTIMIZERS
 from kdist.parallel import column, device, heads, row, split, stage
 from kdist.parallel.inspect.operation_devices import devices_of, operations_that_run
 from kdist.testing import assert_same_weights
@@ -498,24 +499,17 @@ def test_a_layout_that_divides_nothing():
         (keras.optimizers.Adafactor(), "Adafactor could act differently: it factors"),
         (keras.optimizers.Lamb(), "Lamb could act differently: its trust ratio"),
         (keras.optimizers.Muon(), "Muon could act differently: it orthogonalizes"),
-        (
-            keras.optimizers.MultiOptimizer(lambda variable: keras.optimizers.Lamb()),
-            "keras.optimizers.OptimizerMap",
-        ),
         (keras.optimizers.SGD(clipnorm=1.0), "clipnorm=1.0 would clip each part by its own norm"),
         (
             keras.optimizers.LossScaleOptimizer(keras.optimizers.Lamb()),
             "Lamb could act differently",
         ),
+        *(
+            (each(lambda variable: keras.optimizers.Lamb()), "keras.optimizers.OptimizerMap")
+            for each in MULTI_OPTIMIZERS
+        ),
     ],
-    ids=[
-        "Adafactor",
-        "Lamb",
-        "Muon",
-        "a function of optimizers",
-        "clipnorm",
-        "a loss scale around Lamb",
-    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
 def test_optimizers_that_look_at_whole_weights(optimizer, message):
     with kdist.create_strategy(TENSOR_2).scope():

@@ -221,11 +221,13 @@ def test_fallback_dataset_is_used_with_a_warning(tmp_path):
         "--model=mlp",
         "--verbose=0",
         "--fallback_dataset=digits",
+        "--fallback_epochs=2",
     )
     assert process.returncode == 0, process.stderr
     assert "mnist is not prepared" in process.stderr
     assert "Training on digits instead." in process.stderr
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["dataset"] == "digits"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["dataset"], summary["epochs"]) == ("digits", 2)
 
 
 def test_help_has_examples_and_flags():

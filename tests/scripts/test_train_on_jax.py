@@ -107,7 +107,7 @@ def test_missing_jax_names_the_extra():
         check=False,
     )
     assert process.returncode == 1
-    assert "JAX is not installed: pip install 'kdist[jax]'" in process.stderr
+    assert "jax is not installed: pip install 'kdist[jax]'" in process.stderr
 
 
 def test_several_tasks_are_rejected(tmp_path):

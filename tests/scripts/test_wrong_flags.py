@@ -24,6 +24,7 @@ PROGRAMS = sorted(
 ACCEPTED = {"learning_rate": ["1e30", "1000000000000000000000000000000"], "grpc_port": ["-1"]}
 
 FINE = ("--model=mlp", "--dataset=digits")
+FALLBACK = ("--dataset=mnist", "--fallback_dataset=digits")
 TWO_WORKERS = {"cluster": {"worker": ["localhost:1", "localhost:2"]}}
 EVALUATED = {
     "cluster": {
@@ -102,6 +103,7 @@ TRAIN = [
     (["--run_dir=gs://bucket/run"], "is a URL"),
     (["--run_dir=finished"], "already holds a finished run"),
     (["--run_dir=interrupted"], "--epochs=7, but now it is 1"),
+    (["--run_dir=on_fallback", *FALLBACK, "--fallback_epochs=30"], "--epochs=20, but now it is 30"),
     (["--run_dir=interrupted", "--epochs=7", "--resume=never"], "already holds another run"),
     (["--resume=nowhere"], "--resume=nowhere: no such checkpoint"),
     (["--plan=nowhere.json"], "create it with kdist plan --output"),
@@ -125,6 +127,7 @@ TRAIN = [
         "train twice: with --freeze",
     ),
     (["--strategy=mirrored", "--max_staleness=2"], "no effect without --strategy=parameter_server"),
+    (["--fallback_epochs=20"], "no effect without --fallback_dataset"),
     (["--local_slots=reset"], "no effect without --local_steps"),
     (["--decay=0.1"], "no effect without --schedule=ramp"),
     (["--schedule=constant", "--ramp_epochs=1"], "no effect without --schedule=ramp or cosine"),
@@ -260,7 +263,7 @@ def run_all(cases, folder):
 def outcomes(tmp_path_factory):
     """Returns the outcomes of all cases, in order."""
     folder = tmp_path_factory.mktemp("here")
-    for name in ("finished", "interrupted", "empty", "models/m/1"):
+    for name in ("finished", "interrupted", "on_fallback", "empty", "models/m/1"):
         (folder / name).mkdir(parents=True)
     (folder / "models" / "m" / "1" / "saved_model.pb").touch()
     (folder / "m.keras").touch()
@@ -272,6 +275,7 @@ def outcomes(tmp_path_factory):
     (folder / "list.json").write_text("[1]")
     for name in ("finished", "interrupted"):
         (folder / name / "config.json").write_text('{"epochs": 7}')
+    (folder / "on_fallback" / "config.json").write_text('{"epochs": 20, "dataset": "digits"}')
     (folder / "finished" / "summary.json").write_text("{}")
     # Another value of a flag follows it, and replaces it.
     return run_all(

@@ -5,6 +5,7 @@ import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 import kdist
+from kdist.compat.keras import MULTI_OPTIMIZERS
 from kdist.testing import assert_same_weights
 from tests.forked import python
 from tests.tiers import covering
@@ -572,6 +573,8 @@ def averaging():
 
 
 def several():
+    if not MULTI_OPTIMIZERS:
+        pytest.skip("Keras 3.14 has no MultiOptimizer")
     return keras.optimizers.MultiOptimizer(
         keras.optimizers.OptimizerMap(keras.optimizers.Adam(0.1))
     )

@@ -1,6 +1,5 @@
 """Flags that choose the backend, and flags that are set by a plan."""
 
-import importlib.util
 import os
 
 from absl import flags
@@ -18,6 +17,7 @@ SUPPORTED_ON_JAX = (
         "model_args",
         "dataset",
         "fallback_dataset",
+        "fallback_epochs",
         "data_dir",
         "download",
         "examples",
@@ -54,8 +54,7 @@ def choose_backend():
             raise ValueError(f"--{flag.name} is not supported by --backend=jax: {remedy}")
     if FLAGS.steps_per_execution == "auto":
         raise ValueError("--steps_per_execution=auto is not supported by --backend=jax; use 1")
-    if importlib.util.find_spec("jax") is None:
-        raise ImportError("JAX is not installed: pip install 'kdist[jax]'")
+    program.check_installed("jax", "jax")
 
 
 def apply_plan():

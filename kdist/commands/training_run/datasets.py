@@ -1,6 +1,5 @@
 """Data of the run: all examples, or as many as --minutes leaves time for."""
 
-import json
 import sys
 import time
 
@@ -61,6 +60,7 @@ def load_data(batch, examples=None):
         if FLAGS.fallback_dataset is None:
             raise
         print(f"{error}\nTraining on {FLAGS.fallback_dataset} instead.", file=sys.stderr)
+        FLAGS.epochs = FLAGS.fallback_epochs or FLAGS.epochs
         return FLAGS.fallback_dataset, *load_by_name(FLAGS.fallback_dataset, **options)
 
 
@@ -141,4 +141,4 @@ def rate(train, run):
 
 def examples_of_run(run_dir):
     """Returns the number of examples of an interrupted run with --minutes."""
-    return json.loads(RunDirectory(run_dir).config.read_text())["num_examples"]
+    return RunDirectory(run_dir).read_config()["num_examples"]

@@ -167,6 +167,7 @@ def _check_effects(spec):
     """Refuses flags that would be ignored, as the training would differ from what was asked for."""
     for name, is_used, needed in (
         ("unfreeze_after_epochs", bool(FLAGS.freeze), "--freeze"),
+        ("fallback_epochs", FLAGS.fallback_dataset is not None, "--fallback_dataset"),
         ("max_staleness", spec.kind == "parameter_server", "--strategy=parameter_server"),
         ("local_slots", FLAGS.local_steps is not None, "--local_steps"),
         ("decay", FLAGS.schedule == "ramp", "--schedule=ramp"),

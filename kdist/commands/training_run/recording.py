@@ -1,5 +1,6 @@
 """Run directory, and the callbacks and writers that fill it."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -78,10 +79,20 @@ def check_directory(path, writes=True):
         check_writable(run.config)
     resumes = FLAGS.resume != "never" and run.is_interrupted()
     if resumes:
-        run.check_same_config(run_config(FLAGS.dataset), FIXED_FLAGS)
+        run.check_same_config(_config_on_dataset_of(run), FIXED_FLAGS)
     else:
         run.check_available()
     return resumes
+
+
+def _config_on_dataset_of(run):
+    """Returns the configuration that the flags ask for on the dataset of an interrupted run."""
+    config = run_config(FLAGS.dataset)
+    with contextlib.suppress(ValueError):  # damaged, which `check_same_config` logs
+        dataset = run.read_config().get("dataset")
+        if FLAGS.fallback_epochs and dataset == FLAGS.fallback_dataset != FLAGS.dataset:
+            config["epochs"] = FLAGS.fallback_epochs
+    return config
 
 
 def start_recording(path, config, model, is_chief, resumes, test):

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import keras
 
+from kdist.compat.keras import MULTI_OPTIMIZERS
+
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 # Each layer class also needs an entry in `_SHARDED_CLASSES` of `kdist.parallel.tensor.layers`.
 _HOW = {
@@ -188,7 +190,7 @@ _REASONS = {
     "update by the root mean square of the whole weight",
     _of.Lamb: "its trust ratio uses the norms of a whole weight and its update",
     _of.Muon: "it orthogonalizes a whole matrix",
-    _of.MultiOptimizer: "the optimizers that a function returns are not known in advance. Use a "
+    MULTI_OPTIMIZERS: "the optimizers that a function returns are not known in advance. Use a "
     "keras.optimizers.OptimizerMap",
 }
 
@@ -233,4 +235,4 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
     """Returns the optimizers that an optimizer wraps."""
     if isinstance(optimizer, _of.LossScaleOptimizer):
         return [optimizer.inner_optimizer]
-    return list(optimizer.optimizers) if isinstance(optimizer, _of.MultiOptimizer) else []
+    return list(optimizer.optimizers) if isinstance(optimizer, MULTI_OPTIMIZERS) else []

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.keras import (
+    MULTI_OPTIMIZERS,
     BaseOptimizer,
     KerasVariable,
     TFOptimizer,
@@ -119,7 +120,7 @@ def hooks():
         (BaseOptimizer, "apply", _apply),
         (loss_scale, "scale_loss", _scale_loss),
         (loss_scale, "apply", _apply),
-        (keras.optimizers.MultiOptimizer, "apply", _apply),
+        *((each, "apply", _apply) for each in MULTI_OPTIMIZERS),
         (loss_scale, "_tf_apply", _apply_on_copies),
         (TFOptimizer, "_all_reduce_sum_gradients", _already_reduced),
         *((TFOptimizer, name, _per_replica(name)) for name in _IMPLEMENTED_TWICE),
