@@ -1,9 +1,12 @@
 """Models that are saved, loaded, copied, and trained further, with and without `patch_keras()`."""
 
+import contextlib
 import copy
+import os
 import pickle
 import warnings
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -361,3 +364,36 @@ def test_saving_again_creates_no_variables(tmp_path, monkeypatch):
     model.save_weights(tmp_path / "third.weights.h5")
     keras.Variable(1.0)
     assert len(created) == 1
+
+
+@pytest.mark.parametrize("name", ["m.keras", "m.weights.h5", "m.weights.json", "m.h5"])
+def test_a_file_that_another_worker_reads_or_writes_is_replaced(tmp_path, name):
+    """HDF5 locks files, and a half-written one cannot be read."""
+    model = kdist.Model.of(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)]))
+    options = {"max_shard_size": 1.0} if name == "m.weights.json" else {}
+    save = model.save_weights if "weights" in name else model.save
+    path = tmp_path / name
+    save(path, **options)
+    files, first = sorted(os.listdir(tmp_path)), path.read_bytes()
+    with contextlib.ExitStack() as stack:
+        for each in files:
+            if each.endswith(".h5"):
+                stack.enter_context(h5py.File(tmp_path / each))
+        reader = stack.enter_context(open(path, "rb"))
+        save(path, **options)
+        assert reader.read() == first
+    assert sorted(os.listdir(tmp_path)) == files
+
+
+def test_a_save_that_fails_leaves_the_earlier_file(tmp_path):
+    class Unsaved(keras.layers.Layer):
+        def save_own_variables(self, store):
+            raise OSError("disk full")
+
+    path = tmp_path / "m.keras"
+    kdist.Model.of(keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])).save(path)
+    first = path.read_bytes()
+    with pytest.raises(OSError, match="disk full"):
+        kdist.Model.of(keras.Sequential([keras.Input((4,)), Unsaved()])).save(path)
+    assert path.read_bytes() == first
+    assert os.listdir(tmp_path) == ["m.keras"]

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import ASSIGNED_IN_THE_STEP, UPDATED_IN_TURN, outcome, program
 
 
 def _images(n, seed=0):
@@ -96,7 +96,7 @@ class Monitor(keras.callbacks.Callback):
         self.images.append(np.asarray(self.model.generator(self.noise)))
 
 
-@program
+@program(differs=UPDATED_IN_TURN)
 def dcgan():
     """DCGAN: two networks and two optimizers in train_step, a callback that generates; no call."""
     gan = GAN(_discriminator(), _generator())
@@ -139,7 +139,7 @@ class ConditionalGAN(GAN):
 
 @program(
     slow=True,
-    differs={"accumulate": "the discriminator is updated in the last micro-step only"},
+    differs=UPDATED_IN_TURN,
 )
 def conditional_gan():
     """Conditional GAN: labels as additional channels, optimizer.apply instead of pairs."""
@@ -199,7 +199,7 @@ class WGAN(keras.Model):
         return {"d_loss": d_loss, "g_loss": g_loss}
 
 
-@program(atol=5e-4)
+@program(atol=5e-4, differs=UPDATED_IN_TURN)
 def wasserstein_gan():
     """WGAN-GP: gradient penalty, two discriminator updates per step, losses returned as logs."""
     gan = WGAN(_discriminator(), _generator())
@@ -429,7 +429,7 @@ def _noise_network():
     return keras.Model([noisy, variances], layers.Conv2D(1, 1, kernel_initializer="zeros")(z))
 
 
-@program
+@program(differs=ASSIGNED_IN_THE_STEP)
 def denoising_diffusion():
     """Diffusion: adapted Normalization, a cloned EMA network, validation; the model has no call."""
     images, noises = _images(36), _noise(36, 8, 8, 1)

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import CALLBACKS_PER_CALL, outcome, program
 
 
 def _data(n=50, seed=0):
@@ -239,7 +239,7 @@ def summed_losses():
     return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
 
 
-@program
+@program(differs=CALLBACKS_PER_CALL)
 def changed_learning_rate():
     """Callback that writes the learning rate and the weights of the model in mid-training."""
     x, y = _data()
@@ -318,7 +318,7 @@ def recompile_and_continue():
     return outcome(logs, model)
 
 
-@program
+@program(differs=CALLBACKS_PER_CALL)
 def stopping_inside_an_epoch():
     """Callbacks that read the logs of batches, stop inside an epoch, and count test batches."""
     x, y = _data()

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import MASKED_MEAN, outcome, program
 
 
 def _series(n, channels=3, seed=0):
@@ -98,7 +98,7 @@ def residual_forecast():
     return outcome(model.fit(data, epochs=2, verbose=0), model)
 
 
-@program(slow=True)
+@program(slow=True, differs=MASKED_MEAN)
 def masked_lstm():
     """Series of different lengths: Masking, LSTM, a mask through TimeDistributed, SGD."""
     rng = np.random.default_rng(0)

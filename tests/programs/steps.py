@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import ACROSS_ROWS, outcome, program
+from tests.programs.program import ACROSS_ROWS, ASSIGNED_IN_THE_STEP, outcome, program
 
 _LOG = "Keras logs 0 instead of a loss that no metric follows"
 NO_METRIC = {"servers": _LOG, "workers": _LOG}
@@ -292,7 +292,7 @@ class Accumulating(keras.Model):
         return self.compute_metrics(x, y, y_pred)
 
 
-@program
+@program(differs=ASSIGNED_IN_THE_STEP)
 def accumulating_step():
     """Step that adds up gradients in variables of the model and applies them every second time."""
     x, y = _data(64)

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import MASKED_MEAN, outcome, program
 
 
 def _sentences(n, length=6, words=20, seed=0):
@@ -260,10 +260,7 @@ class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
         return {"d_model": self.d_model, "warmup_steps": self.warmup_steps}
 
 
-@program(
-    slow=True,
-    differs={"accumulate": "masked_loss divides by the number of words of a micro-batch"},
-)
+@program(slow=True, differs=MASKED_MEAN)
 def transformer_translation():
     """Translation with a dict input, teacher forcing, own schedule, and a loss over all words."""
     source, target = _sentences(40), _sentences(40, seed=1)
@@ -277,7 +274,7 @@ def transformer_translation():
     return outcome(history, model)
 
 
-@program(slow=True)
+@program(slow=True, differs=MASKED_MEAN)
 def masked_translation():
     """Translation where masks of embeddings weight the compiled loss and the metrics."""
     source, target = _sentences(40), _sentences(40, seed=1)

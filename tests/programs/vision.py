@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.programs.program import outcome, program
+from tests.programs.program import CALLBACKS_PER_CALL, outcome, program
 
 
 def _images(n, size=8, channels=1, classes=3, seed=0):
@@ -262,7 +262,7 @@ class DepthToSpace(layers.Layer):
         return ops.reshape(x, (b, 2 * h, 2 * w, 1))
 
 
-@program(differs={"groups": "callbacks see the last batch of each call"})
+@program(differs=CALLBACKS_PER_CALL)
 def super_resolution():
     """Sub-pixel super-resolution, with a callback that predicts and reads the logs of batches."""
     x, _ = _images(24, size=8)

@@ -122,7 +122,7 @@ class BatchDependence:
     """Finds how tensors depend on the rows of the batch.
 
     Args:
-        data: tensors of shape (rows, …), the replica's part of the batch.
+        data: tensors of shape (rows, …), dense, ragged, or sparse: the replica's part of the batch.
         rows: the number of rows, if it is known before the step runs, else None.
         batch_rows: the number of rows of all replicas, if it is known, else None.
         rows_are_known: False gives everything computed from values of the rows an unknown degree.
@@ -138,7 +138,10 @@ class BatchDependence:
         self._kept: list = []  # ids of eager tensors are unique as long as these exist
         self._frames: dict[tuple, _Frame] = {}
         for tensor in data:
-            self.note(tensor, self._leaf if tensor.shape.rank else FIXED)
+            parts = tf.nest.flatten(tensor, expand_composites=True)
+            rows = self._leaf if parts[0] is tensor else self._unknown
+            for part in parts:
+                self.note(part, rows if part.shape.rank else FIXED)
 
     def note(self, tensor, dependence: Dependence):
         """Records the dependence of a tensor, at which walks end."""

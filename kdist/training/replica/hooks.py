@@ -5,13 +5,16 @@ checks whether a step of kdist runs in this thread (`kdist.training.replica.step
 as always outside a kdist model's `fit`, `evaluate`, and `predict`, it calls the original function.
 Most of these functions are private: `tests/compat/test_keras.py` fails if one of them changes.
 
-Some hooks act outside of steps: models are saved outside a multi-worker scope, optimizers are built
-outside of replicas, gradients and functions of SavedModels between replicas are those of one
-device, and a program that clears Keras's session stays in its scope.
+Some hooks act outside of steps: models are saved outside a multi-worker scope and as whole files,
+optimizers are built outside of replicas, gradients and functions of SavedModels between replicas
+are those of one device, and a program that clears Keras's session stays in its scope.
 """
 
+import contextlib
 import functools
+import os
 import pathlib
+import tempfile
 import traceback
 import warnings
 import weakref
@@ -79,6 +82,8 @@ _BY_ROW = (
 # oneDNN computes 16 channels at a time with AVX-512, and 8 with AVX2.
 _FEW_CHANNELS = 16
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
+
+_MODEL_FILES = (".keras", ".h5", ".hdf5", ".weights.json")
 
 # Functions that save a model. Any other way to save it, such as pickle, calls one of them.
 SAVING = (
@@ -171,10 +176,30 @@ def _hook(owner, name, hook):
 
 def _saving_alone(keras_function):
     @functools.wraps(keras_function)
-    def saving_alone(*args, **kwargs):
-        return outside_multi_worker_scope(functools.partial(keras_function, *args, **kwargs))
+    def saving_alone(model, filepath, *args, **kwargs):
+        with _whole_files(filepath) as path:
+            return outside_multi_worker_scope(
+                functools.partial(keras_function, model, path, *args, **kwargs)
+            )
 
     return saving_alone
+
+
+@contextlib.contextmanager
+def _whole_files(path):
+    """Yields a path in a new folder; its files then replace those at `path`, the last one there.
+
+    Workers may save to one path at the same time, or read what another one writes.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    folder, name = os.path.split(os.path.realpath(text))
+    if not text.endswith(_MODEL_FILES) or "://" in text or not os.access(folder, os.W_OK):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as unfinished:
+        yield os.path.join(unfinished, name)
+        for each in sorted(os.listdir(unfinished), key=lambda each: each == name):
+            os.replace(os.path.join(unfinished, each), os.path.join(folder, each))
 
 
 def _whole(initialize):

@@ -45,7 +45,7 @@ class RowShare:
         batch_rows: number of rows of all replicas in all micro-steps of the step.
         may_be_empty: `rows` may be 0.
         is_repeated: every replica holds all rows, and those of the first one count.
-        tensors: the tensors that hold the rows.
+        tensors: the tensors that hold the rows, dense, ragged, or sparse.
     """
 
     rows: Number
@@ -152,7 +152,7 @@ class BatchDivision:
         if self.is_fixed:
             return data, share
         if self.is_repeated:
-            repeated = {"is_repeated": True, "may_be_empty": True, "tensors": tensors_of(data)}
+            repeated = {"is_repeated": True, "may_be_empty": True, "tensors": _leaves(data)}
             return data, dataclasses.replace(share, **repeated)
         first, shown = self.starts[replica] + mine * micro_step // self.micro_steps, size
         if share.may_be_empty:
@@ -165,12 +165,17 @@ class BatchDivision:
             taken = keras.tree.map_structure(lambda leaf: _rows_of(leaf, first, shown), data)
         if hides_rows or (isinstance(size, int) and size == 1):
             taken = with_unknown_rows(taken)  # else a constant per row and one for all look alike
-        return taken, dataclasses.replace(share, tensors=tensors_of(taken))
+        return taken, dataclasses.replace(share, tensors=_leaves(taken))
 
 
 def tensors_of(data):
     """Returns all tensors in a structure, those that ragged and sparse ones consist of as well."""
     return tuple(filter(tf.is_tensor, tf.nest.flatten(data, expand_composites=True)))
+
+
+def _leaves(data):
+    """Returns all tensors in a structure, dense, ragged, or sparse."""
+    return tuple(filter(tf.is_tensor, tf.nest.flatten(data)))
 
 
 def number_of_rows(data) -> Number | None:
