@@ -16,6 +16,8 @@ import signal
 from absl import flags
 
 from kdist import program
+from kdist.cluster.remote_access import check_remote_access
+from kdist.data.names import addresses_of
 
 FLAGS = flags.FLAGS
 
@@ -34,7 +36,8 @@ with program.flag_group("Common"):
 
 def main(argv):
     del argv
-    from kdist.data.workers import start
+    check_remote_access(addresses_of(FLAGS.host, FLAGS.port), FLAGS.allow_remote)
+    from kdist.data.workers import start  # imports TensorFlow
 
     server = start(FLAGS.host, FLAGS.port, FLAGS.allow_remote)
     print(f"Data worker at {FLAGS.host}:{FLAGS.port}. Ctrl-C ends it.", flush=True)

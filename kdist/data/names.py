@@ -54,3 +54,8 @@ def check_answers(address: str):
             f"the data worker {address} does not answer ({error}). Start it there: kdist "
             f"data_worker --port={port}"
         ) from None
+
+
+def addresses_of(host: str, port: int, batch_port: int | None = None) -> Cluster:
+    """Returns the two addresses of a data worker, by default at `port` and the next one."""
+    return Cluster({"worker": [f"{host}:{port}", f"{host}:{batch_port or port + 1}"]})

@@ -8,6 +8,7 @@ and the training reads them in turn. Batch number s is a function of the seed an
 a training has the same batches, each once, with any number of data workers.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -17,9 +18,8 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from kdist.cluster import Cluster
 from kdist.cluster.remote_access import check_remote_access, restrict_to_loopback
-from kdist.data.names import check_answers
+from kdist.data.names import addresses_of, check_answers
 
 _logger = logging.getLogger(__name__)
 
@@ -52,18 +52,17 @@ def start(
         RuntimeError: a port is in use.
     """
     service = tf.data.experimental.service
-    ports = port, batch_port or port + 1
-    addresses = [f"{host}:{each}" for each in ports]
-    tasks = [Cluster({"worker": addresses}, "worker", number) for number in range(2)]
-    check_remote_access(tasks[0], allow_remote)
+    first = addresses_of(host, port, batch_port)
+    second = dataclasses.replace(first, index=1)
+    check_remote_access(first, allow_remote)
     try:
-        with restrict_to_loopback(tasks[0]):
-            dispatcher = service.DispatchServer(service.DispatcherConfig(port=ports[0]))
-        with restrict_to_loopback(tasks[1]):
-            config = service.WorkerConfig(*addresses, port=ports[1])
+        with restrict_to_loopback(first):
+            dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
+        with restrict_to_loopback(second):
+            config = service.WorkerConfig(first.address, second.address, batch_port or port + 1)
             server = service.WorkerServer(config)
     except tf.errors.OpError as error:
-        raise RuntimeError(f"ports {ports} cannot be used: {error.message}") from None
+        raise RuntimeError(f"{first.address} cannot be used: {error.message}") from None
     server._kdist_dispatcher = dispatcher  # lives as long as the worker
     return server
 
