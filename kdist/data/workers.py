@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -55,14 +56,17 @@ def start(
     first = addresses_of(host, port, batch_port)
     second = dataclasses.replace(first, index=1)
     check_remote_access(first, allow_remote)
-    try:
-        with restrict_to_loopback(first):
-            dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
-        with restrict_to_loopback(second):
-            config = service.WorkerConfig(first.address, second.address, batch_port or port + 1)
-            server = service.WorkerServer(config)
-    except tf.errors.OpError as error:
-        raise RuntimeError(f"{first.address} cannot be used: {error.message}") from None
+    batch_port = batch_port or port + 1
+    for each in (port, batch_port):
+        try:
+            socket.create_server(("", each)).close()
+        except OSError as error:
+            raise RuntimeError(f"port {each}: {error.strerror}; choose another --port") from None
+    with restrict_to_loopback(first):
+        dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
+    with restrict_to_loopback(second):
+        config = service.WorkerConfig(first.address, second.address, batch_port)
+        server = service.WorkerServer(config)
     server._kdist_dispatcher = dispatcher  # lives as long as the worker
     return server
 

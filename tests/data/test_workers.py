@@ -105,6 +105,12 @@ def test_other_machines_need_permission():
         workers.start("192.0.2.1", 5050, allow_remote=False)
 
 
+def test_a_port_in_use(addresses):
+    port = int(addresses[0].rpartition(":")[2])
+    with pytest.raises(RuntimeError, match=f"port {port}: Address already in use; choose another"):
+        workers.start("127.0.0.1", port, allow_remote=False)
+
+
 def test_a_process_ends_when_a_data_worker_is_silent(monkeypatch, caplog):
     """TensorFlow waits forever for a data worker that dies, within a call that cannot end."""
     ended = threading.Event()
