@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from kdist.batch import Batch
 from kdist.data import arrays, idx, image_folder, tfds
@@ -101,7 +102,7 @@ def create_pipelines(
         train_source = train_source.subset(examples, seed)
     operations = as_operations(operations)
     eval_operations = operations if eval_operations is None else as_operations(eval_operations)
-    options = {"seed": seed, "cache": cache, "data_workers": data_workers}
+    options: dict[str, Any] = {"seed": seed, "cache": cache, "data_workers": data_workers}
     train = Pipeline(train_source, batch, operations=operations, **options)
     test = Pipeline(test_source, batch, training=False, operations=eval_operations, **options)
     if train.image_shape != test.image_shape:

@@ -61,7 +61,8 @@ def start(
         try:
             socket.create_server(("", each)).close()
         except OSError as error:
-            raise RuntimeError(f"port {each}: {error.strerror}; choose another --port") from None
+            reason = os.strerror(error.errno or 0)
+            raise RuntimeError(f"port {each}: {reason}; choose another --port") from None
     with restrict_to_loopback(first):
         dispatcher = service.DispatchServer(service.DispatcherConfig(port=port))
     with restrict_to_loopback(second):
