@@ -22,6 +22,10 @@ COMMANDS = {
         "Starts a script on this machine as a job of several processes.",
         "kdist launch --workers=2 -- my_script.py",
     ),
+    "data_worker": (
+        "Prepares batches for trainings on other machines.",
+        "kdist data_worker --host=cpu1 --allow_remote",
+    ),
     "check": (
         "Reports what works on this machine: versions, devices, and strategies.",
         "kdist check",

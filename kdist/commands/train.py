@@ -118,6 +118,12 @@ with program.flag_group("Data"):
         "Passes over --fallback_dataset, which may be smaller; by default --epochs.",
         lower_bound=1,
     )
+    flags.DEFINE_list(
+        "data_workers",
+        [],
+        "Addresses (host:port) of processes that read and prepare the batches; start each with "
+        "`kdist data_worker`. For runs whose report says that they are input-bound.",
+    )
     flags.DEFINE_string("data_dir", None, "Directory of TFDS datasets or of the IDX files.")
     flags.DEFINE_boolean("download", True, "Allow downloading a dataset.")
     flags.DEFINE_integer(

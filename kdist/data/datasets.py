@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from kdist.batch import Batch
 from kdist.data import arrays, idx, image_folder, tfds
@@ -26,6 +27,7 @@ def load(
     data_dir: str | os.PathLike | None = None,
     download: bool = True,
     cache: bool | str = "auto",
+    data_workers: str | Sequence[str] = (),
 ) -> tuple[Pipeline, Pipeline]:
     """Loads a dataset as two pipelines, for training and for testing.
 
@@ -46,6 +48,7 @@ def load(
         data_dir: directory of TFDS, or for `fashion_mnist` of the IDX files.
         download: whether TFDS may download the dataset. Defaults to True.
         cache: whether to keep decoded images in memory, see `Pipeline`. Defaults to `"auto"`.
+        data_workers: addresses of processes that prepare the batches, see `Pipeline`.
 
     Returns:
         `(train, test)`, two `kdist.data.Pipeline`s.
@@ -62,14 +65,23 @@ def load(
         train, test = kdist.data.load("cats_vs_dogs", batch=batch, operations="resize(160, 160)")
         model.fit(train, validation_data=test)
     """
+    sources = load_sources(
+        name,
+        seed=seed,
+        splits=splits,
+        data_dir=data_dir,
+        download=download,
+        from_disk=bool(data_workers),
+    )
     return create_pipelines(
-        load_sources(name, seed=seed, splits=splits, data_dir=data_dir, download=download),
+        sources,
         batch=batch,
         seed=seed,
         examples=examples,
         operations=operations,
         eval_operations=eval_operations,
         cache=cache,
+        data_workers=data_workers,
     )
 
 
@@ -82,6 +94,7 @@ def create_pipelines(
     operations: str | Sequence[ImageOperation] = (),
     eval_operations: str | Sequence[ImageOperation] | None = None,
     cache: bool | str = "auto",
+    data_workers: str | Sequence[str] = (),
 ) -> tuple[Pipeline, Pipeline]:
     """Returns the pipelines of a training and a test source; the arguments are those of `load`."""
     train_source, test_source = sources
@@ -89,10 +102,9 @@ def create_pipelines(
         train_source = train_source.subset(examples, seed)
     operations = as_operations(operations)
     eval_operations = operations if eval_operations is None else as_operations(eval_operations)
-    train = Pipeline(train_source, batch, seed=seed, operations=operations, cache=cache)
-    test = Pipeline(
-        test_source, batch, training=False, seed=seed, operations=eval_operations, cache=cache
-    )
+    options: dict[str, Any] = {"seed": seed, "cache": cache, "data_workers": data_workers}
+    train = Pipeline(train_source, batch, operations=operations, **options)
+    test = Pipeline(test_source, batch, training=False, operations=eval_operations, **options)
     if train.image_shape != test.image_shape:
         raise ValueError(
             f"training images have the shape {train.image_shape}, test images {test.image_shape}; "
@@ -102,9 +114,12 @@ def create_pipelines(
 
 
 def load_sources(
-    name, *, seed=0, splits=None, data_dir=None, download=True
+    name, *, seed=0, splits=None, data_dir=None, download=True, from_disk=False
 ) -> tuple[Source, Source]:
-    """Returns the training and test source; the arguments are those of `load`."""
+    """Returns the training and test source; the arguments are those of `load`.
+
+    `from_disk` leaves the examples of a TFDS dataset on the disk, if they fit in memory as well.
+    """
     name = dataset_path(name)
     if splits is not None and (name == "digits" or os.path.isdir(name)):
         raise ValueError(
@@ -117,7 +132,7 @@ def load_sources(
     if os.path.isdir(name):
         is_idx = idx.has_idx_files(name)
         return idx.load_idx(name) if is_idx else image_folder.load_image_folder(name, seed)
-    return tfds.load_tfds(name, splits, data_dir and os.fspath(data_dir), download)
+    return tfds.load_tfds(name, splits, data_dir and os.fspath(data_dir), download, from_disk)
 
 
 def _fashion_mnist(data_dir, download):

@@ -25,8 +25,10 @@ import tensorflow as tf
 
 from kdist.batch import Batch
 from kdist.data.arrays import ArraySource, from_arrays
+from kdist.data.names import parse_data_workers
 from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.source import Source, check_seed
+from kdist.data.workers import divided
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +51,10 @@ class Pipeline:
         operations: operations on each image, as text (`"resize(160, 160)|random_flip()"`) or as
             operations of `kdist.data.operations`. Evaluation skips random ones. Defaults to none.
         cache: whether to keep images in memory after decoding and resizing them once: True,
-            False, or `"auto"` (if they take at most half of the free memory). Defaults to `"auto"`.
+            False, or `"auto"` (if they take at most half of the free memory, and there are no data
+            workers). Defaults to `"auto"`.
+        data_workers: addresses of processes that prepare the batches, see `kdist.data.workers`.
+            They read the same files. Defaults to none: this process does.
 
     Attributes:
         num_examples: number of examples of the source.
@@ -62,7 +67,8 @@ class Pipeline:
     Raises:
         TypeError: an item of `operations` is not an operation.
         ValueError: the batch is larger than the training data, the images differ in size after
-            all operations or are too small for one, or `seed` or `cache` is invalid.
+            all operations or are too small for one, or `seed` or `cache` is invalid; or there are
+            data workers, and the examples are in the memory of this process.
 
     Example:
 
@@ -80,9 +86,16 @@ class Pipeline:
         seed: int = 0,
         operations: str | Sequence[ImageOperation] = (),
         cache: bool | str = "auto",
+        data_workers: str | Sequence[str] = (),
     ):
         if cache not in (True, False, "auto"):
             raise ValueError(f"cache={cache!r} is not True, False, or 'auto'")
+        self._data_workers = parse_data_workers(data_workers)
+        if self._data_workers and (cache is True or source.arrays() is not None):
+            raise ValueError(
+                "data workers read files, and these examples are in the memory of this process. "
+                "Leave out data_workers and cache=True, or use a folder of images or TFRecord files"
+            )
         # Evaluation computes no gradients to accumulate.
         self.batch = batch if training else dataclasses.replace(batch, accumulate=1)
         self.training, self.seed = training, check_seed(seed)
@@ -94,7 +107,9 @@ class Pipeline:
             op for op in as_operations(operations) if training or not op.is_random
         )
         self.image_shape = _shape_after(self._operations, source.image_shape)
-        self._source, self._operations = _cached(source, self._operations, cache)
+        self._source = source
+        if not self._data_workers:
+            self._source, self._operations = _cached(source, self._operations, cache)
 
     def dataset(self, start_step: int = 0, part: tuple[int, int] = (0, 1)) -> tf.data.Dataset:
         """Returns the batches from number `start_step` on as a `tf.data.Dataset`.
@@ -111,14 +126,19 @@ class Pipeline:
 
         Raises:
             ValueError: `start_step` is negative, `part` is invalid, or it has no rows.
+            ConnectionError: a data worker does not answer.
         """
         if start_step < 0:
             raise ValueError(f"start_step={start_step} is negative; batches are counted from 0")
-        rows = self._rows_of(*part)
-        if self.training:
-            steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
-        else:
-            steps = tf.data.Dataset.range(start_step, self.steps_per_epoch)
+        batches = functools.partial(self._batches, rows=self._rows_of(*part))
+        last = np.iinfo(np.int64).max if self.training else self.steps_per_epoch
+        if not self._data_workers:
+            return batches(tf.data.Dataset.range(start_step, last))
+        dataset = divided(batches, start_step, last, self._data_workers)
+        return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
+
+    def _batches(self, steps, rows):
+        """Returns some rows of the batches of a dataset of step numbers, as a dataset."""
         if self._is_vectorized:
             gather = functools.partial(self._gather, rows=rows)
             dataset = steps.map(_without_autograph(gather), num_parallel_calls=tf.data.AUTOTUNE)
@@ -174,7 +194,7 @@ class Pipeline:
     @property
     def element_spec(self):
         """Type specification of one batch: nested `tf.TensorSpec`s."""
-        return self.dataset().element_spec
+        return self._batches(tf.data.Dataset.range(1), self._rows_of(0, 1)).element_spec
 
     def __iter__(self):
         return iter(self.dataset())

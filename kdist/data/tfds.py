@@ -64,6 +64,7 @@ def load_tfds(
     splits: tuple[str, str] | None = None,
     data_dir: str | None = None,
     download: bool = True,
+    from_disk: bool = False,
 ) -> tuple[Source, Source]:
     """Returns the training and test source; downloads and prepares the dataset if needed.
 
@@ -76,6 +77,7 @@ def load_tfds(
             without `test`, to `train` and `validation`; without both, to 80 % and 20 % of `train`.
         data_dir: directory of TFDS. Defaults to its own, `~/tensorflow_datasets`.
         download: whether TFDS may download the dataset; a DatasetUnavailable if it cannot.
+        from_disk: whether to read any dataset from disk on demand. Defaults to False.
     """
     import tensorflow_datasets as tfds
 
@@ -86,7 +88,7 @@ def load_tfds(
             raise ValueError(_unknown(name, tfds.list_builders(), error)) from error
         if not builder.data_path.exists():
             _prepare(builder, download)
-        return _sources(tfds, builder, splits)
+        return _sources(tfds, builder, splits, from_disk)
 
 
 def _prepare(builder, download):
@@ -127,7 +129,7 @@ def _check_reachable(builder):
         raise OSError("; ".join(failures))
 
 
-def _sources(tfds, builder, splits):
+def _sources(tfds, builder, splits, from_disk):
     info = builder.info
     keys = info.supervised_keys
     kinds = tfds.features.Image, tfds.features.ClassLabel
@@ -141,7 +143,7 @@ def _sources(tfds, builder, splits):
     if splits is None:
         held_out = [name for name in ("test", "validation") if name in info.splits]
         splits = ("train", held_out[0]) if held_out else ("train[:80%]", "train[80%:]")
-    return tuple(_source(tfds, builder, split) for split in splits)
+    return tuple(_source(tfds, builder, split, from_disk) for split in splits)
 
 
 def _part(info, split):
@@ -158,13 +160,13 @@ def _part(info, split):
     return part
 
 
-def _source(tfds, builder, split):
+def _source(tfds, builder, split, from_disk):
     info = builder.info
     part = _part(info, split)
     image_key, label_key = info.supervised_keys[:2]
     shape, label = info.features[image_key].shape, info.features[label_key]
     names = tuple(label.names) if label.names else None
-    if not _fits_in_memory(builder, part, shape):
+    if from_disk or not _fits_in_memory(builder, part, shape):
         return _on_disk(builder, part, names)
     if None not in shape:
         examples = tfds.as_numpy(builder.as_dataset(split, batch_size=-1))

@@ -75,6 +75,15 @@ def test_truncated_file(tmp_path):
             source_of((path, 0, -1))
 
 
+def test_a_damaged_record(tmp_path):
+    path = write(tmp_path / "a", range(10))
+    source, content = source_of((path, 0, -1)), bytearray(path.read_bytes())
+    content[12] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(tf.errors.DataLossError, match="corrupted record"):
+        numbers_in(Pipeline(source, Batch(5), training=False, cache=False))
+
+
 def test_no_records(tmp_path):
     with pytest.raises(ValueError, match="no records in .*empty"):
         source_of((write(tmp_path / "empty", []), 0, -1))

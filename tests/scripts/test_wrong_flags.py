@@ -91,6 +91,8 @@ TRAIN = [
     (["--device_seconds=1e300"], "give at most 100,000,000 seconds"),
     # Files and directories.
     (["--dataset=./nowhere"], "no such directory"),
+    (["--data_workers=cpu1"], "data_workers=cpu1: "),
+    (["--data_workers=127.0.0.1:1"], "Start it there: kdist data_worker --port=1"),
     (["--dataset=/nowhere/at/all"], "no such directory"),
     (["--dataset=a_file"], "a_file: no such directory"),
     (["--dataset="], "name of the dataset is empty"),
@@ -214,6 +216,8 @@ OTHERS = [
     ("report", ["nowhere"], "is no run directory"),
     ("report", ["finished", "--output=nowhere/page.html"], "in a directory that exists"),
     ("report", ["finished", "--price_usd_per_hour=nan"], "--price_usd_per_hour"),
+    ("data_worker", ["--host=192.0.2.1"], "--allow_remote"),
+    ("data_worker", ["--port=65535"], "in the range [1, 65534]"),
     ("check", ["--strategies=mirored"], "did you mean 'mirrored'"),
     ("check", ["--num_devices=100000"], "at most 256"),
     ("check", ["--timeout_seconds=1000000000000"], "give at most 100,000,000 seconds"),

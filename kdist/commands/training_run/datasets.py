@@ -48,12 +48,17 @@ def load_data(batch, examples=None):
         examples: number of training examples, instead of --examples.
     """
     options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
+    if FLAGS.data_workers:
+        from kdist.data import workers
+
+        workers.ends_on_silence = True
     try:
         return FLAGS.dataset, *load_by_name(
             FLAGS.dataset,
             examples=examples or FLAGS.examples,
             data_dir=FLAGS.data_dir,
             download=FLAGS.download,
+            data_workers=FLAGS.data_workers,
             **options,
         )
     except kdist.data.DatasetUnavailable as error:

@@ -10,7 +10,7 @@ from kdist.commands.training_run.applications import APPLICATIONS, PREFIX, appli
 from kdist.commands.training_run.compiled_model import MODELS
 from kdist.commands.training_run.fine_tuning import check_weights, freeze_patterns
 from kdist.commands.training_run.user_code import check_reference, is_reference, parse_arguments
-from kdist.data.names import dataset_path
+from kdist.data.names import check_answers, dataset_path, parse_data_workers
 from kdist.data.operations import as_operations
 from kdist.json_text import parse_json
 from kdist.run_directory import check_writable
@@ -29,11 +29,14 @@ def check_flags(spec):
     Raises:
         ValueError: a value is unknown or invalid, or flags contradict each other.
         FileNotFoundError: a directory does not exist.
+        ConnectionError: a data worker does not answer.
     """
     _check_model()
     _check_fine_tuning(spec)
     _check_export()
     check_data(FLAGS.dataset, FLAGS.fallback_dataset)
+    for address in parse_data_workers(FLAGS.data_workers):
+        check_answers(address)
     if FLAGS.resume not in ("auto", "never") and not os.path.exists(FLAGS.resume):
         raise FileNotFoundError(
             f"--resume={FLAGS.resume}: no such checkpoint; give the path of one in "

@@ -9,6 +9,7 @@ that too few steps were measured.
 """
 
 import collections
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -105,11 +106,14 @@ def _input(timing):
     share, rate = timing.get("input_share"), timing.get("examples_per_second")
     if share is None or share < _MIN_INPUT_SHARE or not rate:
         return None
+    # Data workers take over all of the work; another one makes up for what the network costs.
+    workers = math.ceil(1 / max(1 - share, 0.001))
     return share, (
         f"input-bound: the pipeline delivers {rate:,.0f} examples/s, the devices could train on "
         f"{rate / max(1 - share, 0.001):,.0f} ({share:.0%} of a step is waiting for input); keep "
-        "decoded examples in memory (cache=True), make the operations cheaper, or use more cores; "
-        "`kdist check --input` measures the pipeline alone"
+        "decoded examples in memory (cache=True), make the operations cheaper, or use more cores, "
+        f"such as {workers} data worker{'s' * (workers > 1)} with as many as this machine (`kdist "
+        "data_worker`); `kdist check --input` measures the pipeline alone"
     )
 
 

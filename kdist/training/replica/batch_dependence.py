@@ -139,9 +139,9 @@ class BatchDependence:
         self._frames: dict[tuple, _Frame] = {}
         for tensor in data:
             parts = tf.nest.flatten(tensor, expand_composites=True)
-            rows = self._leaf if parts[0] is tensor else self._unknown
+            dependence = self._leaf if parts[0] is tensor else self._unknown
             for part in parts:
-                self.note(part, rows if part.shape.rank else FIXED)
+                self.note(part, dependence if part.shape.rank else FIXED)
 
     def note(self, tensor, dependence: Dependence):
         """Records the dependence of a tensor, at which walks end."""
