@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 
 from kdist.batch import Batch
-from kdist.data import arrays, idx, image_folder, tfds
+from kdist.data import image_folder, tfds
+from kdist.data.arrays import FASHION_MNIST_CLASSES, has_idx_files, load_digits, load_idx
 from kdist.data.names import dataset_path
 from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.pipeline import Pipeline
@@ -111,21 +112,21 @@ def load_sources(
             f"{name} has a fixed test part; splits={splits!r} applies to TFDS datasets only"
         )
     if name == "digits":
-        return arrays.load_digits()
+        return load_digits()
     if name == "fashion_mnist" and splits is None:
         return _fashion_mnist(data_dir, download)
     if os.path.isdir(name):
-        is_idx = idx.has_idx_files(name)
-        return idx.load_idx(name) if is_idx else image_folder.load_image_folder(name, seed)
+        is_idx = has_idx_files(name)
+        return load_idx(name) if is_idx else image_folder.load_image_folder(name, seed)
     return tfds.load_tfds(name, splits, data_dir and os.fspath(data_dir), download)
 
 
 def _fashion_mnist(data_dir, download):
-    if data_dir is not None and idx.has_idx_files(data_dir):
-        return idx.load_idx(data_dir, idx.FASHION_MNIST_CLASSES)
+    if data_dir is not None and has_idx_files(data_dir):
+        return load_idx(data_dir, FASHION_MNIST_CLASSES)
     data_dir = data_dir and os.fspath(data_dir)
-    if not tfds.is_prepared("fashion_mnist", data_dir) and idx.has_idx_files(DEBIAN_FASHION_MNIST):
-        return idx.load_idx(DEBIAN_FASHION_MNIST, idx.FASHION_MNIST_CLASSES)
+    if not tfds.is_prepared("fashion_mnist", data_dir) and has_idx_files(DEBIAN_FASHION_MNIST):
+        return load_idx(DEBIAN_FASHION_MNIST, FASHION_MNIST_CLASSES)
     try:
         return tfds.load_tfds("fashion_mnist", None, data_dir, download)
     except DatasetUnavailable as error:
