@@ -1,4 +1,4 @@
-"""Builders of image models: a multilayer perceptron, LeNet-5, ResNet-18, and an Inception network."""
+"""Builders of image models: a multilayer perceptron, LeNet-5, ResNet-18, and Inception."""
 
 from collections.abc import Sequence
 
@@ -118,8 +118,8 @@ def resnet18(
 
     The stem is one 3×3 convolution without max pooling. Four stages of two residual blocks have 64,
     128, 256, and 512 channels; all but the first halve height and width, with a 1×1 convolution on
-    the shortcut. Convolutions have biases, as in *Dive into Deep Learning*, section 13.6. The model has 11,175,818 trainable parameters for
-    28×28×1 and 10 classes, and 176,634 with `width=8`.
+    the shortcut. Convolutions have biases, as in *Dive into Deep Learning*, section 13.6. The model
+    has 11,175,818 trainable parameters for 28×28×1 and 10 classes, and 176,634 with `width=8`.
 
     Args:
         input_shape: (H, W, C), at least 8 × 8 pixels; H and W may be None.

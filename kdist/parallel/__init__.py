@@ -20,7 +20,7 @@ _PUBLIC = {
     "column": "placement.patterns",
     "device": "placement.patterns",
     "heads": "placement.patterns",
-    "measure_costs": "search.measured_costs",
+    "measure_costs": "search.costs",
     "merged": "split_model",
     "read_placement": "placement.files",
     "resolve_placement": "placement.files",
