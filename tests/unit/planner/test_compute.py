@@ -15,7 +15,7 @@ from kdist.planner.cost.compute import (
     extrapolate_seconds,
 )
 from kdist.planner.cost.constants import known_compute_constants
-from kdist.planner.workload.known import known_workload
+from kdist.planner.workload.layers import known_workload
 
 ROOT = pathlib.Path(__file__).parents[3]
 SCALING = ROOT / "benchmarks" / "planner_validation" / "tables" / "scaling.csv"
