@@ -21,9 +21,9 @@ from kdist.serving.core.model_directory import needed_devices, versions
 from kdist.serving.core.requests import Arrays
 from kdist.serving.core.settings import BatchSettings, Objective, padded_sizes
 from kdist.serving.engine.batcher import Batcher
-from kdist.serving.policy.arrivals import poisson
 from kdist.serving.policy.latency_curve import LatencyCurve
 from kdist.serving.policy.selection import Choice, ScoredSettings, choose
+from kdist.serving.policy.simulation import poisson
 from kdist.serving.tune.probing import ProbeResult, confirm, measure_batcher
 
 _logger = logging.getLogger(__name__)
