@@ -40,7 +40,6 @@ _DEPRECATED = {
 
 __all__ = sorted(_PUBLIC)
 
-
 # `split_as` is deprecated, and warns when it is called.
 __getattr__ = import_on_demand(__name__, {**_PUBLIC, "split_as": "placement.files"}, _DEPRECATED)
 

@@ -34,5 +34,4 @@ _DEPRECATED = {"Limits": "ServerLimits"}
 
 __all__ = sorted(_PUBLIC)
 
-
 __getattr__ = import_on_demand(__name__, {**_PUBLIC, "ray": "ray"}, _DEPRECATED)
