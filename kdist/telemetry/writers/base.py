@@ -1,4 +1,4 @@
-"""Interface of writers, writers that discard or distribute records, names of curves, and results."""
+"""Interface of writers, writers that discard or distribute records, curve names, and results."""
 
 import logging
 import math

@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.tensorflow import traced_for_workers
-from kdist.training.groups.logs import LazyLogs
+from kdist.training.groups.loop import LazyLogs
 from kdist.training.groups.monitors import NONE_YET
 from kdist.training.groups.predictions import concatenate
 from kdist.training.groups.step_groups import GroupResult, StepGroup
