@@ -23,7 +23,7 @@ import time
 from absl import flags
 
 from kdist import program
-from kdist.planner.calibration import Calibration, calibrated_step_seconds
+from kdist.planner.measurements import Calibration, calibrated_step_seconds
 
 FLAGS = flags.FLAGS
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kdist.calibrate.probes import PROBES, Probe
-from kdist.planner.calibration import Calibration, work_terms
+from kdist.planner.measurements import Calibration, work_terms
 from kdist.planner.workload.layers import Workload
 from kdist.program import check_installed
 

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.tensorflow import abort_collectives, reuse_collective_keys
-from kdist.training.parameter_server.partitioned_embedding import Partitioner, partition_embeddings
+from kdist.training.parameter_server.variables import Partitioner, partition_embeddings
 from kdist.training.replica.reduction import sums_over_replicas
 from kdist.training.scopes import has_parameter_servers, is_multi_worker
 

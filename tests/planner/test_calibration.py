@@ -11,7 +11,7 @@ import pytest
 
 from kdist.calibrate.measure import TimedWorkload, fit_calibration
 from kdist.calibrate.probes import PROBES
-from kdist.planner.calibration import Calibration, calibrated_step_seconds, work_terms
+from kdist.planner.measurements import Calibration, calibrated_step_seconds, work_terms
 from kdist.planner.workload.layers import LayerWork, Workload
 from kdist.planner.workload.reading import read_workload
 

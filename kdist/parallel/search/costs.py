@@ -30,7 +30,7 @@ from kdist.parallel.pipeline.schedule import peak_live, simulated_timeline, stag
 from kdist.parallel.placement.patterns import functional_graph, nodes_of
 from kdist.parallel.search.divide import STATE_BYTES, Divisions, is_within, tensor_bytes
 from kdist.planner.cost.constants import known_compute_constants
-from kdist.planner.cost.exchange import all_reduce_seconds, pipeline_transfer_seconds
+from kdist.planner.cost.update import all_reduce_seconds, pipeline_transfer_seconds
 from kdist.planner.tables.gpus import find_gpu
 from kdist.planner.workload.reading import read_workload
 from kdist.training.scopes import in_new_thread
