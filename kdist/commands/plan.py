@@ -376,7 +376,7 @@ def machines():
 
 def calibrate():
     """Times small networks on this machine and writes the calibration."""
-    from kdist.calibrate.measure import calibrate as measure  # imports TensorFlow
+    from kdist.calibrate import calibrate as measure  # imports TensorFlow
 
     found = measure(FLAGS.num_devices, tell=functools.partial(print, flush=True))
     pathlib.Path(FLAGS.calibrate).write_text(found.to_json())

@@ -181,7 +181,7 @@ class Calibration:
             what = f"{bad[0]!r} costs {costs[bad[0]]!r}" if bad else "nothing costs anything"
             raise ValueError(
                 f"{source}: {what}; seconds are numbers from 0 on: calibrate the machine again "
-                "with kdist.calibrate.measure.calibrate()"
+                "with kdist.calibrate.calibrate()"
             )
         return calibration
 

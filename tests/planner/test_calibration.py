@@ -9,8 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from kdist.calibrate.measure import TimedWorkload, fit_calibration
-from kdist.calibrate.probes import PROBES
+from kdist.calibrate import PROBES, TimedWorkload, fit_calibration
 from kdist.planner.measurements import Calibration, calibrated_step_seconds, work_terms
 from kdist.planner.workload.layers import LayerWork, Workload
 from kdist.planner.workload.reading import read_workload
@@ -180,8 +179,8 @@ def test_costs_need_several_steps():
 
 
 CALIBRATE = """
-from kdist.calibrate.measure import calibrate
-from kdist.calibrate.probes import PROBES
+from kdist.calibrate import calibrate
+from kdist.calibrate import PROBES
 print(calibrate(2, rounds=1, probes=PROBES[-10:]).to_json())
 """
 
