@@ -27,11 +27,10 @@ from kdist.training.groups import inputs
 from kdist.training.groups.clock import StepClock
 from kdist.training.groups.file_callbacks import share_backups, without_writers
 from kdist.training.groups.functions import StepFunction
-from kdist.training.groups.group_tuner import GroupTuner
 from kdist.training.groups.loop import CallbackList, EpochLoop, LazyLogs, run_groups
 from kdist.training.groups.monitors import AsynchronousMonitor, LossMonitor, WorkerVotes
 from kdist.training.groups.predictions import PredictFunction, to_numpy
-from kdist.training.groups.step_groups import GroupRunner, StepGroups
+from kdist.training.groups.step_groups import GroupRunner, GroupTuner, StepGroups
 from kdist.training.parameter_server.coordinator_loop import AsynchronousFunction
 from kdist.training.parameter_server.dispatcher import Dispatcher
 from kdist.training.parameter_server.variables import install_partitioned_embedding
