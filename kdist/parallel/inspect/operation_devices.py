@@ -108,8 +108,8 @@ class DeviceProfile:
     backward: int  # number of operations that compute gradients
     other: int  # number of other operations, such as updates, sums over replicas and metrics
     received: int  # number of tensors from other devices
-    # Maximum bytes held at one time for the backward pass (see
-    # `kdist.parallel.inspect.activation_memory`); None if sizes are unknown, as in loops.
+    # Maximum bytes held at one time for the backward pass (see `Activations`); None if sizes are
+    # unknown, as in loops.
     activation_bytes: int | None = None
     live_micro_batches: int = 1  # maximum number whose activations it held at once
 
