@@ -9,7 +9,7 @@
   # the accuracy of an earlier calibration
   python -m benchmarks.predict_this_machine --calibration=machine.json
 
-The machine is calibrated with small networks (`kdist.calibrate.probes`). The models train a few
+The machine is calibrated with small networks (`kdist.calibrate`). The models train a few
 steps with `kdist.Model.fit`, mirrored, at each batch size, in turns with these networks, because
 the speed of a virtual machine changes within minutes. A measured step is the median of its round,
 and of several rounds the shortest counts, as in the calibration.
@@ -23,7 +23,7 @@ import time
 from absl import flags
 
 from kdist import program
-from kdist.planner.calibration import Calibration, calibrated_step_seconds
+from kdist.planner.measurements import Calibration, calibrated_step_seconds
 
 FLAGS = flags.FLAGS
 
@@ -58,7 +58,7 @@ def build(name):
 
 def main(_):
     batches = program.read_numbers("local_batch_sizes")
-    from kdist.calibrate.measure import (
+    from kdist.calibrate import (
         Training,
         calibration_from_trainings,
         probe_trainings,

@@ -34,7 +34,7 @@ from kdist.training.strategy_setup import set_up
 
 if TYPE_CHECKING:
     from kdist.planner.plans import Plan
-    from kdist.training.parameter_server.partitioned_embedding import Partitioner
+    from kdist.training.parameter_server.variables import Partitioner
 
 _logger = logging.getLogger(__name__)
 

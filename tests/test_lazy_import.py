@@ -21,7 +21,7 @@ def test_planning_imports_neither_tensorflow_nor_keras():
         "import json, sys, kdist; kdist.plan('resnet50', examples=10_000, measurements=None);"
         "print(json.dumps(sorted(sys.modules)))"
     )
-    assert "kdist.planner.selection.ranking" in loaded
+    assert "kdist.planner.selection.candidates" in loaded
     assert not {"tensorflow", "keras", "plotly"} & set(loaded)
 
 
@@ -30,7 +30,7 @@ def test_planning_imports_neither_tensorflow_nor_keras():
     [
         ("import kdist.planner; kdist.planner.Workload", "tensorflow keras"),
         (
-            "import kdist.planner; from kdist.planner.workload.known import known_workload;"
+            "import kdist.planner; from kdist.planner.workload.layers import known_workload;"
             "known_workload('resnet50')",
             "tensorflow keras",
         ),

@@ -23,7 +23,7 @@ import kdist
 import known_models
 from kdist import program
 from kdist.planner import read_workload
-from kdist.planner.workload import known
+from kdist.planner.workload import layers
 
 FLAGS = flags.FLAGS
 
@@ -31,7 +31,7 @@ with program.flag_group("Workloads"):
     flags.DEFINE_list("only", None, "Names of the models to rebuild; all by default.")
     flags.DEFINE_string(
         "output_dir",
-        str(known.DIRECTORY),
+        str(layers.WORKLOADS_DIRECTORY),
         "Directory of the files NAME.json.gz; kdist's own directory by default.",
     )
 

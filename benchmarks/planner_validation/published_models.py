@@ -14,7 +14,7 @@ from kdist.planner.cost.compute import micro_step_time, work_totals
 from kdist.planner.cost.constants import ComputeConstants, known_compute_constants
 from kdist.planner.tables.gpus import find_gpu
 from kdist.planner.tables.read import count, number, read_table, text
-from kdist.planner.workload.known import known_workload
+from kdist.planner.workload.layers import known_workload
 
 BYTES_PER_NUMBER = 4  # float32
 _SIZE_OF_IMAGES = re.compile(r"\b(\d+) ?px\b")

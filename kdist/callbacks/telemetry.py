@@ -10,15 +10,13 @@ import keras
 
 from kdist.run_directory import RunDirectory
 from kdist.strategies import is_chief, num_workers
-from kdist.telemetry.axes import Axes, last_values, note_largest
 from kdist.telemetry.devices.collector import collector_of
 from kdist.telemetry.facts import shares_cores, training_config, training_summary
-from kdist.telemetry.results import write_results
 from kdist.telemetry.samples import Samples
 from kdist.telemetry.steps.verdict import DeviceMeans, is_long_enough, verdict
-from kdist.telemetry.steps.window_means import WindowMeans, running_means
-from kdist.telemetry.steps.windows import TimingWindows
-from kdist.telemetry.writers.base import NullWriter, Writer, create_writer
+from kdist.telemetry.steps.windows import TimingWindows, WindowMeans, running_means
+from kdist.telemetry.writers.base import NullWriter, Writer, create_writer, write_results
+from kdist.telemetry.writers.run_directory import Axes, last_values, note_largest
 from kdist.training.state import training_state_of
 
 _logger = logging.getLogger(__name__)

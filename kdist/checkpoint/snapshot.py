@@ -18,8 +18,7 @@ import tensorflow as tf
 from kdist.checkpoint.files import CheckpointError
 from kdist.compat.keras import recompute_constants
 from kdist.compat.tensorflow import first_replica
-from kdist.parallel.tensor.shards import DividedVariable
-from kdist.parallel.tensor.variables import plain_slots, plain_variables
+from kdist.parallel.tensor.shards import DividedVariable, plain_slots, plain_variables
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.replica.reduction import sums_over_replicas
 from kdist.training.replica.step import this_replica

@@ -38,11 +38,11 @@ from absl import flags
 
 import kdist
 from kdist import planner, program
-from kdist.commands.repository import import_benchmark
+from kdist.commands.compare import import_benchmark
 from kdist.commands.training_run.applications import application
 from kdist.commands.training_run.compiled_model import MODELS
 from kdist.planner import measurements
-from kdist.planner.calibration import Calibration, calibrated_step_seconds
+from kdist.planner.measurements import Calibration, calibrated_step_seconds
 from kdist.planner.selection.constraints import DEFAULT_STRATEGIES, price_rejections
 from kdist.planner.tables import catalog, prices
 from kdist.run_directory import RunDirectory
@@ -376,7 +376,7 @@ def machines():
 
 def calibrate():
     """Times small networks on this machine and writes the calibration."""
-    from kdist.calibrate.measure import calibrate as measure  # imports TensorFlow
+    from kdist.calibrate import calibrate as measure  # imports TensorFlow
 
     found = measure(FLAGS.num_devices, tell=functools.partial(print, flush=True))
     pathlib.Path(FLAGS.calibrate).write_text(found.to_json())

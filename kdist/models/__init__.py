@@ -15,11 +15,8 @@ With Keras's JAX backend (KERAS_BACKEND=jax) builders return plain Keras models 
 import difflib
 
 from kdist.model import Model
-from kdist.models.inception import inception
-from kdist.models.lenet import lenet
-from kdist.models.mlp import mlp
+from kdist.models.images import inception, lenet, mlp, resnet18
 from kdist.models.mobilenet import mobilenet_v2
-from kdist.models.resnet import resnet18
 from kdist.models.transformer import transformer
 
 BUILDERS = {

@@ -20,7 +20,7 @@ _PUBLIC = {
     "column": "placement.patterns",
     "device": "placement.patterns",
     "heads": "placement.patterns",
-    "measure_costs": "search.measured_costs",
+    "measure_costs": "search.costs",
     "merged": "split_model",
     "read_placement": "placement.files",
     "resolve_placement": "placement.files",
@@ -39,7 +39,6 @@ _DEPRECATED = {
 }
 
 __all__ = sorted(_PUBLIC)
-
 
 # `split_as` is deprecated, and warns when it is called.
 __getattr__ = import_on_demand(__name__, {**_PUBLIC, "split_as": "placement.files"}, _DEPRECATED)

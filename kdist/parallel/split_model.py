@@ -35,8 +35,8 @@ from kdist.parallel.placement.variable_patterns import layer_placement
 from kdist.parallel.tensor.activations import call_divided, divided_outputs
 from kdist.parallel.tensor.divisibility import check_division, check_optimizer
 from kdist.parallel.tensor.layers import shard_layer
-from kdist.parallel.tensor.shards import ShardedLayer
-from kdist.parallel.tensor.variables import (
+from kdist.parallel.tensor.shards import (
+    ShardedLayer,
     get_plain_weights,
     keep_plain_slots_in_files,
     plain_variables,

@@ -16,13 +16,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kdist.planner.cost.setup import InputWork
-from kdist.planner.job import Job
 from kdist.planner.measurements import DEFAULT_PATH, Measurements
-from kdist.planner.plans import Plan
+from kdist.planner.plans import Job, Plan
 from kdist.planner.report import listing, page
 from kdist.planner.selection.candidates import (
+    choices,
     fitting_layouts,
+    pareto_front,
     priced_candidates,
+    rank_candidates,
+    resolve_ranking,
+    slowdown_warnings,
     without_slow_splits,
 )
 from kdist.planner.selection.constraints import (
@@ -32,18 +36,10 @@ from kdist.planner.selection.constraints import (
     infeasible_message,
 )
 from kdist.planner.selection.prediction import Predictor
-from kdist.planner.selection.ranking import (
-    choices,
-    pareto_front,
-    rank_candidates,
-    resolve_ranking,
-    slowdown_warnings,
-)
 from kdist.planner.tables.gpus import find_gpu
 from kdist.planner.tables.machines import Machine, known_machines
 from kdist.planner.tables.prices import Offer, known_offers, prices_text
-from kdist.planner.workload.known import known_workload
-from kdist.planner.workload.layers import Workload
+from kdist.planner.workload.layers import Workload, known_workload
 
 
 @dataclasses.dataclass(frozen=True)

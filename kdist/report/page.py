@@ -11,12 +11,16 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 
 from kdist.report import tables
-from kdist.report.axes import axes_of
-from kdist.report.device_plots import device_plots, devices_in_words
 from kdist.report.plots import COMMON_LAYOUT, Style, figure_html, points_per_line
-from kdist.report.progress_plots import progress_plots
+from kdist.report.progress_plots import axes_of, progress_plots
 from kdist.report.runs import Prices, check_names, read_runs
-from kdist.report.timing_plots import breakdown_plot, share_plots, step_time_plots
+from kdist.report.telemetry_plots import (
+    breakdown_plot,
+    device_plots,
+    devices_in_words,
+    share_plots,
+    step_time_plots,
+)
 from kdist.run_directory import replacing
 
 # Verdicts and names of more runs are collapsed, so that the page does not start with pages of them.

@@ -19,12 +19,12 @@ _PUBLIC = {
     "Outcome": "policy.simulation",
     "ServerLimits": "core.settings",
     "ServerOptions": "server",
-    "bursty": "policy.arrivals",
+    "bursty": "policy.simulation",
     "choose": "policy.selection",
     "export": "exporting.export",
     "manifests": "exporting.kubernetes",
-    "poisson": "policy.arrivals",
-    "read_trace": "policy.arrivals",
+    "poisson": "policy.simulation",
+    "read_trace": "policy.simulation",
     "run": "server",
     "simulate": "policy.simulation",
     "write_manifests": "exporting.kubernetes",
@@ -33,6 +33,5 @@ _PUBLIC = {
 _DEPRECATED = {"Limits": "ServerLimits"}
 
 __all__ = sorted(_PUBLIC)
-
 
 __getattr__ = import_on_demand(__name__, {**_PUBLIC, "ray": "ray"}, _DEPRECATED)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 import uvicorn
 import uvloop
 
-from kdist.serving.core.descriptors import limit_connections
 from kdist.serving.core.model_directory import all_needed_devices
+from kdist.serving.core.resources import limit_connections
 from kdist.serving.core.settings import BatchSettings, Objective, ServerLimits
 from kdist.serving.engine.in_process import InProcess, prepare_interpreter
 from kdist.serving.engine.models import Models

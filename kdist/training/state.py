@@ -26,8 +26,8 @@ from kdist.training.replica.step import WholeBatchError
 
 if TYPE_CHECKING:
     from kdist.training.groups.clock import StepClock
-    from kdist.training.groups.group_tuner import GroupTuner
-    from kdist.training.groups.totals import WorkerVotes
+    from kdist.training.groups.monitors import WorkerVotes
+    from kdist.training.groups.step_groups import GroupTuner
     from kdist.training.local_sgd import Rounds
     from kdist.training.parameter_server.dispatcher import Dispatcher
 

@@ -27,16 +27,13 @@ from kdist.training.groups import inputs
 from kdist.training.groups.clock import StepClock
 from kdist.training.groups.file_callbacks import share_backups, without_writers
 from kdist.training.groups.functions import StepFunction
-from kdist.training.groups.group_tuner import GroupTuner
-from kdist.training.groups.logs import CallbackList, LazyLogs
-from kdist.training.groups.loop import EpochLoop, run_groups
-from kdist.training.groups.monitors import AsynchronousMonitor, LossMonitor
+from kdist.training.groups.loop import CallbackList, EpochLoop, LazyLogs, run_groups
+from kdist.training.groups.monitors import AsynchronousMonitor, LossMonitor, WorkerVotes
 from kdist.training.groups.predictions import PredictFunction, to_numpy
-from kdist.training.groups.step_groups import GroupRunner, StepGroups
-from kdist.training.groups.totals import WorkerVotes
-from kdist.training.parameter_server import partitioned_embedding
+from kdist.training.groups.step_groups import GroupRunner, GroupTuner, StepGroups
 from kdist.training.parameter_server.coordinator_loop import AsynchronousFunction
 from kdist.training.parameter_server.dispatcher import Dispatcher
+from kdist.training.parameter_server.variables import install_partitioned_embedding
 from kdist.training.replica import hooks, unseeded, xla
 from kdist.training.replica import step as steps
 from kdist.training.replica.accumulation import Accumulators, optimizers_of
@@ -52,7 +49,7 @@ from kdist.training.strategy_setup import set_up
 
 # Outside a step of kdist the hooks call Keras's own functions, so that nothing else changes.
 hooks.install()
-partitioned_embedding.install()
+install_partitioned_embedding()
 share_backups()
 
 _LOSS_REDUCTIONS = ("auto", "mean", "sum")

@@ -21,7 +21,7 @@ from kdist.cluster.slurm import expand_hosts, expand_task_counts
 from kdist.data.operations import as_operations
 from kdist.parallel.placement.files import read_placement
 from kdist.planner import resolve_workload
-from kdist.planner.calibration import Calibration
+from kdist.planner.measurements import Calibration
 from kdist.planner.plans import Plan
 from kdist.planner.workload.layers import Workload
 from kdist.report.runs import parse_prices

@@ -6,7 +6,7 @@ import struct
 import numpy as np
 import pytest
 
-from kdist.data.idx import load_idx, read_idx
+from kdist.data.arrays import load_idx, read_idx
 
 
 def write_idx(path, array, code=8):

@@ -11,9 +11,8 @@ from sklearn.datasets import load_digits
 import kdist
 from kdist.batch import Batch
 from kdist.data import DatasetUnavailable, from_arrays
-from kdist.data.arrays import read_digits
+from kdist.data.arrays import has_idx_files, read_digits, read_idx
 from kdist.data.datasets import DEBIAN_FASHION_MNIST
-from kdist.data.idx import has_idx_files, read_idx
 from tests.forked import python
 
 

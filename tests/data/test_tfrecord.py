@@ -7,7 +7,7 @@ import tensorflow as tf
 import kdist
 from kdist.batch import Batch
 from kdist.data import Pipeline
-from kdist.data.tfrecord import RecordSource
+from kdist.data.tfds import RecordSource
 
 
 def parse(record):

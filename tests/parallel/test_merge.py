@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.parallel import column, device, heads, merged, row, split, stage
-from kdist.parallel.tensor.variables import plain_variables
+from kdist.parallel.tensor.shards import plain_variables
 
 layers = keras.layers
 

@@ -7,8 +7,8 @@ import kdist
 from kdist import Layout
 from kdist.parallel import split, suggest
 from kdist.parallel.pipeline.schedule import bubble_share
-from kdist.parallel.search.balance import balance_stages
 from kdist.parallel.search.costs import ModelWork, OperationCost, device_bytes, step_seconds
+from kdist.parallel.search.suggest import balance_stages
 
 layers = keras.layers
 

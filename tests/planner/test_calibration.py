@@ -9,22 +9,18 @@ import sys
 import numpy as np
 import pytest
 
-from kdist.calibrate.measure import TimedWorkload, fit_calibration
-from kdist.calibrate.probes import PROBES
-from kdist.planner.calibration import Calibration, calibrated_step_seconds, work_terms
+from kdist.calibrate import PROBES, TimedWorkload, fit_calibration
+from kdist.planner.measurements import Calibration, calibrated_step_seconds, work_terms
 from kdist.planner.workload.layers import LayerWork, Workload
 from kdist.planner.workload.reading import read_workload
+from tests.unit.planner.example_layer import convolution
 
-CONVOLUTION = LayerWork(
-    name="conv",
-    kind="convolution",
+CONVOLUTION = convolution(
     forward_flops=1e6,
     backward_flops=2e6,
     parameters=1e4,
     trainable_parameters=1e4,
-    kept_bytes=64.0,
     moved_bytes=5e5,
-    spatial=True,
 )
 NORM = LayerWork("norm", "elementwise", 1e3, 2e3, 256.0, 128.0, 64.0, 8e3, True)
 RELU = LayerWork("relu", "elementwise", 0.0, 0.0, 0.0, 0.0, 64.0, 4e3, True)
@@ -180,8 +176,8 @@ def test_costs_need_several_steps():
 
 
 CALIBRATE = """
-from kdist.calibrate.measure import calibrate
-from kdist.calibrate.probes import PROBES
+from kdist.calibrate import calibrate
+from kdist.calibrate import PROBES
 print(calibrate(2, rounds=1, probes=PROBES[-10:]).to_json())
 """
 

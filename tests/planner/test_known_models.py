@@ -3,7 +3,7 @@
 import inspect
 import pathlib
 
-from kdist.planner.workload.known import known_workload, known_workloads
+from kdist.planner.workload.layers import known_workload, known_workloads
 from tests.forked import run_program
 from tests.unit.planner.test_known import stored
 

@@ -7,20 +7,11 @@ import shutil
 import pytest
 
 from benchmarks import measure_memory
-from kdist.planner import LayerWork, Workload, read_workload
+from kdist.planner import Workload, read_workload
 from kdist.planner.cost.memory import CUDA_BYTES, OPTIMIZERS, STEP_MARGIN, estimate_memory
+from tests.unit.planner.example_layer import convolution
 
-CONVOLUTION = LayerWork(
-    name="conv",
-    kind="convolution",
-    forward_flops=1.0,
-    backward_flops=2.0,
-    parameters=110.0,
-    trainable_parameters=100.0,
-    kept_bytes=64.0,
-    moved_bytes=300.0,
-    spatial=True,
-)
+CONVOLUTION = convolution(parameters=110.0, trainable_parameters=100.0)
 CLASSES = dataclasses.replace(CONVOLUTION, name="classes", kind="matmul", trainable_parameters=50)
 WORK = Workload(
     "small",

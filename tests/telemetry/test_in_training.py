@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.callbacks import Profile, Telemetry
-from kdist.report.device_plots import device_plots
+from kdist.report.telemetry_plots import device_plots
 from kdist.testing import python
 
 

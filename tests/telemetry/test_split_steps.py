@@ -12,7 +12,7 @@ import kdist
 from kdist.callbacks import Telemetry
 from kdist.parallel import split, stage
 from kdist.parallel.inspect.traffic import watched_graphs
-from kdist.report.timing_plots import share_plots
+from kdist.report.telemetry_plots import share_plots
 from kdist.telemetry.steps.step_times import StepTimes
 from kdist.telemetry.steps.trace import ProfileSummary, SampledProfiles, summarize
 from kdist.training.groups.clock import Times

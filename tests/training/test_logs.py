@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kdist.training.groups.logs import CallbackList, LazyLogs
+from kdist.training.groups.loop import CallbackList, LazyLogs
 
 
 class Reader:

@@ -28,7 +28,7 @@ from kdist.commands.training_run.recording import (
 from kdist.commands.training_run.summary import cost, print_summary, run_config
 from kdist.run_directory import checkpoint_step
 from kdist.strategy_spec import resolve
-from kdist.telemetry.results import write_results
+from kdist.telemetry.writers.base import write_results
 
 FLAGS = flags.FLAGS
 _logger = logging.getLogger("kdist.train")

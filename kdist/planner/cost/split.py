@@ -15,8 +15,8 @@ import math
 
 from kdist.layout import Layout
 from kdist.planner.cost.compute import work_totals
-from kdist.planner.cost.exchange import pipeline_transfer_seconds
 from kdist.planner.cost.memory import Memory, bits, estimate_memory
+from kdist.planner.cost.update import pipeline_transfer_seconds
 from kdist.planner.tables.gpus import find_gpu
 from kdist.planner.workload.layers import LayerWork, Workload
 

@@ -1,16 +1,144 @@
-"""Equations for the time of one update, for one setup or for arrays of many.
+"""Equations for the time of one update, and of exchanges between devices.
 
-Every function accepts `CostFeatures` (`features`) and `kdist.planner.cost.constants.Constants`.
+    >>> round(float(ring_seconds(100e6, 8, 10e9)), 6)   # 2 x 7/8 x 100 MB at 10 GB/s
+    0.0175
+
+All functions accept numbers or NumPy arrays: one setup or many. Sizes are in bytes, rates in bytes
+per second and direction. `features` are `CostFeatures`, and constants those of
+`kdist.planner.cost.constants`.
 """
 
 import numpy as np
-
-from kdist.planner.cost import exchange
 
 SOCKET_BYTES_PER_S = 9.6e9  # peer-to-peer over one of two links of 19.2 GB/s between two sockets
 NETWORK_HOPS = 5  # latency of a hop between nodes, in hops within a node
 _MAX_SECANTS = 20  # bound of the iteration, which converges in a few
 _POLICY_MEGAPIXELS = 0.05  # 224 x 224 pixels, for which the time of augmentation policies is given
+
+
+def ring_seconds(size, devices, bytes_per_s):
+    """Returns the transfer time of a ring all-reduce, without latency.
+
+    Each device sends and receives 2 (n - 1) / n of `size` (Patarasuk and Yuan, "Bandwidth optimal
+    all-reduce algorithms for clusters of workstations", 2009).
+    """
+    return 2 * (devices - 1) / devices * size / bytes_per_s
+
+
+def ring_latency_seconds(devices, hop_seconds):
+    """Returns the latency of a ring all-reduce: 2 (n - 1) hops."""
+    return 2 * (devices - 1) * hop_seconds
+
+
+def tree_seconds(size, devices, bytes_per_s):
+    """Returns the transfer time of a double binary tree, without latency.
+
+    All of `size` goes up and down at the full rate of a link (Sanders, Speck, and Träff, "Two-tree
+    algorithms for full bandwidth broadcast, reduction and scan", 2009; in NCCL since 2.4).
+    """
+    return np.where(np.asarray(devices) > 1, 2.0, 0.0) * size / bytes_per_s
+
+
+def tree_latency_seconds(devices, hop_seconds):
+    """Returns the latency of a tree all-reduce: 2 log2(n) hops, rounded up."""
+    return 2 * np.ceil(np.log2(devices)) * hop_seconds
+
+
+def all_reduce_parts(size, devices, bytes_per_s, hop_seconds):
+    """Returns transfer time and latency of the faster of ring and tree, as NCCL chooses."""
+    transfers = ring_seconds(size, devices, bytes_per_s), tree_seconds(size, devices, bytes_per_s)
+    hops = ring_latency_seconds(devices, hop_seconds), tree_latency_seconds(devices, hop_seconds)
+    by_ring = transfers[0] + hops[0] <= transfers[1] + hops[1]
+    return np.where(by_ring, *transfers), np.where(by_ring, *hops)
+
+
+def all_reduce_seconds(size, devices, bytes_per_s, hop_seconds):
+    """Returns the time of the faster of ring and tree, with latency."""
+    transfer, latency = all_reduce_parts(size, devices, bytes_per_s, hop_seconds)
+    return transfer + latency
+
+
+def server_on_host_seconds(size, devices, pcie_bytes_per_s):
+    """Returns the time of the exchange with variables on the CPU of the node.
+
+    Weights go down and gradients of the same size go up for each device. Two devices share the PCIe
+    lanes of a board or switch, so that from the third device on traffic takes up to twice as long.
+    """
+    return 2 * size * np.clip(np.asarray(devices) / 2, 1, 2) / pcie_bytes_per_s
+
+
+def staged_seconds(total_bytes, device_bytes, host_bytes_per_s, device_bytes_per_s):
+    """Returns the time of an exchange through the memory of the host, without peer-to-peer.
+
+    The traffic of all devices of the node and that of the busiest device have a limit each. Neither
+    fully hides the other: they add up like the legs of a right triangle.
+    """
+    return np.hypot(total_bytes / host_bytes_per_s, device_bytes / device_bytes_per_s)
+
+
+def staged_ring_bytes(size, devices):
+    """Returns the bytes that a staged ring all-reduce moves: of all devices, and of each."""
+    return 2 * (devices - 1) * size, 2 * (devices - 1) / devices * size
+
+
+def staged_server_bytes(size, weight_bytes, largest_share, devices):
+    """Returns the bytes moved for variables spread over devices: of all, and of the busiest.
+
+    The owner of a variable receives the gradients of all others and sends them the new weights.
+    """
+    others = devices - 1
+    owned = np.maximum(largest_share, 1 / np.asarray(devices)) * weight_bytes
+    return others * (weight_bytes + size), others * owned
+
+
+def servers_seconds(bytes_per_worker, largest_share, workers, servers, network_bytes_per_s):
+    """Returns the time of the busiest parameter server for one update from each worker.
+
+    It holds an equal part of the variables, or the largest variable, which is never divided.
+    `bytes_per_worker` are gradients and weights if all workers first send and then receive, the
+    larger of both if some workers send while others receive.
+    """
+    share = np.maximum(largest_share, 1 / np.asarray(servers))
+    return workers * share * bytes_per_worker / network_bytes_per_s
+
+
+def asynchronous_seconds(compute, worker, servers):
+    """Returns the time that an asynchronous worker waits between two steps.
+
+    It waits for its own traffic. It waits for the servers only if these take longer (`servers`)
+    than the worker's whole cycle.
+    """
+    return worker + np.maximum(0, servers - compute - worker)
+
+
+def exposed_seconds(exchange, hideable, unhidden_share=0.0):
+    """Returns the part of an exchange, tensor by tensor, that computation does not hide.
+
+    The more there is to hide, the smaller the part that fits: r - h (1 - exp(-r / h)), where h is
+    `hideable`, the seconds of computation at the same time, and r is the exchange without the
+    fraction that cannot be hidden, such as a large tensor that is ready last.
+    """
+    room = np.maximum(hideable, 1e-9)
+    rest = exchange * (1 - np.asarray(unhidden_share))
+    return exchange - room * -np.expm1(-rest / room)
+
+
+def pipeline_transfer_seconds(
+    boundary_bytes: float,
+    stages: int,
+    micro_batches: int,
+    bytes_per_s: float,
+    hop_seconds: float = 0.0,
+) -> float:
+    """Returns the exposed transfer time between pipeline stages, forward and backward.
+
+    The last micro-batch leaves the first of p stages after m - 1 others, and crosses p - 1
+    boundaries, each with `boundary_bytes` of activations of one micro-batch.
+    """
+    if stages == 1:
+        return 0.0
+    one = boundary_bytes / bytes_per_s + hop_seconds
+    return 2 * (micro_batches + stages - 2) * one
 
 
 def update_seconds(features, micro_step, constants):
@@ -115,16 +243,16 @@ def staged_rates(features, constants):
 def exchange_in_node_seconds(features, constants):
     """Returns the time of the exchange between the devices of a node, without latency."""
     size, devices = features.gradient_bytes, features.devices_in_node
-    direct = exchange.ring_seconds(size, devices, ring_rate(features, constants))
-    ring = exchange.staged_ring_bytes(size, devices)
+    direct = ring_seconds(size, devices, ring_rate(features, constants))
+    ring = staged_ring_bytes(size, devices)
     shares = features.weight_bytes, features.largest_share
-    server = exchange.staged_server_bytes(size, *shares, devices)
+    server = staged_server_bytes(size, *shares, devices)
     total, busiest = (
         np.where(features.on_devices > 0, *pair) for pair in zip(server, ring, strict=True)
     )
-    staged = exchange.staged_seconds(total, busiest, *staged_rates(features, constants))
+    staged = staged_seconds(total, busiest, *staged_rates(features, constants))
     pcie = features.pcie_bytes_per_s * constants.host_server_share
-    on_host = np.where(devices > 1, exchange.server_on_host_seconds(size, devices, pcie), 0)
+    on_host = np.where(devices > 1, server_on_host_seconds(size, devices, pcie), 0)
     between_devices = np.where(features.direct > 0, direct, staged)
     return np.where(features.on_host > 0, on_host, between_devices)
 
@@ -134,7 +262,7 @@ def exchange_between_nodes(features, constants):
     network = features.network_bytes_per_s * constants.network_share
     hop = constants.hop_ms * 1e-3 * NETWORK_HOPS
     size, nodes = features.gradient_bytes, features.nodes
-    transfer, latency = exchange.all_reduce_parts(size, nodes, network, hop)
+    transfer, latency = all_reduce_parts(size, nodes, network, hop)
     served = features.on_servers > 0
     return np.where(served, 0, transfer), np.where(served, 2 * hop, latency)
 
@@ -146,11 +274,11 @@ def exchange_with_servers_seconds(features, micro_step, constants):
     worker = sum(sizes) / network  # receives weights, then sends gradients
     # Some asynchronous workers send while others receive.
     both_ways = np.where(features.asynchronous > 0, np.maximum(*sizes), sum(sizes))
-    servers = exchange.servers_seconds(
+    servers = servers_seconds(
         both_ways, features.largest_share, features.nodes, features.servers, network
     )
     computing = features.accumulate * micro_step * features.local_steps
-    asynchronous = exchange.asynchronous_seconds(computing, worker, servers)
+    asynchronous = asynchronous_seconds(computing, worker, servers)
     synchronous = np.maximum(worker, servers)  # the busier side of the network
     waiting = np.where(features.asynchronous > 0, asynchronous, synchronous)
     return features.on_servers * waiting
@@ -160,7 +288,7 @@ def exchange_parts(features, micro_step, constants):
     """Returns the terms of an exchange by name, before computation hides any of it."""
     between, network_latency = exchange_between_nodes(features, constants)
     in_node = exchange_in_node_seconds(features, constants)
-    hops = exchange.ring_latency_seconds(features.devices_in_node, constants.hop_ms * 1e-3)
+    hops = ring_latency_seconds(features.devices_in_node, constants.hop_ms * 1e-3)
     return {
         "exchange in node": np.where(features.devices > 1, in_node, 0),
         "exchange between nodes": between
@@ -178,7 +306,7 @@ def exposed_share(features, total, micro_step, constants):
     by_tensor = np.maximum(features.on_host, features.on_servers * (1 - features.asynchronous))
     hides = np.maximum(by_tensor * constants.host_server_overlap, features.overlap)
     unhidden = np.where(by_tensor > 0, features.largest_share, 0)
-    exposed = exchange.exposed_seconds(total, hides * micro_step, unhidden)
+    exposed = exposed_seconds(total, hides * micro_step, unhidden)
     return np.where(total > 0, exposed / np.maximum(total, 1e-12), 1)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kdist.layout import Layout
-from kdist.planner.cost import exchange, memory, update
+from kdist.planner.cost import memory, update
 from kdist.planner.cost.constants import Constants
 from kdist.planner.cost.setup import Gradients, InputWork, Setup, make_features
 from kdist.planner.cost.split import ModelParts
@@ -130,9 +130,9 @@ def _exchange_in_node(setup, features, micro_step, constants):
 
 def _staged(setup, features, constants):
     size, devices = features.gradient_bytes, setup.devices_in_node
-    sizes = exchange.staged_ring_bytes(size, devices)
+    sizes = update.staged_ring_bytes(size, devices)
     if setup.update == "server_on_devices":
-        sizes = exchange.staged_server_bytes(
+        sizes = update.staged_server_bytes(
             size, features.weight_bytes, features.largest_share, devices
         )
     rates = update.staged_rates(features, constants)

@@ -20,8 +20,8 @@ from kdist.planner.report.arithmetic import (
     split_texts,
     term_texts,
 )
+from kdist.planner.selection.candidates import CHOICES
 from kdist.planner.selection.prediction import Predictor
-from kdist.planner.selection.ranking import CHOICES
 
 if TYPE_CHECKING:
     from kdist.planner.planning import RankedPlans

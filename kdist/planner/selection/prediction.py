@@ -30,9 +30,8 @@ from kdist.planner.cost.step import (
     step_seconds,
 )
 from kdist.planner.cost.update import update_seconds
-from kdist.planner.job import Job
 from kdist.planner.measurements import Measurement, Measurements
-from kdist.planner.plans import Plan, PredictedCost, make_setup
+from kdist.planner.plans import Job, Plan, PredictedCost, make_setup
 from kdist.planner.tables.gpus import Gpu, find_gpu
 from kdist.planner.tables.machines import Machine
 from kdist.planner.tables.prices import Offer

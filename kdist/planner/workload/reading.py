@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from kdist.planner.workload import operations
+from kdist.planner.workload import tracing
 from kdist.planner.workload.layers import LayerWork, Workload
 from kdist.planner.workload.tracing import TracedStep, base_tensor, layer_path, sublayers
 
@@ -95,7 +95,7 @@ class _Reading:
                 sizes = (0, 0) if constant else (_bytes(tensor), _bytes(larger_tensor))
                 each = sizes[1] - sizes[0]
                 self._sizes[tensor.ref()] = (each, sizes[0] - batch * each)
-            flops, larger_flops = operations.flops(op), operations.flops(other)
+            flops, larger_flops = tracing.flops(op), tracing.flops(other)
             self._flops[op] = max(flops - (batch - 1) * (larger_flops - flops), 0.0)
         self.input_bytes = sum(self._sizes[op.outputs[0].ref()][0] for op in step.inputs)
         self._operations = collections.defaultdict(list)  # layer -> needed operations
@@ -140,7 +140,7 @@ class _Reading:
         furthest: dict = {}  # tensor -> number of the last layer that reads it
         crossing: list[float | None] = [0.0] * len(names)
         for op in self.step.needed:
-            if not self.step.is_forward(op) or op.type in operations.INPUTS:
+            if not self.step.is_forward(op) or op.type in tracing.INPUTS:
                 continue
             bases = [base_tensor(tensor) for tensor in op.inputs]
             bases = [tensor for tensor in bases if tensor.op in where]
@@ -160,7 +160,7 @@ class _Reading:
         own = self._operations.get(name, [])
         by_family: collections.Counter[str] = collections.Counter()
         for op in own:
-            by_family[operations.family(op)] += self._flops[op]
+            by_family[tracing.family(op)] += self._flops[op]
         forward = [op for op in own if self.step.is_forward(op)]
         total = sum(self._flops[op] for op in own)
         forward_flops = sum(self._flops[op] for op in forward)
@@ -180,7 +180,7 @@ class _Reading:
 
     def _kept(self, op):
         """Returns the bytes per example of an operation's outputs that the backward pass reads."""
-        if op.type in operations.VIEWS:
+        if op.type in tracing.VIEWS:
             return 0
         return sum(
             self._sizes[tensor.ref()][0]
@@ -189,7 +189,7 @@ class _Reading:
         )
 
     def _moved(self, op):
-        if op.type in operations.VIEWS or op.type in operations.INPUTS:
+        if op.type in tracing.VIEWS or op.type in tracing.INPUTS:
             return 0
         return sum(self._sizes[tensor.ref()][0] for tensor in [*op.inputs, *op.outputs])
 
@@ -204,12 +204,12 @@ class _Reading:
         seen = set()
         before = (0, 0)  # with the last operation's outputs, before its inputs are freed
         for op in self.step.needed:
-            if op.type in operations.VIEWS or self.step.is_constant(op):
+            if op.type in tracing.VIEWS or self.step.is_constant(op):
                 continue
             freed = ends.pop(self.step.index(op), [])
             made = [self._sizes[tensor.ref()] for tensor in op.outputs]
             more = sum(a for a, _ in made), sum(b for _, b in made)
-            if operations.writes_in_place(op) and made[0] in freed:
+            if tracing.writes_in_place(op) and made[0] in freed:
                 freed.remove(made[0])
                 more = more[0] - made[0][0], more[1] - made[0][1]
             each, always = each + more[0], always + more[1]
@@ -233,7 +233,7 @@ class _Reading:
                 {
                     op.type
                     for op in self.step.needed
-                    if op.type in operations.UNCOUNTED
+                    if op.type in tracing.UNCOUNTED
                     or any(not tensor.shape.is_fully_defined() for tensor in op.outputs)
                 }
             )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from kdist.serving.core.errors import RequestError
-from kdist.serving.core.memory import MemoryCeiling
+from kdist.serving.core.resources import MemoryCeiling
 
 # Named arrays of shape (rows, …).
 Arrays = Mapping[str, np.ndarray]

@@ -1,17 +1,18 @@
-"""A worker process that computes batches, and the pipe to it."""
+"""A worker process that computes batches, the pipe to it, and its standard error."""
 
+import collections
 import contextlib
 import multiprocessing
 import os
 import signal
 import socket
 import struct
+import sys
 import threading
 
 from kdist.launch.task_group import signal_name
 from kdist.serving.core.errors import BadInput
-from kdist.serving.core.memory import return_free_memory
-from kdist.serving.engine import worker_output
+from kdist.serving.core.resources import return_free_memory
 from kdist.serving.engine.in_process import InProcess, VersionKey
 from kdist.serving.policy.latency_curve import LatencyCurve
 
@@ -22,6 +23,12 @@ _context.set_forkserver_preload(["kdist.serving.engine.in_process"])
 # Time between the end of a worker's pipe and that of its process.
 _EXIT_SECONDS = 1.0
 _IDLE_SECONDS = 1.0
+
+_KEPT_LINES = 5
+# Longer lines are passed in pieces.
+_MAX_LINE_BYTES = 1 << 12
+# Time to read what an ended process wrote; longer only if a child of it has the pipe.
+_END_SECONDS = 1.0
 
 
 class WorkerDied(RuntimeError):
@@ -61,7 +68,7 @@ class Worker:
             self.loaded: dict[VersionKey, LatencyCurve | None] = {}
             for end in (worker_end, output_end):
                 end.close()  # so that the pipes end when the worker dies
-            self._output = worker_output.WorkerOutput(output)
+            self._output = WorkerOutput(output)
 
     @property
     def pid(self):
@@ -140,7 +147,7 @@ def _limit_sending(connection, seconds):
 
 def _work(connection, output, devices):
     """Runs in the worker process: executes commands until the parent disconnects."""
-    worker_output.redirect(output)
+    redirect_stderr(output)
     # A terminal or a service manager signals all processes; the parent still needs its workers.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -166,3 +173,40 @@ def _call(function, arguments):
         return "failed", error
     except Exception as error:
         return "failed", RuntimeError(f"{type(error).__name__}: {error}")
+
+
+class WorkerOutput:
+    """Passes lines from a pipe to standard error in a thread, and keeps the last ones.
+
+    `redirect_stderr` runs in the worker, with the other end of the pipe. The thread ends when the
+    worker does.
+    """
+
+    def __init__(self, connection):
+        self._last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._thread = threading.Thread(target=self._pass, args=[connection], daemon=True)
+        self._thread.start()
+
+    def last_lines(self) -> list[str]:
+        """Returns the last lines of a worker that has ended."""
+        self.join()
+        return list(self._last)
+
+    def join(self):
+        """Waits until everything from a worker that has ended is read."""
+        self._thread.join(_END_SECONDS)
+
+    def _pass(self, connection):
+        with connection, open(connection.fileno(), "rb", closefd=False) as pipe:
+            while data := pipe.readline(_MAX_LINE_BYTES):
+                line = data.decode("utf-8", "replace")
+                self._last.append(line.rstrip())
+                with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
+
+
+def redirect_stderr(connection):
+    """Redirects the standard error of this process to a pipe."""
+    os.dup2(connection.fileno(), 2)
+    connection.close()

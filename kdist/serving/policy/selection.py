@@ -100,7 +100,7 @@ def choose(
 
     Example:
 
-        >>> from kdist.serving.policy.arrivals import poisson
+        >>> from kdist.serving.policy.simulation import poisson
         >>> curve = LatencyCurve([1, 8, 32], [0.004, 0.006, 0.012])
         >>> choice = choose(curve, poisson(rate=400, count=2000), Objective("latency"))
         >>> choice.best.settings.timeout_seconds

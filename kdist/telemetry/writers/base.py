@@ -1,4 +1,4 @@
-"""Interface of writers, writers that discard or distribute records, and names of curves."""
+"""Interface of writers, writers that discard or distribute records, curve names, and results."""
 
 import logging
 import math
@@ -284,3 +284,44 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{name}/{position}", item)
     elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         yield name, value
+
+
+def write_results(
+    run: RunDirectory, writer: Writer, summary: Mapping[str, Any], report: bool = True
+) -> pathlib.Path | None:
+    """Writes the summary and the report page of a run, and passes them to its writer.
+
+    A page that cannot be written is logged, as training has succeeded, and the page can be made
+    later.
+
+    Args:
+        run: the run directory.
+        writer: the writer of the run; it stays open.
+        summary: results of the run.
+        report: whether to write the page. Defaults to True.
+
+    Returns:
+        The path of the page; None without one.
+
+    Raises:
+        FileNotFoundError: the run directory was lost while the run continued.
+    """
+    from kdist.report import write
+
+    writer.write_summary(summary)
+    run.check_intact()
+    if not report:
+        return None
+    try:
+        page = write([run.path], run.report)
+    except (OSError, ValueError) as error:
+        _logger.warning(
+            "the report was not written: %s. The results are in %s; write the report later with "
+            "`kdist report %s --output=report.html`",
+            error,
+            run.summary,
+            run.path,
+        )
+        return None
+    writer.write_report(page)
+    return page

@@ -16,9 +16,9 @@ from kdist.compat.keras import reduce_per_replica
 from kdist.compat.tensorflow import function_of_its_own
 from kdist.training.groups import clock as clocks
 from kdist.training.groups.inputs import open_rows, with_open_rows, without_slice
-from kdist.training.groups.logs import LazyLogs
+from kdist.training.groups.loop import LazyLogs
+from kdist.training.groups.monitors import MetricTotals
 from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
-from kdist.training.groups.totals import MetricTotals
 from kdist.training.local_sgd import LocalStep
 from kdist.training.parameter_server.central_step import CentralStep
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
@@ -31,7 +31,7 @@ from kdist.training.replica.step import (
     this_replica,
 )
 from kdist.training.scopes import is_multi_worker, num_local_replicas, shares_storage
-from kdist.training.step_timeout import step_timeout_of
+from kdist.training.strategy_setup import step_timeout_of
 
 _logger = logging.getLogger(__name__)
 

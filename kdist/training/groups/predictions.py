@@ -16,7 +16,7 @@ from kdist.training.groups.inputs import without_slice
 from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
 from kdist.training.replica import step as steps
 from kdist.training.scopes import is_multi_worker
-from kdist.training.step_timeout import step_timeout_of
+from kdist.training.strategy_setup import step_timeout_of
 
 
 class PredictFunction:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from kdist.compat.tensorflow import watch_on_tapes
 from kdist.training.groups.monitors import NONE_YET
-from kdist.training.parameter_server.shared_variables import (
+from kdist.training.parameter_server.variables import (
     move_to_servers,
     pull,
     push,

@@ -20,12 +20,12 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.tensorflow import traced_for_workers
-from kdist.training.groups.logs import LazyLogs
+from kdist.training.groups.loop import LazyLogs
 from kdist.training.groups.monitors import NONE_YET
 from kdist.training.groups.predictions import concatenate
 from kdist.training.groups.step_groups import GroupResult, StepGroup
 from kdist.training.parameter_server.asynchronous_step import AsynchronousStep, MicroSteps
-from kdist.training.parameter_server.shared_variables import push
+from kdist.training.parameter_server.variables import push
 from kdist.training.replica.own_metrics import own_metric_variables
 from kdist.training.replica.row_shares import BatchDivision
 from kdist.training.replica.step import this_replica

@@ -9,27 +9,25 @@ import pytest
 from benchmarks.planner_validation import compute_fitting
 from benchmarks.planner_validation.published import read_rates
 from benchmarks.planner_validation.published_models import published_compute_seconds
-from kdist.planner import LayerWork, Workload, find_gpu
+from kdist.planner import Workload, find_gpu
 from kdist.planner.cost.compute import (
     compute_seconds,
     extrapolate_seconds,
 )
 from kdist.planner.cost.constants import known_compute_constants
-from kdist.planner.workload.known import known_workload
+from kdist.planner.workload.layers import known_workload
+from tests.unit.planner.example_layer import convolution
 
 ROOT = pathlib.Path(__file__).parents[3]
 SCALING = ROOT / "benchmarks" / "planner_validation" / "tables" / "scaling.csv"
 V100, A100, P100, K80 = (find_gpu(name) for name in ("V100 SXM2", "A100 SXM4 40GB", "P100", "K80"))
-LAYER = LayerWork(
-    name="conv",
-    kind="convolution",
+LAYER = convolution(
     forward_flops=2e9,
     backward_flops=4e9,
     parameters=1e6,
     trainable_parameters=1e6,
     kept_bytes=1e6,
     moved_bytes=1e7,
-    spatial=True,
 )
 
 

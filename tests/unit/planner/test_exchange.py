@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from kdist.planner.cost.exchange import (
+from kdist.planner.cost.update import (
     all_reduce_parts,
     all_reduce_seconds,
     asynchronous_seconds,

@@ -7,7 +7,7 @@ import pathlib
 import pytest
 
 from kdist.planner import Workload
-from kdist.planner.workload.known import DIRECTORY, known_workload, known_workloads
+from kdist.planner.workload.layers import WORKLOADS_DIRECTORY, known_workload, known_workloads
 
 ROOT = pathlib.Path(__file__).parents[3]
 SCALING = ROOT / "benchmarks" / "planner_validation" / "tables" / "scaling.csv"
@@ -86,4 +86,4 @@ def stored(path):
 
 
 def test_files_stay_small():
-    assert sum(path.stat().st_size for path in DIRECTORY.iterdir()) < 1.5e6
+    assert sum(path.stat().st_size for path in WORKLOADS_DIRECTORY.iterdir()) < 1.5e6

@@ -4,19 +4,10 @@ import dataclasses
 
 import pytest
 
-from kdist.planner import LayerWork, Workload
+from kdist.planner import Workload
+from tests.unit.planner.example_layer import convolution
 
-CONVOLUTION = LayerWork(
-    name="conv",
-    kind="convolution",
-    forward_flops=200.0,
-    backward_flops=400.0,
-    parameters=27.0,
-    trainable_parameters=27.0,
-    kept_bytes=64.0,
-    moved_bytes=300.0,
-    spatial=True,
-)
+CONVOLUTION = convolution()
 NORM = dataclasses.replace(
     CONVOLUTION, name="norm", kind="elementwise", parameters=16.0, trainable_parameters=8.0
 )

@@ -9,11 +9,17 @@ import pytest
 from benchmarks import large_report
 from kdist import report
 from kdist.report import tables
-from kdist.report.axes import axes_of
-from kdist.report.device_plots import METRICS, device_plots, devices_in_words
 from kdist.report.plots import PAGE_POINTS, Style, points_per_line, thin
-from kdist.report.progress_plots import progress_plots
-from kdist.report.timing_plots import breakdown, breakdown_plot, share_plots, step_time_plots
+from kdist.report.progress_plots import axes_of, progress_plots
+from kdist.report.telemetry_plots import (
+    DEVICE_METRICS,
+    breakdown,
+    breakdown_plot,
+    device_plots,
+    devices_in_words,
+    share_plots,
+    step_time_plots,
+)
 from tests.report.example_runs import OPERATIONS, VERDICT, write_run
 
 
@@ -82,7 +88,7 @@ def test_a_line_that_is_short_is_not_thinned(tmp_path):
 def test_a_plot_for_each_metric_and_a_line_for_each_device(tmp_path):
     run = report.read_run(write_run(tmp_path / "run"))
     plots = {plot.title: plot for plot in device_plots(run)}
-    assert set(plots) == {metric.title for metric in METRICS} - {"NVLink"}  # all null
+    assert set(plots) == {metric.title for metric in DEVICE_METRICS} - {"NVLink"}  # all null
     utilization = plots["GPU utilization"].figure  # plotly checks it
     assert [line.name for line in utilization.data] == [f"gpu/{i}" for i in range(4)]
     measured = run.devices["node7", "gpu/2"].column("utilization")

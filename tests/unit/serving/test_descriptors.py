@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from kdist.serving.core import descriptors
-from kdist.serving.core.descriptors import limit_connections
+from kdist.serving.core import resources
+from kdist.serving.core.resources import limit_connections
 from kdist.serving.core.settings import ServerLimits
 
 
@@ -17,9 +17,9 @@ def machine(monkeypatch):
     def change(_, pair):
         limit[:] = pair
 
-    monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: tuple(limit))
-    monkeypatch.setattr(descriptors.resource, "setrlimit", change)
-    monkeypatch.setattr(descriptors, "_count_open", lambda: 36)
+    monkeypatch.setattr(resources.resource, "getrlimit", lambda _: tuple(limit))
+    monkeypatch.setattr(resources.resource, "setrlimit", change)
+    monkeypatch.setattr(resources, "_count_open", lambda: 36)
     return limit
 
 

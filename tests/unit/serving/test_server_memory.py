@@ -5,10 +5,10 @@ import os
 import psutil
 import pytest
 
-from kdist.serving.core import memory
+from kdist.serving.core import resources
 from kdist.serving.core.errors import RequestError
-from kdist.serving.core.memory import MemoryCeiling, default_memory_bytes, used_bytes
 from kdist.serving.core.requests import BodyMemory
+from kdist.serving.core.resources import MemoryCeiling, default_memory_bytes, used_bytes
 
 
 class Used:
@@ -25,7 +25,7 @@ class Used:
 @pytest.fixture
 def clock(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(memory.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(resources.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -33,7 +33,7 @@ def clock(monkeypatch):
 def trims(monkeypatch):
     """Returns a list that grows when freed memory is returned."""
     trims = []
-    monkeypatch.setattr(memory, "return_free_memory", lambda: trims.append(1))
+    monkeypatch.setattr(resources, "return_free_memory", lambda: trims.append(1))
     return trims
 
 

@@ -3,7 +3,7 @@
 import io
 import sys
 
-from kdist.telemetry.writers.console_copy import ConsoleCopy
+from kdist.telemetry.writers.wandb import ConsoleCopy
 
 
 def test_lines_are_copied_and_written(monkeypatch):

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from kdist.telemetry.devices.host import HostSampler, ProcessSampler
+from kdist.telemetry.devices.sampler import HostSampler, ProcessSampler
 
 
 def busy(seconds):

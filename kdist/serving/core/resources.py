@@ -1,9 +1,12 @@
-"""Memory of a server and its workers: a ceiling for requests, and its return after a burst."""
+"""Resources of a server and its workers: memory, and file descriptors of connections."""
 
 import contextlib
 import ctypes
+import dataclasses
 import logging
+import os
 import pathlib
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterable
 import psutil
 
 from kdist.serving.core.errors import RequestError
+from kdist.serving.core.settings import ServerLimits
 
 _logger = logging.getLogger(__name__)
 # Default ceiling, so that requests are rejected before the kernel kills processes.
@@ -21,6 +25,9 @@ _SAMPLE_SECONDS = 0.1
 _BODY_COPIES = 6
 _TRIM_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
+# For models, workers, and the files and sockets that the libraries open later.
+_RESERVE, _RESERVE_PER_WORKER = 64, 8
+_MIN_CONNECTIONS = 8
 
 
 def default_memory_bytes(root: str = "/") -> int:
@@ -95,3 +102,47 @@ def return_free_memory() -> None:
     """Returns freed memory to the operating system, which the C library would keep for later."""
     with contextlib.suppress(OSError, AttributeError):  # other C libraries than glibc
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def limit_connections(limits: ServerLimits, workers: int = 0) -> ServerLimits:
+    """Returns the limits with no more connections than there are file descriptors for.
+
+    The soft limit of the process is raised to its hard limit. REST and gRPC have an equal share, so
+    that clients of one cannot take the descriptors of the other.
+
+    Raises:
+        OSError: the descriptors are not sufficient for a few connections.
+    """
+    limit = _raise_limit()
+    available = limit - _count_open() - _RESERVE - _RESERVE_PER_WORKER * workers
+    connections = min(limits.connections, available // 2)
+    if connections < min(_MIN_CONNECTIONS, limits.connections):
+        raise OSError(f"{limit} file descriptors are too few: raise `ulimit -n`")
+    if connections < limits.connections:
+        _logger.warning(
+            "the limit of file descriptors (%d) allows %d connections each over REST and gRPC "
+            "instead of %d: raise `ulimit -n` for more",
+            limit,
+            connections,
+            limits.connections,
+        )
+    return dataclasses.replace(limits, connections=connections)
+
+
+def _raise_limit():
+    """Returns the number of descriptors that the process may open, raised as far as allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS allows less than its hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return _finite(hard)
+    return _finite(soft)
+
+
+def _finite(limit):
+    return 1 << 20 if limit == resource.RLIM_INFINITY else limit
+
+
+def _count_open():
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/dev/fd"))
+    return 0

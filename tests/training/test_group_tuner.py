@@ -1,6 +1,6 @@
 import pytest
 
-from kdist.training.groups.group_tuner import GroupTuner
+from kdist.training.groups.step_groups import GroupTuner
 
 
 def tuned(call_seconds):

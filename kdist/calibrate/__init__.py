@@ -1,1 +1,0 @@
-"""Calibrates the planner on a machine by timing small networks."""
