@@ -1,0 +1,403 @@
+"""Interface of engines: a job, four verbs, and a handle of the submitted job.
+
+    problems = engine.check(job)       # everything that is wrong, before anything is rented
+    text = engine.text(job)            # the file that would be submitted; the same for equal jobs
+    handle = engine.submit(job)        # by the engine's own command line
+    handle = engine.find("cats")       # again, from elsewhere
+
+The outermost engine restarts a job, and kdist resumes from the last checkpoint. The exit code of a
+task decides: 0 is done, 143 has saved because it was asked to and is restarted free of charge, 130
+is a person, 124 a time limit, 75 a peer that hangs. Other codes are failures, which are counted.
+"""
+
+import abc
+import dataclasses
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+# Port of the first task of a machine on engines that give each task its own address.
+PORT = 2222
+# A run may take this multiple of its planned hours, because predictions err and restarts cost time.
+_LIMIT_PER_PLANNED_HOUR = 1.5
+# Letters, digits, and hyphens are valid in names of Kubernetes objects, VMs, and Slurm jobs alike.
+# Kubernetes allows 63 characters in a host name, which also has the role and the index.
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Log of the libraries of kubectl: "E1125 15:09:07.364296     435 memcache.go:265] …".
+_LOG_LINE = re.compile(r"[EWIF]\d{4} ")
+# Names of the planner's machines: "gcp n1-standard-4 + 4 x K80", "aws p3.2xlarge (1x V100)".
+_CLOUDS = ("gcp", "aws", "azure", "lambda")
+_PLANNED_NAME = re.compile(r"(.+?)(?: \+ \d+ x (.+)| \(\d+ ?x ([^)]+)\))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineType:
+    """Kind of machine that runs one task.
+
+    Attributes:
+        name: Name of the type in its cloud, such as `"n1-standard-8"`; `""` for any machine.
+        cloud: `"gcp"`, `"aws"`, `"azure"`, …; `""` for machines that are not rented.
+        region: Region, such as `"us-central1"`; `""` for the engine's default.
+        device: GPU as its cloud or the user names it, such as `"V100"`; `""` for any GPU.
+        num_devices: Number of GPUs per machine; 0 trains on the CPU.
+        cores: Number of CPU cores or vCPUs; `None` where unknown.
+        usd_per_hour: Price per hour in US dollars, of a spot VM if the job is for spot VMs; `None`
+            where unknown.
+    """
+
+    name: str = ""
+    cloud: str = ""
+    region: str = ""
+    device: str = ""
+    num_devices: int = 0
+    cores: int | None = None
+    usd_per_hour: float | None = None
+
+    @classmethod
+    def from_planned(cls, machine: Any, **fields: Any) -> "MachineType":
+        """Returns the type of a `kdist.planner.Machine`; `fields` sets further attributes.
+
+        >>> import types
+        >>> planned = types.SimpleNamespace(
+        ...     name="gcp n1-standard-4 + 4 x K80", gpu="K80", gpus_per_node=4, cpu_cores=4.0
+        ... )
+        >>> MachineType.from_planned(planned, region="us-central1").name
+        'n1-standard-4'
+        """
+        cloud, _, rest = machine.name.partition(" ")
+        cloud, rest = (cloud, rest) if cloud in _CLOUDS else ("", machine.name)
+        match = _PLANNED_NAME.fullmatch(rest)
+        name, added, included = match.groups() if match else (rest, None, None)
+        return cls(
+            **{
+                "name": name,
+                "cloud": cloud,
+                "device": added or included or machine.gpu,
+                "num_devices": machine.gpus_per_node,
+                "cores": int(machine.cpu_cores) if machine.cpu_cores else None,
+                **fields,
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Description of a job, independent of the engine that runs it. One task runs per machine.
+
+    Example:
+
+        job = Job("cats", ("train.py", "--run_dir=runs/cats"), workers=4)
+
+    Args:
+        name: Name of the job: lower-case letters, digits, and hyphens, at most 40 characters.
+        command: Command of each task: a Python script, `kdist`, or another program, and its
+            arguments.
+        workers: Number of workers. Defaults to 1.
+        ps: Number of parameter servers. If there are any, a chief is added, which coordinates.
+            Defaults to 0.
+        chief: Whether to add a chief, which trains like a worker. Defaults to `False`.
+        machine: Kind of all machines. Defaults to any machine, and training on the CPU.
+        alternatives: Other kinds with the same devices, in the order in which to try them.
+            Defaults to none.
+        spot: Whether to use machines that may be preempted. Defaults to `False`.
+        hours: Planned hours of the whole run; `None`, the default, without a plan.
+        time_limit_hours: Hours after which the engine ends the job. Defaults to one and a half
+            times the planned hours, and to no limit without a plan.
+        max_usd: Most US dollars that the job may cost; `None`, the default, for no limit.
+        max_restarts: Number of failures that the engine restarts. Saving because the engine asked
+            is not a failure. Defaults to 3.
+        grace_seconds: Time to save a checkpoint between the request to end and the end.
+            Defaults to 60.
+        disk_gb: Size of each machine's disk, where the engine creates one. Defaults to 100.
+        run_dir: Run directory as the tasks see it. Defaults to `""`, the program's own.
+        mirror: URL of a bucket to which checkpoints are copied. Defaults to `""`, none.
+        image: Container or disk image. Defaults to `""`, the engine's default.
+        setup: Shell command that prepares each new machine, such as `"pip install kdist"`.
+            Defaults to `""`, none.
+        environment: Environment variables of all tasks, in addition to the engine's own.
+        options: Options of the engine, such as `{"partition": "gpu"}`.
+        plan: The plan in a sentence, for comments and annotations. Defaults to `""`.
+
+    Raises:
+        ValueError: If a name, a number, or the command is invalid.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    workers: int = 1
+    ps: int = 0
+    chief: bool = False
+    machine: MachineType = MachineType()
+    alternatives: tuple[MachineType, ...] = ()
+    spot: bool = False
+    hours: float | None = None
+    time_limit_hours: float | None = None
+    max_usd: float | None = None
+    max_restarts: int = 3
+    grace_seconds: int = 60
+    disk_gb: int = 100
+    run_dir: str = ""
+    mirror: str = ""
+    image: str = ""
+    setup: str = ""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    plan: str = ""
+
+    def __post_init__(self):
+        check_job_name(self.name)
+        if not self.command:
+            raise ValueError("the job has no command; write the program to start after --")
+        if self.workers < 1:
+            raise ValueError(f"workers={self.workers}; a job needs at least one")
+        if self.ps and not self.chief:
+            object.__setattr__(self, "chief", True)
+        if self.hours and self.time_limit_hours is None:
+            object.__setattr__(self, "time_limit_hours", self.hours * _LIMIT_PER_PLANNED_HOUR)
+        for name in self.environment:
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of an environment variable")
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """Number of tasks per role, without roles that have none, in the order of their nodes."""
+        counts = {"chief": int(self.chief), "worker": self.workers, "ps": self.ps}
+        return {role: count for role, count in counts.items() if count}
+
+    @property
+    def num_machines(self) -> int:
+        """Number of machines, one per task."""
+        return sum(self.tasks.values())
+
+    @property
+    def machines(self) -> tuple[MachineType, ...]:
+        """The kind of machine, and the alternatives to it."""
+        return (self.machine, *self.alternatives)
+
+    def arguments(self, python: str = "python") -> list[str]:
+        """Returns the command to execute; a script, and kdist's own command, run in `python`."""
+        program, *rest = self.command
+        if program == "kdist":
+            return [python, "-m", "kdist", *rest]
+        return [python, program, *rest] if program.endswith(".py") else [program, *rest]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of all tasks, with those that tell `Cluster.resolve` the roles."""
+        own = {
+            "KDIST_CHIEF": "1" if self.chief else "",
+            "KDIST_PS": str(self.ps) if self.ps else "",
+            "KDIST_RUN_DIR": self.run_dir,
+            "PYTHONUNBUFFERED": "1",
+        }
+        return {**{name: value for name, value in own.items() if value}, **self.environment}
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """State of a submitted job.
+
+    Attributes:
+        state: `"pending"`, `"running"`, `"done"`, `"failed"`, or `"stopped"`.
+        detail: The engine's own words, such as why the job is pending.
+        restarts: Number of restarts so far; `None` where the engine does not count them.
+    """
+
+    state: str
+    detail: str = ""
+    restarts: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True if the engine will not run the job again."""
+        return self.state in ("done", "failed", "stopped")
+
+    def __str__(self):
+        restarts = f", {self.restarts} restarts" if self.restarts else ""
+        return self.state + restarts + (f": {self.detail}" if self.detail else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a job has used so far.
+
+    Attributes:
+        machine_hours: Hours of all machines together.
+        usd_per_hour: Price of one machine per hour in US dollars; `None` where unknown.
+    """
+
+    machine_hours: float
+    usd_per_hour: float | None = None
+
+    @property
+    def usd(self) -> float | None:
+        """US dollars so far; `None` without a price."""
+        return None if self.usd_per_hour is None else self.machine_hours * self.usd_per_hour
+
+    def __str__(self):
+        hours = f"{self.machine_hours:,.2f} machine hours"
+        if self.usd is None:
+            return f"{hours}; the engine knows no price"
+        return f"{hours}, ${self.usd:,.2f} (${self.usd_per_hour:,.4g} per machine and hour)"
+
+
+class NoSuchJobError(ValueError):
+    """The engine has no job with this name."""
+
+
+class Handle(abc.ABC):
+    """A submitted job.
+
+    Attributes:
+        name: Name of the job.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    @abc.abstractmethod
+    def status(self) -> Status:
+        """Returns the state of the job."""
+
+    @abc.abstractmethod
+    def follow(self, show: Callable[[str], None]) -> int:
+        """Passes each line of output to `show` until the job is over, and returns its exit code."""
+
+    @abc.abstractmethod
+    def stop(self):
+        """Ends the job for good, and deletes what was rented for it."""
+
+    @abc.abstractmethod
+    def cost(self) -> Cost:
+        """Returns what the job has used so far."""
+
+
+class Engine(abc.ABC):
+    """A program that runs jobs on other machines.
+
+    Attributes:
+        name: Name of the engine, the value of `kdist launch --engine`.
+        program: The engine's own command line, such as `"sbatch"`.
+        clouds: Clouds whose machines it can rent. A job for another cloud is refused.
+        options: Names of the options that `Job.options` may have, and what they mean.
+    """
+
+    name: str
+    program: str
+    clouds: tuple[str, ...] = ()
+    options: Mapping[str, str] = {}
+
+    @abc.abstractmethod
+    def check(self, job: Job) -> list[str]:
+        """Returns everything that is wrong with a job on this engine, and what to change.
+
+        Nothing is submitted or rented. An implementation extends `common_problems(job)`.
+        """
+
+    @abc.abstractmethod
+    def text(self, job: Job) -> str:
+        """Returns the file that would be submitted: a pure function of the job."""
+
+    @abc.abstractmethod
+    def submit(self, job: Job) -> Handle:
+        """Submits a job that `check` accepts.
+
+        Raises:
+            RuntimeError: If the engine refuses the job.
+        """
+
+    @abc.abstractmethod
+    def find(self, name: str) -> Handle:
+        """Returns the job with this name, wherever it was submitted.
+
+        Raises:
+            NoSuchJobError: If the engine has no such job.
+            RuntimeError: If the engine does not answer.
+        """
+
+    def is_installed(self) -> bool:
+        """Returns whether the engine's own command line is on the PATH."""
+        return shutil.which(self.program) is not None
+
+    def common_problems(self, job: Job) -> list[str]:
+        """Returns problems that all engines have in common, such as the cloud and its options."""
+        problems = []
+        for cloud in sorted({each.cloud for each in job.machines} - {"", *self.clouds}):
+            own = (
+                f"machines of {', '.join(self.clouds)}" if self.clouds else "its own machines only"
+            )
+            problems.append(
+                f"the plan is for machines of {cloud}, and {self.name} has {own}; make another "
+                f"plan (kdist plan --cloud=…), or use an engine for {cloud} (--engine)"
+            )
+        if job.num_machines > 1 and job.command[:2] == ("kdist", "train"):
+            flags = {flag.lstrip("-").partition("=")[0] for flag in job.command}
+            if "allow_remote" not in flags:
+                problems.append(
+                    "the tasks are on several machines: add --allow_remote to kdist train, and let "
+                    "only these machines connect to each other"
+                )
+        unknown = [name for name in job.options if name not in self.options]
+        if unknown:
+            known = ", ".join(self.options) or "none"
+            problems.append(f"{self.name} has no option {', '.join(unknown)}; it has {known}")
+        return problems
+
+
+def check_job_name(name: str):
+    """Raises ValueError unless all engines accept the name of a job."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} cannot be the name of a job; use at most 40 lower-case letters, digits, "
+            "and hyphens, such as cats-2"
+        )
+
+
+def similar_machines(planned: Any, offers: Iterable[Any], spot: bool) -> list[MachineType]:
+    """Returns machines that can replace a planned one, the cheapest first.
+
+    They have the same devices, and at least the same cores and network.
+
+    Args:
+        planned: `kdist.planner.Machine`, which is included if it is among the offers.
+        offers: `kdist.planner.Offer`s. Those without a price are left out.
+        spot: Whether to use the prices of spot VMs.
+    """
+    found = []
+    for offer in offers:
+        machine, usd = offer.machine, offer.spot_usd_per_hour if spot else offer.usd_per_hour
+        if (
+            usd is not None
+            and (machine.gpu, machine.gpus_per_node) == (planned.gpu, planned.gpus_per_node)
+            and machine.cores >= planned.cores
+            and machine.network_bytes_per_s >= planned.network_bytes_per_s
+        ):
+            found.append(MachineType.from_planned(machine, region=offer.region, usd_per_hour=usd))
+    return sorted(found, key=lambda each: each.usd_per_hour or 0.0)
+
+
+def call(arguments: Sequence[str], text: str | None = None) -> str:
+    """Runs an engine's command line, and returns what it prints.
+
+    Args:
+        arguments: The program and its arguments.
+        text: Standard input.
+
+    Raises:
+        RuntimeError: If the program is missing or fails; the message has its last lines.
+    """
+    try:
+        done = subprocess.run(list(arguments), input=text, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise RuntimeError(
+            f"{arguments[0]} is not installed on this machine; start kdist launch where it is, or "
+            "write the file with --write=FILE and submit it there"
+        ) from error
+    if done.returncode:
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        told = [line for line in lines if not _LOG_LINE.match(line)] or lines
+        raise RuntimeError(f"{arguments[0]} failed ({done.returncode}): {' '.join(told[-3:])}")
+    return done.stdout
