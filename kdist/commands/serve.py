@@ -6,17 +6,23 @@
   # several models, named after their directory or explicitly
   kdist serve --model_dir=models/fashion,digits=models/mnist
 
+On SageMaker, Vertex AI, KServe, and Cloud Run, the environment sets ports, routes, and the model:
+
+  kdist serve
+
 A model directory contains versions written by kdist.serving.export: models/fashion/1 and so on.
 The server serves the highest version, loads new versions while it runs, and unloads an old version
 after its last request. SIGTERM or Ctrl-C ends the server after the last request; a second one ends
 it immediately.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import re
 import socket
+import tempfile
 
 from absl import flags
 
@@ -24,13 +30,25 @@ import kdist
 from kdist import program
 from kdist.serving.core.model_directory import versions
 from kdist.serving.core.settings import TRUST_MODELS, BatchSettings, Objective, ServerLimits
+from kdist.serving.platforms import PLATFORMS, fetch_models, find_platform
 
 FLAGS = flags.FLAGS
 # Characters that a URL needs no escapes for. A colon would start the method.
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 with program.flag_group("Common"):
-    flags.DEFINE_list("model_dir", [], "Directories of exported models: DIR or NAME=DIR.")
+    flags.DEFINE_list(
+        "model_dir",
+        [],
+        "Directories of exported models: DIR or NAME=DIR. By default the one of the --platform.",
+    )
+    flags.DEFINE_enum(
+        "platform",
+        "auto",
+        ["auto", "none", *PLATFORMS],
+        "Hosting platform whose routes are served as well. It sets the defaults of --host, --port, "
+        "--grpc_port, --end_seconds, and --body_mb. auto goes by the environment.",
+    )
     flags.DEFINE_integer("port", 8501, "Port for REST; 0 is any free port.", 0, 65535)
     flags.DEFINE_integer(
         "grpc_port", 8500, "Port for gRPC; 0 is any free port, -1 disables gRPC.", -1, 65535
@@ -137,10 +155,21 @@ program.writes_file("tune")
 
 def main(_):
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    models = parse_directories(FLAGS.model_dir)
     if FLAGS.trust_models:
         os.environ[TRUST_MODELS] = "1"  # worker processes inherit it
+    platform = find_platform(FLAGS.platform)
+    if platform:
+        apply_defaults(platform)
+    with directories_to_serve(platform) as directories:
+        run_with(parse_directories(directories), platform)
+
+
+def run_with(models, platform):
+    """Does what the flags ask for, with {name: directory} of the models."""
     check(models)
+    if platform and platform.first_model:
+        program.check_name("model", platform.first_model, list(models))
+        models = {platform.first_model: models[platform.first_model], **models}
     if FLAGS.kubernetes:
         name, directory = single(models)
         named = kdist.serving.KubernetesOptions(name=name, model=name)
@@ -152,7 +181,7 @@ def main(_):
         tune_export(directory, FLAGS.tune, aim, FLAGS.max_batch, report=print)
     else:
         check_ports()
-        checked = options(models)
+        checked = options(models, platform)
         kdist.serving.run(checked, on_ready=functools.partial(print, flush=True))
 
 
@@ -204,7 +233,36 @@ def single(models):
     return next(iter(models.items()))
 
 
-def options(models):
+def apply_defaults(platform):
+    """Makes what a platform asks for the default of flags."""
+    logging.info("serving for --platform=%s", platform.name)
+    given = platform.options()
+    FLAGS.set_default("host", given["host"])
+    FLAGS.set_default("port", platform.port)
+    FLAGS.set_default("grpc_port", -1 if platform.grpc_port is None else platform.grpc_port)
+    FLAGS.set_default("end_seconds", platform.end_seconds)
+    if platform.body_bytes is not None:
+        FLAGS.set_default("body_mb", platform.body_bytes * 1e-6)
+
+
+@contextlib.contextmanager
+def directories_to_serve(platform):
+    """Yields the value of --model_dir, or the directories in which the platform keeps models.
+
+    A model at a URL is copied to a temporary directory, which is removed in the end.
+    """
+    if FLAGS.model_dir or not platform:
+        yield FLAGS.model_dir
+    elif platform.model_url:
+        with tempfile.TemporaryDirectory(prefix="kdist-") as directory:
+            logging.info("copying %s", platform.model_url)
+            fetch_models(platform.model_url, directory)
+            yield [f"model={directory}"]
+    else:
+        yield platform.model_directories
+
+
+def options(models, platform=None):
     """Returns the options of the server."""
     automatic = FLAGS.batch_timeout_us == "auto"
     seconds = 0.0 if automatic else int(FLAGS.batch_timeout_us) * 1e-6
@@ -228,6 +286,7 @@ def options(models):
         workers=FLAGS.workers,
         newest=FLAGS.versions,
         end_seconds=FLAGS.end_seconds,
+        platform=platform,
         **settings,
     )
 

@@ -23,6 +23,7 @@ from kdist.serving.core.settings import BatchSettings, Objective, ServerLimits
 from kdist.serving.engine.in_process import InProcess, prepare_interpreter
 from kdist.serving.engine.models import Models
 from kdist.serving.engine.worker_pool import WorkerPool
+from kdist.serving.platforms import Platform
 from kdist.serving.protocol.connections import connection_factory
 from kdist.serving.protocol.rest import create_application
 from kdist.serving.protocol.rpc import create_grpc_server
@@ -55,6 +56,8 @@ class ServerOptions:
         newest: number of newest versions of a model to serve. Defaults to 1.
         watch_seconds: seconds between checks for new versions. Defaults to 1.
         end_seconds: seconds for requests to finish after a signal. Defaults to 30.
+        platform: hosting platform whose routes are served as well; `Platform.options` returns the
+            arguments that go with it. Defaults to none.
     """
 
     directories: Mapping[str, str | os.PathLike]
@@ -68,6 +71,7 @@ class ServerOptions:
     newest: int = 1
     watch_seconds: float = 1.0
     end_seconds: float = 30.0
+    platform: Platform | None = None
 
 
 def run(options: ServerOptions, on_ready: Callable[[str], None] | None = None) -> None:
@@ -165,7 +169,7 @@ class _Web(uvicorn.Server):
 
 def _uvicorn_settings(options, models):
     return uvicorn.Config(
-        create_application(models),
+        create_application(models, platform=options.platform),
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -195,6 +195,8 @@ OTHERS = [
     ("serve", ["--model_dir=models/m", "--max_batch=1000000000"], "--max_batch=1000000000"),
     ("serve", ["--model_dir=models/m", "--workers=100000"], "--workers=100000"),
     ("serve", ["--model_dir=models/m", "--port=99999"], "--port=99999"),
+    ("serve", ["--model_dir=models/m", "--platform=azure"], "--platform=azure"),
+    ("serve", ["--platform=cloud_run"], "--model_dir=models/fashion"),
     ("serve", ["--model_dir=models/m", "--host="], "give an address of this machine"),
     ("serve", ["--model_dir=models/m", "extra"], "unknown argument 'extra'"),
     ("serve", ["--model_dir=models/m", "--batch_timeout_us=-5"], "auto, or an integer from 0"),

@@ -151,6 +151,18 @@ class Running:
                 model_service_pb2_grpc.ModelServiceStub(channel),
             )
 
+    @contextlib.contextmanager
+    def on(self, platform):
+        """Yields clients of one more HTTP server of these models, with the routes of a platform."""
+        options = server.ServerOptions({}, platform=platform, end_seconds=10.0)
+        web, listener, serving = self.do(_start_web(options, self.models))
+        try:
+            yield dataclasses.replace(self, port=listener.getsockname()[1])
+        finally:
+            web.should_exit = True
+            self.do(asyncio.wait_for(serving, SECONDS))
+            listener.close()
+
     def do(self, coroutine):
         """Runs a coroutine in the server's event loop."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(SECONDS)
@@ -216,19 +228,25 @@ def _guarded(main, started):
         started.set_exception(error)
 
 
+async def _start_web(options, models):
+    web = server._Web(server._uvicorn_settings(options, models))
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    serving = asyncio.create_task(web.serve([listener]))
+    while not web.started:
+        await asyncio.sleep(0.01)
+    return web, listener, serving
+
+
 async def _main(it, settings, limits, started, ending):
     it.loop = asyncio.get_running_loop()
     await it.models.refresh()
     options = server.ServerOptions({}, settings=settings, limits=limits, end_seconds=10.0)
-    web = server._Web(server._uvicorn_settings(options, it.models))
     rpc = create_grpc_server(it.models)
     it.grpc_port = rpc.add_insecure_port("127.0.0.1:0")
     await rpc.start()
-    with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
+    web, listener, serving = await _start_web(options, it.models)
+    with listener:
         it.port = listener.getsockname()[1]
-        serving = asyncio.create_task(web.serve([listener]))
-        while not web.started:
-            await asyncio.sleep(0.01)
         started.set_result(None)
         await ending.wait()
         web.stop(it.models)

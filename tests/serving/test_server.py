@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import json
+import os
 import pathlib
 import re
 import signal
@@ -46,10 +47,14 @@ def run(*flags):
 
 
 @contextlib.contextmanager
-def program(*flags):
+def program(*flags, **environment):
     """Yields (process, REST address, gRPC address) when the server is ready."""
     process = subprocess.Popen(
-        command(*flags), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command(*flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **environment},
     )
     timer = threading.Timer(SECONDS, process.kill)
     timer.start()
@@ -104,8 +109,22 @@ def test_it_serves_curl_on_loopback_alone_and_answers_what_it_has_taken(director
         assert process.wait(SECONDS) == 0
 
 
-def test_told_twice_it_ends_at_once(directory):
-    with program(f"--model_dir={directory}", "--max_batch=1", *FREE) as (process, rest, _):
+def test_on_a_platform_and_told_twice_it_ends_at_once(directory):
+    """The environment is Vertex AI's; a flag that is given comes before it."""
+    platform = {
+        "AIP_HTTP_PORT": "0",
+        "AIP_STORAGE_URI": directory.as_uri(),
+        "AIP_HEALTH_ROUTE": "/isalive",
+        "AIP_PREDICT_ROUTE": "/predict",
+    }
+    with program("--host=127.0.0.1", "--max_batch=1", **platform) as (process, rest, rpc):
+        assert rpc is None
+        assert requests.get(f"http://{rest}/isalive", timeout=SECONDS).status_code == 200
+        answer = requests.post(f"http://{rest}/predict", json=ROW, timeout=SECONDS)
+        assert answer.json() == {"predictions": [[6.0]]}
+        large = {"instances": [[2.0]] * 400_000}
+        answer = requests.post(f"http://{rest}/predict", json=large, timeout=SECONDS)
+        assert (answer.status_code, "1,500,000" in answer.text) == (413, True)
         host, port = rest.split(":")
         head = b"POST /v1/models/m:predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
         with socket.create_connection((host, int(port)), SECONDS) as client:
@@ -167,6 +186,21 @@ def test_workers_end_when_the_server_is_killed(directory):
         children = psutil.Process(it[0].pid).children(recursive=True)
         it[0].kill()
         assert not psutil.wait_procs(children, 10)[1]
+
+
+@pytest.mark.slow
+def test_it_ends_before_cloud_run_kills_it(directory):
+    """Cloud Run waits 10 seconds, and a client whose body never ends must not take longer."""
+    platform = {"PORT": "0", "K_SERVICE": "m"}
+    flags = (f"--model_dir={directory}", "--host=127.0.0.1", "--max_batch=1")
+    with program(*flags, **platform) as (process, rest, _):
+        host, port = rest.split(":")
+        head = b"POST /v1/models/m:predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        with socket.create_connection((host, int(port)), SECONDS) as client:
+            client.sendall(head)
+            assert requests.get(f"http://{rest}/healthz", timeout=SECONDS).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
 
 
 @pytest.mark.slow

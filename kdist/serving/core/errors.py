@@ -7,6 +7,7 @@ import math
 STATUS_CODES = {
     "invalid": (400, "INVALID_ARGUMENT"),
     "not_found": (404, "NOT_FOUND"),
+    "unacceptable": (406, "INVALID_ARGUMENT"),
     "slow": (408, "DEADLINE_EXCEEDED"),
     "too_large": (413, "RESOURCE_EXHAUSTED"),
     "encoding": (415, "INVALID_ARGUMENT"),

@@ -1,6 +1,7 @@
 """Rows of a request, and the memory that the bodies of all requests use."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -24,6 +25,18 @@ def count_rows(arrays: Arrays) -> int:
             f"rows of a request: {shown or 'none'}; send the same number for each input, at least 1"
         )
     return first
+
+
+def parse_version(text: str | None) -> int | None:
+    """Returns the version that a request names; None for the highest.
+
+    Raises RequestError if the text is not a whole number.
+    """
+    if text is None:
+        return None
+    if not re.fullmatch("[0-9]{1,19}", text):
+        raise RequestError("invalid", f"the version {text!r} is not a whole number")
+    return int(text)
 
 
 # A string's pointer and object in Python, and its object in TensorFlow, besides its bytes.

@@ -270,6 +270,15 @@ class Signature:
             spec.check(name, arrays[name].shape)
         count_rows(arrays)
 
+    def select_outputs(self, names: Iterable[str]) -> list[str]:
+        """Returns the outputs that a request asks for; all if it names none.
+
+        Raises ValueError if the model lacks one of them.
+        """
+        if unknown := sorted(set(names) - set(self.outputs)):
+            raise ValueError(f"unknown outputs {unknown}; the model has {list(self.outputs)}")
+        return list(dict.fromkeys(names)) or list(self.outputs)
+
     def check_names(self, names) -> None:
         """Raises ValueError if inputs are missing or unknown."""
         wanted = set(self.inputs)

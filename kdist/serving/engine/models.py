@@ -217,6 +217,20 @@ class Models:
         """True if every model has a loaded version and the server is not shutting down."""
         return not self.ending and all(model.ready for model in self._models.values())
 
+    @property
+    def default(self) -> str:
+        """Name of the first model, for requests that do not name one."""
+        return next(iter(self._models))
+
+    def is_ready(self, name: str, number: int | None = None) -> bool:
+        """Returns whether a model, or one version of it, accepts requests.
+
+        Raises RequestError if there is no such model or version.
+        """
+        model = self.model(name)
+        model.states_of(number)
+        return not self.ending and bool(model.ready if number is None else number in model.ready)
+
     def model(self, name: str) -> ServedModel:
         """Returns a model by its name; raises RequestError if it does not exist."""
         if name not in self._models:

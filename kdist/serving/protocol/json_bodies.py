@@ -10,7 +10,8 @@ import base64
 import binascii
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import orjson
@@ -22,6 +23,7 @@ from kdist.serving.protocol.json_numbers import SIGNATURE_NAME, read_numbers
 # Kinds of NumPy types: kind of an input -> kinds of JSON values that it accepts without loss.
 _ACCEPTED_KINDS = {"b": "b", "i": "iu", "u": "iu", "f": "iuf", "c": "iuf"}
 _KNOWN_KEYS = {SIGNATURE_NAME, *json_numbers.KEYS}
+_NUMBERS = {int, float, bool}
 _MAX_DEPTH = 32  # nested lists; NumPy can iterate over no more dimensions
 
 
@@ -35,13 +37,17 @@ class JsonRequest:
     arrays: Mapping[str, np.ndarray]  # input -> rows with the signature's shapes and types
 
 
-def parse_request(body: bytes, get_signature: Callable[[str], Signature]) -> JsonRequest:
+def parse_request(
+    body: bytes, get_signature: Callable[[str], Signature], with_parameters: bool = False
+) -> JsonRequest:
     """Returns the request in the body of an HTTP request.
+
+    `with_parameters` accepts the object "parameters" of Vertex AI, which may name the signature.
 
     Raises ValueError if the body is not JSON (which has no NaN), not an object, in neither of the
     two formats, or its rows do not match the signature; and any error of `get_signature`.
     """
-    return _parse_numeric(body, get_signature) or _parse_any(body, get_signature)
+    return _parse_numeric(body, get_signature) or _parse_any(body, get_signature, with_parameters)
 
 
 def format_response(outputs: Mapping[str, np.ndarray], request: JsonRequest) -> bytes:
@@ -60,7 +66,24 @@ def format_response(outputs: Mapping[str, np.ndarray], request: JsonRequest) -> 
     else:
         rows = zip(*values.values(), strict=True)
         document = {"predictions": [dict(zip(values, row, strict=True)) for row in rows]}
-    if all(np.isfinite(value).all() for value in values.values() if isinstance(value, np.ndarray)):
+    return dump(document, values.values())
+
+
+def load(body: bytes) -> dict:
+    """Returns the object in a body; raises ValueError if it holds something else."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        hint = "; JSON has no NaN and no Infinity" if b"NaN" in body or b"Infin" in body else ""
+        raise ValueError(f"the body is not valid JSON: {error}{hint}") from error
+    if not isinstance(document, dict):
+        raise ValueError("the body must be an object in JSON")
+    return document
+
+
+def dump(document: dict, values: Iterable) -> bytes:
+    """Returns the JSON of a response that contains `values`, some of which are arrays."""
+    if all(np.isfinite(value).all() for value in values if isinstance(value, np.ndarray)):
         return orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
     return json.dumps(document, default=lambda value: value.tolist()).encode()
 
@@ -83,8 +106,8 @@ def _parse_numeric(body, get_signature):
     return JsonRequest(numbers.key, name, signature, arrays)
 
 
-def _parse_any(body, get_signature):
-    document = _document(body)
+def _parse_any(body, get_signature, with_parameters=False):
+    document = _document(body, with_parameters)
     key = next(key for key in json_numbers.KEYS if key in document)
     name = document.get(SIGNATURE_NAME) or SERVING_DEFAULT
     signature = get_signature(name)
@@ -95,25 +118,30 @@ def _parse_any(body, get_signature):
     if body.count(b'"') != 2 * (keys + (SIGNATURE_NAME in document)):
         for input_name, spec in signature.inputs.items():
             if not spec.is_text:
-                _check_no_text(input_name, columns[input_name])
-    arrays = {each: _array(each, columns[each], spec) for each, spec in signature.inputs.items()}
+                check_no_text(input_name, columns[input_name])
+    arrays = {each: to_array(each, columns[each], spec) for each, spec in signature.inputs.items()}
     signature.check(arrays)
     return JsonRequest(key, name, signature, arrays)
 
 
-def _document(body):
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        hint = "; JSON has no NaN and no Infinity" if b"NaN" in body or b"Infin" in body else ""
-        raise ValueError(f"the body is not valid JSON: {error}{hint}") from error
-    if not isinstance(document, dict) or ("instances" in document) == ("inputs" in document):
+def _document(body, with_parameters):
+    document = load(body)
+    if with_parameters:
+        document |= _signature_parameter(document.pop("parameters", None))
+    if ("instances" in document) == ("inputs" in document):
         raise ValueError('the body must be an object with "instances" or "inputs", not both')
     if unknown := sorted(set(document) - _KNOWN_KEYS):
         raise ValueError(f"unknown keys {unknown}; valid keys are {sorted(_KNOWN_KEYS)}")
     if not isinstance(document.get(SIGNATURE_NAME, ""), str):
         raise ValueError("signature_name must be a string")
     return document
+
+
+def _signature_parameter(parameters):
+    """Returns the entries of "parameters", of which the server knows the name of the signature."""
+    if not isinstance(parameters or {}, dict) or set(parameters or ()) - {SIGNATURE_NAME}:
+        raise ValueError(f'"parameters" may hold {SIGNATURE_NAME!r} and nothing else')
+    return parameters or {}
 
 
 def _columns(document, signature):
@@ -143,7 +171,11 @@ def _only_input(signature):
     return next(iter(signature.inputs))
 
 
-def _array(name, value, spec: TensorSpec):
+def to_array(name: str, value: Any, spec: TensorSpec) -> np.ndarray:
+    """Returns the array in nested lists; raises ValueError if the types differ from the model's.
+
+    Check by `check_no_text` first that no string is among numbers.
+    """
     if spec.is_text:
         return _string_array(name, value)
     try:
@@ -165,13 +197,15 @@ def _exact_integers(value, array):
     return exact.astype(np.uint64) if fit else array
 
 
-def _check_no_text(name, value, depth=0):
-    """Rejects strings; NumPy would turn all numbers into strings as long as the longest."""
+def check_no_text(name: str, value: Any, depth: int = 0) -> None:
+    """Raises ValueError for a string; NumPy would turn all numbers into strings as long as it."""
     if isinstance(value, list):
         _check_depth(name, depth)
+        if set(map(type, value)) <= _NUMBERS:  # several times as fast as the loop
+            return
         for each in value:
-            if not isinstance(each, (int, float)):
-                _check_no_text(name, each, depth + 1)
+            if type(each) not in _NUMBERS:
+                check_no_text(name, each, depth + 1)
     elif isinstance(value, str):
         raise ValueError(f"input {name!r} must hold numbers, not strings")
 
@@ -222,6 +256,11 @@ def _to_bytes(name, value, depth=0):
 def _to_plain(name, array, spec):
     if spec.is_text:
         return _to_text(array.tolist(), name.endswith("_bytes"))
+    return to_numbers(array)
+
+
+def to_numbers(array: np.ndarray) -> np.ndarray:
+    """Returns an array of a type that JSON can be written from."""
     if array.dtype.kind not in "biuf":
         array = array.astype(np.float32)
     return np.ascontiguousarray(array)

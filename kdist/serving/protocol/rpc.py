@@ -1,4 +1,4 @@
-"""TensorFlow Serving's gRPC API: PredictionService and ModelService.
+"""gRPC server: TensorFlow Serving's PredictionService and ModelService, and GRPCInferenceService.
 
 Requests are parsed here because gRPC would report a malformed request as an internal error.
 """
@@ -6,6 +6,7 @@ Requests are parsed here because gRPC would report a malformed request as an int
 import asyncio
 import contextlib
 import math
+import operator
 import os
 import time
 
@@ -25,12 +26,15 @@ from kdist.serving.core.settings import ServerLimits
 from kdist.serving.core.signature import SERVING_DEFAULT
 from kdist.serving.engine.models import Models
 from kdist.serving.protocol.message_slots import MessageSlots
+from kdist.serving.protocol.open_inference import messages
+from kdist.serving.protocol.open_inference.calls import InferenceCalls
 
 _SIGNATURE_DEF = "signature_def"
 # Clients send their HTTP/2 settings immediately, and connect again after an idle time.
 _HANDSHAKE_SECONDS, _IDLE_SECONDS = 5.0, 60.0
 # Responses that count as bodies until they are sent. Not all do, as a callback of gRPC is garbage.
 _LARGE_BYTES = 1 << 20
+_model_name = operator.attrgetter("model_spec.name")
 
 
 def create_grpc_server(models: Models) -> grpc.aio.Server:
@@ -38,18 +42,26 @@ def create_grpc_server(models: Models) -> grpc.aio.Server:
     server = grpc.aio.server(options=_options(models.limits))
     calls = _Calls(models)
     services: dict[str, dict[str, tuple]] = {
-        "PredictionService": {
-            "Predict": (calls.predict, predict_pb2.PredictRequest, True),
-            "GetModelMetadata": (calls.metadata, get_model_metadata_pb2.GetModelMetadataRequest),
+        "tensorflow.serving.PredictionService": {
+            "Predict": (calls.predict, predict_pb2.PredictRequest, _model_name, True),
+            "GetModelMetadata": (
+                calls.metadata,
+                get_model_metadata_pb2.GetModelMetadataRequest,
+                _model_name,
+            ),
         },
-        "ModelService": {
-            "GetModelStatus": (calls.status, get_model_status_pb2.GetModelStatusRequest)
+        "tensorflow.serving.ModelService": {
+            "GetModelStatus": (
+                calls.status,
+                get_model_status_pb2.GetModelStatusRequest,
+                _model_name,
+            )
         },
+        messages.SERVICE: InferenceCalls(models).methods(),
     }
     for service, methods in services.items():
         handlers = {name: calls.handler(*method) for name, method in methods.items()}
-        full_name = f"tensorflow.serving.{service}"
-        generic = grpc.method_handlers_generic_handler(full_name, handlers)
+        generic = grpc.method_handlers_generic_handler(service, handlers)
         server.add_generic_rpc_handlers((generic,))
     return server
 
@@ -74,9 +86,10 @@ class _Calls:
         self._models = models
         self._slots = MessageSlots(models.limits, models.metrics.record_rejection)
 
-    def handler(self, answer, request_type, is_counted=False):
+    def handler(self, answer, request_type, name_of, is_counted=False):
         """Returns a gRPC handler that parses requests and turns exceptions into a status.
 
+        `name_of` returns the name of the model in a request; it is None for requests without one.
         Only predictions are counted, as in the REST API.
         """
 
@@ -84,7 +97,7 @@ class _Calls:
             since, labels = time.perf_counter(), {"model": "", "status": "OK"}
             try:
                 # The message is not a local variable here: gRPC keeps this frame after an abort.
-                return await self._answer(answer, request_type, context, labels)
+                return await self._answer(answer, request_type, name_of, context, labels)
             except asyncio.CancelledError:  # by the client or its deadline
                 labels["status"] = "CANCELLED"
                 raise
@@ -101,7 +114,7 @@ class _Calls:
             handle, response_serializer=lambda message: _serialize(message)
         )
 
-    async def _answer(self, answer, request_type, context, labels):
+    async def _answer(self, answer, request_type, name_of, context, labels):
         with contextlib.ExitStack() as stack:
             reserve = stack.enter_context(self._models.body_memory.request())
             async with asyncio.timeout(self._models.limits.request_seconds):
@@ -110,7 +123,8 @@ class _Calls:
                 reserve(len(body))
                 request = _parsed(request_type, body)
                 del body  # one copy less while the request waits
-                labels["model"] = self._models.model(request.model_spec.name).name
+                if name_of:
+                    labels["model"] = self._models.model(name_of(request)).name
                 response = await answer(request, reserve)
             size = response.ByteSize()
             if size >= _LARGE_BYTES:
@@ -145,7 +159,7 @@ class _Calls:
         }
         request.inputs.clear()
         count_rows(arrays)  # raises if they differ
-        names = _output_names(request.output_filter, signature)
+        names = signature.select_outputs(request.output_filter)
         outputs = await version.predict(arrays, name)
         answer = predict_pb2.PredictResponse()
         _fill_model_spec(answer.model_spec, version, name)
@@ -237,12 +251,6 @@ def _array(name, proto, spec, shape):
     if array.shape != tuple(shape):
         raise ValueError(f"input {name!r} has data that do not match its declared shape {shape}")
     return np.asarray(array, spec.dtype)
-
-
-def _output_names(output_filter, signature):
-    if unknown := sorted(set(output_filter) - set(signature.outputs)):
-        raise ValueError(f"unknown outputs {unknown}; the model has {list(signature.outputs)}")
-    return list(output_filter) or list(signature.outputs)
 
 
 def _fill_model_spec(spec, version, signature):
