@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from absl import app, flags
 from absl import logging as absl_logging
 
+from kdist.mirror.store import check_url, is_url
 from kdist.run_directory import check_local, check_writable
 
 FLAGS = flags.FLAGS
@@ -50,6 +51,8 @@ _LARGEST_INTEGER = 10**12  # without a unit
 
 # Heading -> names of its flags, both in the order in which `--help` shows them.
 _groups: dict[str, list[str]] = {}
+# Flags whose values may be URLs of object storage.
+_url_flags: set[str] = set()
 _running = "__main__"  # module of the running program
 
 
@@ -180,7 +183,7 @@ def objection(flag: flags.Flag) -> str | None:
     """Returns what is wrong with a flag's value, whatever it means; None if nothing is.
 
     Numbers must be finite, not negative unless the flag has a lower bound that is, and not larger
-    than makes sense in the unit that ends the flag's name. URLs are not supported.
+    than makes sense in the unit that ends the flag's name. URLs are for flags of `accepts_url`.
     """
     values = flag.value if isinstance(flag.value, list) else [flag.value]
     for value in values:
@@ -189,7 +192,7 @@ def objection(flag: flags.Flag) -> str | None:
         if isinstance(value, int | float):
             problem = _number_problem(flag.name, value, getattr(flag.parser, "lower_bound", None))
         else:
-            problem = _url_problem(str(value))
+            problem = _url_problem(str(value), flag.name in _url_flags)
         if problem:
             return f"--{flag.name}={value}: {problem}"
     return None
@@ -207,12 +210,20 @@ def _number_problem(name, number, lower_bound):
     return None
 
 
-def _url_problem(text):
+def _url_problem(text, is_accepted):
     try:
-        check_local(text.rpartition("=")[2])  # also that of NAME=DIRECTORY
-    except ValueError as error:
+        if is_accepted and is_url(text):
+            check_url(text)
+        else:
+            check_local(text.rpartition("=")[2])  # also that of NAME=DIRECTORY
+    except (ValueError, ImportError) as error:
         return str(error)
     return None
+
+
+def accepts_url(name: str):
+    """Lets the value of flag `name` be a URL of object storage."""
+    _url_flags.add(name)
 
 
 def read_numbers(name: str, lower_bound: int = 1) -> tuple[int, ...] | None:

@@ -39,6 +39,7 @@ from kdist.launch.local_engine import local_job
 from kdist.launch.output import Screen
 from kdist.launch.restarts import RestartPolicy
 from kdist.launch.task_group import Timeouts, failure_report, stop_on_signals
+from kdist.mirror.store import local_directory
 from kdist.run_directory import RUN_DIR, RunDirectory, new_run_path
 
 FLAGS = flags.FLAGS
@@ -134,7 +135,7 @@ def run_directory(arguments):
     for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, value = flag.lstrip("-").partition("=")
         if flag.startswith("-") and name == "run_dir" and (value if equals else following):
-            return pathlib.Path(value if equals else following)
+            return local_directory(value if equals else following)
     if FLAGS.run_dir:
         return pathlib.Path(FLAGS.run_dir)
     named = arguments[1] if arguments[0] == "kdist" and arguments[1:] else arguments[0]
