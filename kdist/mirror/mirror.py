@@ -285,7 +285,8 @@ class Mirror:
         newest = self._newest_local()
         if newest is not None and _state(newest / _LAST) != state:
             self._changed.set()
-            if not self._is_slow:
+            # Before and after a validation, checkpoints of the same step follow each other quickly.
+            if not self._is_slow and newest.name != path.name:
                 self._is_slow = True
                 _logger.warning(
                     "copying a checkpoint to %s takes longer than the time between checkpoints, so "

@@ -197,6 +197,9 @@ class Store:
         for name in names:
             with self._reporting("remove", name), contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(self._path(name))
+            if self._is_local:  # buckets have no directories
+                with contextlib.suppress(OSError):
+                    os.rmdir(os.path.dirname(self._path(name)))
 
     @functools.cached_property
     def _files(self):
