@@ -82,6 +82,7 @@ _PUBLIC = {
     "launch": "launch",
     "data": "data",
     "gather_batch": "training.replica.batch_gather",
+    "mirror": "mirror",
     "models": "models",
     "parallel": "parallel",
     "patch_keras": "model",

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from absl import app, flags
 from absl import logging as absl_logging
 
+from kdist.mirror.store import check_url, is_url
 from kdist.run_directory import check_local, check_writable
 
 FLAGS = flags.FLAGS
@@ -50,7 +51,8 @@ _LARGEST_INTEGER = 10**12  # without a unit
 
 # Heading -> names of its flags, both in the order in which `--help` shows them.
 _groups: dict[str, list[str]] = {}
-_may_be_urls: set[str] = set()  # names of flags
+# Name of a flag that may be a URL -> whether it is then checked as one of object storage.
+_url_flags: dict[str, bool] = {}
 _running = "__main__"  # module of the running program
 
 
@@ -200,7 +202,7 @@ def objection(flag: flags.Flag) -> str | None:
         if isinstance(value, int | float):
             problem = _number_problem(flag.name, value, getattr(flag.parser, "lower_bound", None))
         else:
-            problem = None if flag.name in _may_be_urls else _url_problem(str(value))
+            problem = _url_problem(flag.name, str(value))
         if problem:
             return f"--{flag.name}={value}: {problem}"
     return None
@@ -218,10 +220,13 @@ def _number_problem(name, number, lower_bound):
     return None
 
 
-def _url_problem(text):
+def _url_problem(name, text):
     try:
-        check_local(text.rpartition("=")[2])  # also that of NAME=DIRECTORY
-    except ValueError as error:
+        if name not in _url_flags:
+            check_local(text.rpartition("=")[2])  # also that of NAME=DIRECTORY
+        elif _url_flags[name] and is_url(text):
+            check_url(text)
+    except (ValueError, ImportError) as error:
         return str(error)
     return None
 
@@ -263,9 +268,9 @@ def check_items(name: str, known: Iterable[str]):
         check_name(f"--{name}", item, tuple(known))
 
 
-def accept_urls(*names: str):
-    """Lets the values of flags be URLs, or contain them."""
-    _may_be_urls.update(names)
+def accept_urls(*names: str, is_checked: bool = True):
+    """Lets the values of flags be URLs of object storage; unless `is_checked`, or contain any."""
+    _url_flags.update(dict.fromkeys(names, is_checked))
 
 
 def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):

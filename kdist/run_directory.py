@@ -137,14 +137,15 @@ def _create(path, unfinished):
 
 
 def check_local(path: str | os.PathLike):
-    """Raises a ValueError if a path is a URL such as gs://bucket/run, which is not supported.
+    """Raises a ValueError if a path is a URL such as gs://bucket/run, which only mirrors support.
 
     Python would write to a local directory named "gs:".
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
         raise ValueError(
-            f"{os.fspath(path)} is a URL, and object stores are not supported; give a path of the "
-            "file system, on which a bucket can be mounted"
+            f"{os.fspath(path)} is a URL; give a path of the file system. URLs are supported by "
+            "--run_dir and --mirror of kdist train, kdist report, and kdist.callbacks.Checkpoint("
+            "mirror=…)"
         )
 
 

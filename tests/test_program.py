@@ -117,7 +117,7 @@ def test_lower_bounds_allow_negative_numbers():
 @pytest.mark.parametrize("text", ["gs://bucket/a", "name=s3://bucket/a", "a,hdfs://b/c"])
 def test_urls_are_refused(text):
     define = functools.partial(flags.DEFINE_list, "folders", [], "Directories.")
-    assert "is a URL, and object stores are not supported; give a path" in objection(define, text)
+    assert "is a URL; give a path" in objection(define, text)
 
 
 def test_objections_are_one_line(run):

@@ -16,6 +16,7 @@ from kdist.checkpoint import host_state, snapshot
 from kdist.checkpoint.background import BackgroundWriter
 from kdist.checkpoint.files import FORMAT_VERSION, CheckpointError, CheckpointFiles, open_checkpoint
 from kdist.cluster import heartbeat
+from kdist.mirror.mirror import Mirror
 from kdist.run_directory import FileLock, checkpoint_step
 from kdist.strategies import is_chief
 from kdist.training.broadcast import read_on_chief
@@ -62,15 +63,19 @@ class Checkpoint(keras.callbacks.Callback):
         resume: "auto" to resume from the newest checkpoint in `directory`, if any; "never"; or the
             path of a checkpoint. Defaults to "auto".
         at_resume: function that the chief calls with the step to resume from. Defaults to None.
+        mirror: URL in object storage, such as gs://bucket/runs/a, of a copy of the run directory,
+            which is the parent of `directory`; or a `kdist.mirror.Mirror`, which the caller opens
+            and closes. On a new disk, training resumes from the copy. Defaults to None.
 
     Attributes:
         resumed_from: the step that training resumed from; None for a new training.
 
     Raises:
-        ValueError: `keep`, `every_steps`, or `every_minutes` is not positive.
+        ValueError: `keep`, `every_steps`, or `every_minutes` is not positive; or with the URL of a
+            mirror, `directory` is not named checkpoints.
         TypeError: from `fit`, if the model is not trained by kdist.
         CheckpointError: from `fit`, if another process writes to `directory`, or the checkpoint is
-            damaged or of another model or dataset.
+            damaged or of another model or dataset, or the mirror is not available.
 
     Example:
 
@@ -90,12 +95,17 @@ class Checkpoint(keras.callbacks.Callback):
         monitor: str | None = None,
         resume: str | os.PathLike = "auto",
         at_resume: Callable[[int], Any] | None = None,
+        mirror: str | Mirror | None = None,
     ):
         super().__init__()
         for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
             if value is not None and value <= 0:
                 raise ValueError(f"Checkpoint({name}={value}): give a positive number, or None")
         self._files = CheckpointFiles(directory, keep)
+        self._owns_mirror = isinstance(mirror, str)
+        if isinstance(mirror, str):
+            mirror = _own_mirror(mirror, self._files.directory, resume)
+        self._mirror = mirror
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._monitor, self._best = monitor, None
         self._resume, self._at_resume = resume, at_resume
@@ -119,7 +129,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._is_chief = is_chief(strategy)
         # A second `fit` of this process continues with the model as it is.
         resume, self._resume = self._resume, "never"
-        found = read_on_chief(strategy, lambda: _read(self._files, resume), CheckpointError)
+        found = read_on_chief(strategy, lambda: self._read(resume), CheckpointError)
         self._step_offset = found["newest"] if found["state"] is None else 0
         self._state, self._arrays = found["state"], found["arrays"]
         if self._state is None:
@@ -154,6 +164,17 @@ class Checkpoint(keras.callbacks.Callback):
                 state["replicas"],
             )
 
+    def _read(self, resume):
+        """Returns the content of the checkpoint to resume from, on the chief."""
+        if self._mirror is None:
+            return _read(self._files, resume)
+        try:
+            if self._owns_mirror:
+                self._mirror.open()
+            return _read(self._files, resume, self._mirror)
+        except OSError as error:
+            raise CheckpointError(str(error)) from error
+
     def release(self):
         """Writes queued checkpoints, and releases signal handlers and the directory."""
         for number, handler in self._handlers.items():
@@ -166,6 +187,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+        if self._owns_mirror:
+            self._mirror.close()
 
     # Called by Keras.
 
@@ -189,7 +212,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._signal = None
         if self._is_chief:
             self._lock = _lock(self._files.directory)
-            self._writer = BackgroundWriter(self._files)
+            self._writer = BackgroundWriter(self._files, self._mirror and self._mirror.copy)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._handlers[number] = signal.signal(number, self._on_signal)
@@ -339,13 +362,25 @@ def _lock(directory):
         ) from error
 
 
-def _read(files, resume):
+def _own_mirror(url, directory, resume):
+    if directory.name != "checkpoints":
+        raise ValueError(
+            f"Checkpoint(directory={os.fspath(directory)!r}, mirror={url!r}): the parent of the "
+            "directory is copied, so name it RUN_DIRECTORY/checkpoints, or pass a "
+            "kdist.mirror.Mirror"
+        )
+    return Mirror(url, directory.parent, resume=resume != "never")
+
+
+def _read(files, resume, mirror=None):
     """Returns the content of the checkpoint to resume from; its state is None without one."""
     paths = files.paths()
     newest = checkpoint_step(paths[-1]) if paths else 0
     saved = None
     if resume == "auto":
         saved = files.newest()
+        if mirror is not None:
+            saved = files.fetch(mirror, after=saved.step if saved else -1) or saved
         if paths and saved is None:
             raise CheckpointError(
                 f"all checkpoints in {files.directory} are damaged; start a new run "

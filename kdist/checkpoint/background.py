@@ -8,6 +8,7 @@ writer.close()
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from kdist.checkpoint.files import CheckpointFiles
@@ -23,13 +24,14 @@ class BackgroundWriter:
 
     Args:
         files: destination of the checkpoints.
+        after_write: function that the thread calls after each checkpoint. Defaults to None.
 
     Attributes:
         failed: number of failed writes since the last successful one.
     """
 
-    def __init__(self, files: CheckpointFiles):
-        self._files = files
+    def __init__(self, files: CheckpointFiles, after_write: Callable[[], Any] | None = None):
+        self._files, self._after_write = files, after_write
         self._changed = threading.Condition()
         self._queued: tuple[Any, ...] | None = None
         self._is_writing = self._is_closing = False
@@ -80,6 +82,8 @@ class BackgroundWriter:
         try:
             self._files.write(*checkpoint)
             self.failed = 0
+            if self._after_write is not None:
+                self._after_write()
         except OSError as error:
             self.failed += 1
             _logger.warning(

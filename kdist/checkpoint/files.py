@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.json_text import parse_json
+from kdist.mirror.mirror import Mirror
 from kdist.run_directory import CHECKPOINT_PREFIX, checkpoint_step
 
 _logger = logging.getLogger(__name__)
@@ -158,6 +159,38 @@ class CheckpointFiles:
                 return open_checkpoint(path)
             except CheckpointError as error:
                 _logger.warning("%s; trying the checkpoint before it", error)
+        return None
+
+    def fetch(self, mirror: Mirror, after: int = -1) -> SavedCheckpoint | None:
+        """Fetches the newest valid checkpoint of a mirror; logs each damaged one.
+
+        Args:
+            mirror: the mirror.
+            after: only checkpoints of later steps are fetched. Defaults to -1, all of them.
+
+        Returns:
+            The checkpoint, which is now in this directory; None without one.
+
+        Raises:
+            OSError: the mirror cannot be read, or the checkpoint cannot be written.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for found in mirror.checkpoints():
+            target = self.directory / f"{CHECKPOINT_PREFIX}{found.step:010d}"
+            unfinished = self.directory / f"{_UNFINISHED}{target.name}"
+            if found.step <= after:
+                return None
+            _remove(unfinished)
+            unfinished.mkdir()
+            try:
+                mirror.fetch(found, unfinished)
+                saved = open_checkpoint(unfinished)
+                self._put_in_place(unfinished, target)
+                return dataclasses.replace(saved, path=target)
+            except CheckpointError as error:
+                _logger.warning("%s: %s; trying the checkpoint before it", mirror.url, error)
+            finally:
+                _remove(unfinished)
         return None
 
     def best(self) -> pathlib.Path | None:

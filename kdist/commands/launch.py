@@ -58,6 +58,7 @@ from kdist.launch.local_engine import local_job
 from kdist.launch.output import Screen
 from kdist.launch.restarts import RestartPolicy
 from kdist.launch.task_group import Timeouts, failure_report, stop_on_signals
+from kdist.mirror.store import local_directory
 from kdist.run_directory import RUN_DIR, RunDirectory, new_run_path
 
 FLAGS = flags.FLAGS
@@ -178,7 +179,7 @@ with program.flag_group("Limits"):
 
 program.reads_file("plan", "create it with kdist plan --output")
 program.writes_file("write", unless=["-"])
-program.accept_urls("mirror", "env", "option", "setup")
+program.accept_urls("mirror", "env", "option", "setup", is_checked=False)
 flags.mark_bool_flags_as_mutual_exclusive(["follow", "stop", "cost"])
 _POSITIONAL = "the program to start, after --"
 
@@ -237,7 +238,7 @@ def run_here(command):
 def run_directory(arguments):
     """Returns the run directory of the program, of the launcher, or a new one."""
     if given := command_run_directory(arguments):
-        return pathlib.Path(given)
+        return local_directory(given)
     named = arguments[1] if arguments[0] == "kdist" and arguments[1:] else arguments[0]
     return new_run_path(pathlib.Path(named).stem)
 

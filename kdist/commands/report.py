@@ -6,6 +6,9 @@
   # with the cost of each run; prices are for all machines of a run, in US dollars per hour
   kdist report runs/one runs/two --price_usd_per_hour=one=0.4,two=2.1
 
+  # a run that is copied to object storage by kdist train --mirror
+  kdist report gs://bucket/cats/a
+
   # during a run: serves the page on this machine and refreshes it, until Ctrl-C
   kdist report runs/first --watch --port=8765
 
@@ -57,4 +60,4 @@ def main(arguments):
 
 def run():
     """Runs the program with the arguments in `sys.argv`, and exits."""
-    program.run(main, positional="run directories")
+    program.run(main, positional="run directories or URLs")

@@ -39,6 +39,9 @@
     --operations="resize(160, 160)" --freeze='(?!logits).*' --unfreeze_after_epochs=2 \\
     --epochs=8 --learning_rate=0.005 --early_stopping=3 --save_best
 
+  # on a spot VM: run the same command again on another one, and it resumes from the bucket
+  kdist train --run_dir=gs://bucket/cats/a --checkpoint_minutes=5
+
   # within a minute: a small model on handwritten digits, a part of kdist
   kdist train --model=lenet --dataset=digits --epochs=20
 
@@ -100,7 +103,8 @@ with program.flag_group("Common"):
         "run_dir",
         None,
         "Run directory: a new one, or that of an interrupted run, which resumes. By default a new "
-        "directory under runs/.",
+        "directory under runs/. A URL such as gs://bucket/cats/a is the directory "
+        "runs/gs/bucket/cats/a and its --mirror.",
     )
     flags.DEFINE_string(
         "export",
@@ -362,6 +366,13 @@ with program.flag_group("Checkpoints"):
         "checkpoint_minutes", 10.0, "Minutes between checkpoints; 0 disables them.", lower_bound=0.0
     )
 
+    flags.DEFINE_string(
+        "mirror",
+        None,
+        "URL in object storage, such as gs://bucket/cats/a or s3://bucket/cats/a, to which the run "
+        "is copied in the background. On a new disk the run is fetched from it and resumes.",
+    )
+
 with program.flag_group("Logs and tracking"):
     flags.DEFINE_enum(
         "wandb_mode",
@@ -418,6 +429,7 @@ flags.register_validator(
     lambda text: text is None or re.fullmatch(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}", text),
     "must be FIRST:LAST, with steps counted from 1, such as 10:20",
 )
+program.accept_urls("run_dir", "mirror")
 program.reads_file("plan", "create it with kdist plan --output")
 program.reads_file("split", "write the placement to it, or use --split=auto", unless=["auto"])
 

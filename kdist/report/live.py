@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kdist.mirror.store import Store, is_url
 from kdist.report.page import contents, fill, save
-from kdist.report.runs import Prices
+from kdist.report.runs import FILES, Prices
 from kdist.run_directory import RunDirectory
 
 HOST = "127.0.0.1"
@@ -20,6 +21,8 @@ HOST = "127.0.0.1"
 _OWN_NAMES = ("127.0.0.1", "localhost")
 # Fraction of a core for updates of the page, as training may need the cores.
 _MAX_CORE_SHARE = 0.2
+# Seconds between two looks at object storage, where each look costs money.
+_MIN_STORE_SECONDS = 20.0
 # Each connection has a thread and carries one request. A browser uses at most six at once.
 _MAX_CONNECTIONS = 32
 # Includes sending the page, of up to 20 MB, perhaps through a tunnel.
@@ -47,7 +50,7 @@ def watch(
         output: see `write`.
         port: port to listen on; 0 uses any free port. Defaults to 8765.
         price_usd_per_hour: see `write`.
-        every_seconds: time between two checks of the files. Defaults to 2.
+        every_seconds: time between two checks of the files. Defaults to 2; at least 20 for URLs.
         on_ready: called with the address of the page. Logs it by default.
 
     Raises:
@@ -61,6 +64,8 @@ def watch(
     """
     page = _LivePage(run_directories, output, price_usd_per_hour)
     page.make()
+    if any(map(is_url, run_directories)):
+        every_seconds = max(every_seconds, _MIN_STORE_SECONDS)
     with _server(port, page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
@@ -102,9 +107,9 @@ class _LivePage:
 
     def update(self):
         """Makes the page if a file has changed; keeps and logs the error if that fails."""
-        if self._state_of_files() == self._files:
-            return
         try:
+            if self._state_of_files() == self._files:
+                return
             self.make()
             self.error = ""
         except (OSError, ValueError) as error:
@@ -113,9 +118,12 @@ class _LivePage:
             self.error = str(error)
 
     def _state_of_files(self):
-        runs = map(RunDirectory, self._run_directories)
-        files = [(run.config, run.metrics, run.devices, run.summary) for run in runs]
-        return [_size_and_time(path) for paths in files for path in paths]
+        return [
+            Store(os.fspath(run)).states(FILES)
+            if is_url(run)
+            else [_size_and_time(RunDirectory(run).path / name) for name in FILES]
+            for run in self._run_directories
+        ]
 
 
 def _size_and_time(path):

@@ -39,7 +39,8 @@ def write(
     The first run is the baseline of the speed-up.
 
     Args:
-        run_directories: at least one run directory; runs may be unfinished or killed.
+        run_directories: at least one run directory, or URL of a mirror such as gs://bucket/runs/a;
+            runs may be unfinished or killed.
         output: the file to write; an existing file is replaced. Defaults to `report.html` in the
             current directory.
         price_usd_per_hour: US dollars per hour for all machines of a run: one price for every run,

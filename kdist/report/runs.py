@@ -4,11 +4,11 @@ import dataclasses
 import itertools
 import math
 import os
-import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kdist.mirror.store import fetched, is_url, local_directory
 from kdist.report.records import (
     NO_RECORDS,
     Records,
@@ -23,6 +23,8 @@ from kdist.run_directory import RunDirectory
 Prices = float | Mapping[str, float] | None
 
 
+# Files that a report is made of.
+FILES = ("config.json", "metrics.jsonl", "devices.jsonl", "summary.json")
 # Name in the summary -> name in the group `batch` of the configuration.
 _BATCH_GROUP = {
     "global_batch_size": "global",
@@ -101,7 +103,7 @@ def read_runs(directories: Sequence[str | os.PathLike]) -> list[Run]:
     """Reads several run directories and gives the runs distinct names.
 
     Args:
-        directories: at least one run directory.
+        directories: at least one run directory, or URL of a mirror.
 
     Returns:
         The runs in the same order.
@@ -120,7 +122,7 @@ def read_runs(directories: Sequence[str | os.PathLike]) -> list[Run]:
         raise ValueError(f"pass a list of run directories: [{os.fspath(directories)!r}]")
     if not directories:
         raise ValueError("no run; name at least one run directory")
-    paths = [pathlib.Path(directory).resolve() for directory in directories]
+    paths = [local_directory(directory).resolve() for directory in directories]
     for directory, path in zip(directories, paths, strict=True):
         if paths.count(path) > 1:
             raise ValueError(f"{directory} was given twice; name each run directory once")
@@ -138,7 +140,7 @@ def read_run(directory: str | os.PathLike) -> Run:
     """Reads a run directory; missing and incomplete parts become notes.
 
     Args:
-        directory: the run directory.
+        directory: the run directory, or the URL of its mirror, such as gs://bucket/runs/a.
 
     Returns:
         The run.
@@ -153,9 +155,16 @@ def read_run(directory: str | os.PathLike) -> Run:
         run = kdist.report.read_run("runs/first")
         run.metrics("epoch").column("val_loss")
     """
-    files = RunDirectory(directory)
+    if is_url(directory):
+        with fetched(os.fspath(directory), FILES) as path:
+            return _read_run(RunDirectory(path), directory)
+    return _read_run(RunDirectory(directory), directory)
+
+
+def _read_run(files, given):
+    """Returns the run; `given` is its path or URL as the user wrote it."""
     if not any(path.is_file() for path in (files.config, files.metrics, files.summary)):
-        raise FileNotFoundError(_no_run_message(files.path))
+        raise FileNotFoundError(_no_run_message(files.path, given))
     notes: list[str] = []
     config = _config(files.config, notes)
     summary = _summary(files.summary, notes)
@@ -177,14 +186,14 @@ def _natural(texts):
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", "/".join(texts))]
 
 
-def _no_run_message(path):
+def _no_run_message(path, given):
     if not path.exists():
         found = "it does not exist"
     elif not path.is_dir():
         found = "it is a file"
     else:
         found = "it has no config.json, metrics.jsonl, or summary.json"
-    return f"{path} is no run directory: {found}. Pass the --run_dir of a run of `kdist train`"
+    return f"{given} is no run directory: {found}. Pass the --run_dir of a run of `kdist train`"
 
 
 def _config(path, notes):

@@ -12,6 +12,7 @@ import pytest
 import kdist.checkpoint
 from kdist.checkpoint import CheckpointError, CheckpointFiles, open_checkpoint
 from kdist.checkpoint.background import BackgroundWriter
+from kdist.mirror import Mirror
 
 ARRAYS = {
     "model/weights/0": np.arange(6, dtype="float32").reshape(2, 3),
@@ -294,3 +295,21 @@ def test_newest_and_best_queued_checkpoints_are_written(tmp_path):
 def test_old_names_warn(name):
     with pytest.warns(DeprecationWarning, match=name):
         assert callable(getattr(kdist.checkpoint, name))
+
+
+def test_the_newest_valid_checkpoint_of_a_mirror_is_fetched(tmp_path, caplog):
+    run, url = tmp_path / "run", f"file://{tmp_path}/bucket/run"
+    mirror = Mirror(url, run)
+    for step in (10, 20):
+        with mirror:
+            write(run / "checkpoints", step)
+    new = CheckpointFiles(tmp_path / "new")
+    assert new.fetch(mirror).step == 20
+    assert new.newest().path == tmp_path / "new" / "step-0000000020"
+    assert new.newest().tensors().keys() == ARRAYS.keys()
+    assert new.fetch(mirror, after=20) is None
+    # Damaged in the store: the one before it, as long as it is newer than what is there.
+    (tmp_path / "bucket/run/checkpoints/step-0000000020/state.json").write_text("{}")
+    assert CheckpointFiles(tmp_path / "newer").fetch(mirror).step == 10
+    assert "trying the checkpoint before it" in caplog.text
+    assert os.listdir(tmp_path / "newer") == ["step-0000000010"]

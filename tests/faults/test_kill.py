@@ -6,6 +6,7 @@ The environment variable KDIST_KILLS=20 kills more often than in CI.
 import os
 import random
 import re
+import shutil
 import signal
 import time
 
@@ -53,6 +54,39 @@ def _is_killed(run, randomly):
     run.signal(randomly.choice(list(run.tasks())))
     run.wait_for_failure()
     return True
+
+
+def test_a_run_whose_disk_is_gone_resumes_from_its_mirror(
+    start, undisturbed, record, tmp_path, monkeypatch
+):
+    store = tmp_path / "store"
+    expected = undisturbed("multi_worker")
+    monkeypatch.setenv("KDIST_MIRROR", str(store))
+    run = start("multi_worker")
+    run.wait_until(lambda: _steps_in(store, complete=False) and _steps_in(store, complete=True))
+    run.signal("worker 0")  # the chief, during an upload
+    run.wait_for_failure()
+    step = max(_steps_in(store, complete=True))
+    assert _steps_in(store, complete=False)
+    shutil.rmtree(run.checkpoints.parent)
+    run.start().wait_for_success()
+    assert f"resumed after step {step} from" in run.output()
+    check_equal(run, expected)
+    assert max(_steps_in(store, complete=True)) == LAST_STEP
+    record(
+        "kill -9 of the chief during an upload; its disk is gone",
+        "multi_worker",
+        "resumes from the newest complete checkpoint in object storage",
+        None,
+        run.num_lost_examples(),
+        "yes",
+    )
+
+
+def _steps_in(store, complete):
+    """Returns the steps of complete checkpoints in a store, or of those that are not."""
+    found = (store / "checkpoints").glob("step-*")
+    return [int(p.name[5:15]) for p in found if (p / "checksums.json").exists() == complete]
 
 
 def test_the_launcher_restarts_a_job(start, undisturbed, record):

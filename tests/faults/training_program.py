@@ -4,7 +4,8 @@ python training_program.py STRATEGY DIRECTORY OUTPUT
 
 Checkpoints go to DIRECTORY. After training, the weights' digest and the history go to OUTPUT, and
 the examples of each step to seen/<attempt>/<replica>.txt in the same directory. The environment
-variable KDIST_FAULT=NAME:WORKER:STEP causes one fault; see `Fault`.
+variable KDIST_FAULT=NAME:WORKER:STEP causes one fault; see `Fault`. KDIST_MIRROR is the directory
+of a slow store to which the run is copied.
 """
 
 import hashlib
@@ -14,8 +15,10 @@ import pathlib
 import sys
 import time
 
+import fsspec
 import keras
 import tensorflow as tf
+from fsspec.implementations.local import LocalFileSystem
 
 import kdist
 
@@ -73,6 +76,31 @@ class Fault(keras.callbacks.Callback):
         time.time = lambda: now() + 86400
 
 
+class SlowStore(LocalFileSystem):
+    """Object storage in a directory, which takes half a second for each file of a checkpoint."""
+
+    protocol = "slow"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return path.removeprefix("slow://").rstrip("/")
+
+    def put_file(self, source, target, **options):
+        """Copies a file to the store."""
+        time.sleep(0.5 if "checkpoints" in target else 0)
+        self.makedirs(self._parent(target), exist_ok=True)
+        super().put_file(source, target, **options)
+
+
+def mirror_url():
+    """Returns the URL of KDIST_MIRROR; None without one."""
+    if "KDIST_MIRROR" not in os.environ:
+        return None
+    os.makedirs(os.environ["KDIST_MIRROR"], exist_ok=True)
+    fsspec.register_implementation("slow", SlowStore)
+    return f"slow://{os.environ['KDIST_MIRROR']}"
+
+
 def marks_of(images):
     """Returns an integer for each image that is invariant to horizontal flips."""
     rows = tf.reduce_sum(tf.cast(images, tf.int64), (2, 3))
@@ -111,7 +139,7 @@ def main(kind, directory, output):
     slow = keras.callbacks.Callback()
     slow.on_train_batch_end = lambda batch, logs: time.sleep(SECONDS_PER_STEP)
     callbacks = [
-        kdist.callbacks.Checkpoint(directory, every_steps=5),
+        kdist.callbacks.Checkpoint(directory, every_steps=5, mirror=mirror_url()),
         keras.callbacks.ReduceLROnPlateau(patience=0),
         keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
         kdist.callbacks.StopOnNonFiniteLoss(),

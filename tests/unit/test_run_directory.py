@@ -97,7 +97,7 @@ def test_a_damaged_configuration_is_written_again(tmp_path, text, caplog):
 
 @pytest.mark.parametrize("path", ["gs://bucket/run", "s3://bucket", "file:///tmp/a", "gs:/bucket"])
 def test_urls_are_refused(path):
-    with pytest.raises(ValueError, match="is a URL, and object stores are not supported"):
+    with pytest.raises(ValueError, match="is a URL; give a path"):
         RunDirectory(path)
 
 

@@ -6,6 +6,7 @@ from absl import flags
 
 import kdist
 from kdist import program
+from kdist.mirror.store import is_url
 
 FLAGS = flags.FLAGS
 
@@ -52,6 +53,8 @@ def choose_backend():
         if flag.present and flag.name not in SUPPORTED_ON_JAX:
             remedy = REMEDIES_ON_JAX.get(flag.name, "leave it out, or use --backend=tensorflow")
             raise ValueError(f"--{flag.name} is not supported by --backend=jax: {remedy}")
+    if is_url(FLAGS.run_dir):
+        raise ValueError(f"--run_dir={FLAGS.run_dir} is not supported by --backend=jax: use a path")
     if FLAGS.steps_per_execution == "auto":
         raise ValueError("--steps_per_execution=auto is not supported by --backend=jax; use 1")
     program.check_installed("jax", "jax")

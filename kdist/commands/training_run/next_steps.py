@@ -11,6 +11,7 @@ from absl import flags
 import kdist
 from kdist.commands.training_run.recording import FIXED_FLAGS, best_model
 from kdist.commands.training_run.summary import run_config
+from kdist.mirror.store import is_url
 from kdist.run_directory import RUN_DIR, RUNS, FileLock, RunDirectory
 
 FLAGS = flags.FLAGS
@@ -29,12 +30,15 @@ def command(name, *arguments):
 def command_to_continue(path):
     """Returns the command that continues the run of this process, with the flags of now."""
     given = [word for word in sys.argv[1:] if not word.startswith(("--run_dir=", "-run_dir="))]
-    return command("train", *given, f"--run_dir={path}")
+    return command("train", *given, f"--run_dir={FLAGS.run_dir if is_url(FLAGS.run_dir) else path}")
 
 
-def print_start(path, resumes):
+def print_start(path, resumes, mirror=None):
     """Prints the run directory, and the command that continues an earlier run of the same flags."""
-    print(f"run directory: {path}" + (", which is resumed" if resumes else ""), flush=True)
+    words = [f"run directory: {path}"]
+    words += [f"copied to {mirror.url}"] if mirror else []
+    words += ["which is resumed"] if resumes else []
+    print(", ".join(words), flush=True)
     is_chosen = FLAGS.run_dir or RUN_DIR in os.environ
     if not is_chosen and (earlier := _interrupted_run()):
         print(f"{earlier} was interrupted; to continue it: {command_to_continue(earlier)}")

@@ -22,6 +22,7 @@ from kdist.commands.training_run.next_steps import (
 from kdist.commands.training_run.recording import (
     best_model,
     check_directory,
+    open_mirror,
     run_directory,
     start_recording,
 )
@@ -45,6 +46,11 @@ def train_on_tensorflow():
     spec = strategy_spec(plan)
     check_flags(spec)
     path = run_directory()
+    with open_mirror(path, spec.cluster.is_chief) as mirror:
+        _train(spec, plan, path, mirror)
+
+
+def _train(spec, plan, path, mirror):
     resumes = check_directory(path, writes=spec.cluster.is_chief)
     import keras  # after all checks, which are to fail early, and not for --help
 
@@ -58,10 +64,10 @@ def train_on_tensorflow():
         print(f"{dataset}: {train.num_examples:,} examples, {batch}, {train.steps_per_epoch} steps")
         if plan:
             report_data_differences(plan, train)
-        print_start(path, resumes)
+        print_start(path, resumes, mirror)
     model = compiled_model(strategy, train)
     config = run_config(dataset, train.num_examples)
-    recording = start_recording(path, config, model, is_chief, resumes, test)
+    recording = start_recording(path, config, model, is_chief, resumes, test, mirror)
     with says_how_to_continue(recording.run) if is_chief else contextlib.nullcontext():
         history = model.fit(
             train,

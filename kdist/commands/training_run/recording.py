@@ -11,6 +11,8 @@ from absl import flags
 import kdist
 from kdist.commands.training_run.fine_tuning import frozen_layers
 from kdist.commands.training_run.summary import run_config
+from kdist.mirror.mirror import Mirror
+from kdist.mirror.store import is_url, local_directory
 from kdist.run_directory import RUN_DIR, RunDirectory, check_writable, new_run_path
 from kdist.telemetry import create_writer
 
@@ -56,10 +58,43 @@ class Recording:
 def run_directory():
     """Returns the path of --run_dir, that of the launcher, or a new one below runs/."""
     if FLAGS.run_dir:
-        return FLAGS.run_dir
+        return local_directory(FLAGS.run_dir)
     if RUN_DIR in os.environ:
         return pathlib.Path(os.environ[RUN_DIR])
     return new_run_path(re.sub(r"[^\w.]+", "-", FLAGS.model))
+
+
+def mirror_url():
+    """Returns the URL of --mirror, or that of --run_dir; None without one.
+
+    Raises:
+        ValueError: --mirror is no URL, or differs from that of --run_dir.
+    """
+    given = FLAGS.run_dir if is_url(FLAGS.run_dir) else None
+    if FLAGS.mirror is not None and not is_url(FLAGS.mirror):
+        raise ValueError(
+            f"--mirror={FLAGS.mirror} is no URL; write gs://BUCKET/RUN or s3://BUCKET/RUN"
+        )
+    if FLAGS.mirror and given and FLAGS.mirror.rstrip("/") != given.rstrip("/"):
+        raise ValueError(
+            f"--run_dir={given} and --mirror={FLAGS.mirror}: a run has one mirror; leave one of "
+            "them out"
+        )
+    return FLAGS.mirror or given
+
+
+def open_mirror(path, is_chief):
+    """Returns a context manager with the `Mirror` of the flags, or None.
+
+    Args:
+        path: the run directory.
+        is_chief: whether this task writes. The others have no mirror.
+    """
+    url = mirror_url()
+    if url is None or not is_chief:
+        return contextlib.nullcontext()
+    check_writable(RunDirectory(path).config)
+    return Mirror(url, path, resume=FLAGS.resume != "never")
 
 
 def check_directory(path, writes=True):
@@ -95,7 +130,7 @@ def _config_on_dataset_of(run):
     return config
 
 
-def start_recording(path, config, model, is_chief, resumes, test):
+def start_recording(path, config, model, is_chief, resumes, test, mirror=None):
     """Returns the `Recording` of a new or resumed run.
 
     Args:
@@ -105,6 +140,7 @@ def start_recording(path, config, model, is_chief, resumes, test):
         is_chief: whether this task writes.
         resumes: whether the directory already holds the run.
         test: pipeline of the test data, for --wandb_samples.
+        mirror: the open `Mirror` of the run, if any.
     """
     run = RunDirectory.create(path, config, resumes) if is_chief else RunDirectory(path)
     writer = create_writer(
@@ -136,6 +172,7 @@ def start_recording(path, config, model, is_chief, resumes, test):
         FLAGS.checkpoint_minutes or None,
         resume=FLAGS.resume,
         at_resume=run.discard_after,
+        mirror=mirror,
     )
     tuning = tuning_callbacks(run, model, is_chief)
     callbacks = [*profile, telemetry, stop, *tuning, checkpoint, resumption]
