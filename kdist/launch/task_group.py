@@ -121,7 +121,8 @@ class TaskGroup:
 
     def _start(self, task, watchdog):
         task.start()
-        watchdog.guard(task.pid)
+        if task.pid is not None:  # it runs on this machine
+            watchdog.guard(task.pid)
         self._readable.register(task.output, selectors.EVENT_READ, task)
 
     def _replace_failed(self, watchdog):
