@@ -50,6 +50,7 @@ _LARGEST_INTEGER = 10**12  # without a unit
 
 # Heading -> names of its flags, both in the order in which `--help` shows them.
 _groups: dict[str, list[str]] = {}
+_may_be_urls: set[str] = set()  # names of flags
 _running = "__main__"  # module of the running program
 
 
@@ -71,12 +72,17 @@ def flag_group(heading: str) -> Iterator[None]:
     _groups.setdefault(heading, []).extend(name for name in FLAGS if name not in defined_before)
 
 
-def run(main: Callable[[Sequence[str]], int | None], positional: str | None = None):
+def run(
+    main: Callable[[Sequence[str]], int | None],
+    positional: str | None = None,
+    is_required: bool = True,
+):
     """Parses the command line, calls `main`, and exits with the code that it returns.
 
     An error prints one line and exits with 1; with KDIST_TRACEBACK=1 in the environment it prints
     the traceback as well. Ctrl-C exits with 130. `main` receives the program's name and the
     positional arguments, which `positional` describes; by default the program accepts flags only.
+    With `is_required`, at least one must be given.
     """
     global _running
     _running = main.__module__
@@ -87,7 +93,7 @@ def run(main: Callable[[Sequence[str]], int | None], positional: str | None = No
     flags.DEFINE_flag(_HelpFlag("help", text, short_name="?"))
     flags.DEFINE_flag(_HelpFlag("helpshort", text))
     flags.DEFINE_flag(_HelpFlag("helpfull", FLAGS.get_help))
-    app.run(lambda arguments: _run_guarded(main, arguments, positional))
+    app.run(lambda arguments: _run_guarded(main, arguments, positional, is_required))
 
 
 def help_text(positional: str | None = None) -> str:
@@ -144,12 +150,17 @@ class _HelpFlag(flags.BooleanFlag):
             sys.exit(0)
 
 
-def _run_guarded(main, arguments, positional):
+def missing_argument(positional: str) -> str:
+    """Returns the message about a positional argument that is not given."""
+    return f"missing argument: {positional} (--help)"
+
+
+def _run_guarded(main, arguments, positional, is_required):
     name = os.path.basename(arguments[0])
     if len(arguments) > 1 and not positional:
         return _fail(name, f"unknown argument {arguments[1]!r}; flags are --name=value (--help)")
-    if len(arguments) == 1 and positional:
-        return _fail(name, f"missing argument: {positional} (--help)")
+    if len(arguments) == 1 and positional and is_required:
+        return _fail(name, missing_argument(positional))
     if wrong := next(filter(None, map(objection, own_flags().values())), None):
         return _fail(name, wrong)
     if not FLAGS["verbosity"].present:  # TensorFlow logs how it writes a SavedModel as INFO
@@ -180,7 +191,7 @@ def objection(flag: flags.Flag) -> str | None:
     """Returns what is wrong with a flag's value, whatever it means; None if nothing is.
 
     Numbers must be finite, not negative unless the flag has a lower bound that is, and not larger
-    than makes sense in the unit that ends the flag's name. URLs are not supported.
+    than makes sense in the unit that ends the flag's name. Only flags of `accept_urls` may be URLs.
     """
     values = flag.value if isinstance(flag.value, list) else [flag.value]
     for value in values:
@@ -189,7 +200,7 @@ def objection(flag: flags.Flag) -> str | None:
         if isinstance(value, int | float):
             problem = _number_problem(flag.name, value, getattr(flag.parser, "lower_bound", None))
         else:
-            problem = _url_problem(str(value))
+            problem = None if flag.name in _may_be_urls else _url_problem(str(value))
         if problem:
             return f"--{flag.name}={value}: {problem}"
     return None
@@ -250,6 +261,11 @@ def check_items(name: str, known: Iterable[str]):
     """Raises a ValueError unless all items of the list flag `name` are among the `known` ones."""
     for item in FLAGS[name].value or ():
         check_name(f"--{name}", item, tuple(known))
+
+
+def accept_urls(*names: str):
+    """Lets the values of flags be URLs, or contain them."""
+    _may_be_urls.update(names)
 
 
 def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):

@@ -1,4 +1,4 @@
-"""Starts the tasks of a job on this machine: a program, once for each task.
+"""Starts the tasks of a job, on this machine or by an engine: a program, once for each task.
 
   # your own script, as two workers; they share the GPUs, or the cores if there is no GPU
   kdist launch --workers=2 -- my_script.py --epochs=3
@@ -11,6 +11,19 @@
 
   # any program: TF_CONFIG tells it which task it is
   kdist launch --workers=3 --timeout_seconds=60 -- sh -c 'echo $TF_CONFIG'
+
+  # four machines of a Slurm cluster: show the script, then submit it, and look at the job
+  kdist launch --engine=slurm --workers=4 --partition=gpu --write=- -- train.py --run_dir=runs/cats
+  kdist launch --engine=slurm --workers=4 --partition=gpu -- train.py --run_dir=runs/cats
+  kdist launch --job=cats                 # or with --follow, --stop, --cost
+
+  # on Kubernetes; the claim is a volume that all pods share
+  kdist launch --engine=kubernetes --workers=2 --image=registry/cats:1 --option=claim=runs \\
+    -- kdist train --allow_remote --model=lenet
+
+  # machines, batch, and time of a plan
+  kdist plan --model=resnet50 --examples=1281167 --epochs=90 --cloud=gcp --spot --output=plan.json
+  kdist launch --engine=kubernetes --plan=plan.json --write=- … -- kdist train --allow_remote
 
 In a script, kdist.create_strategy() returns the strategy of the job: multi_worker, or
 parameter_server if there are parameter servers.
@@ -26,6 +39,10 @@ the job outlives it. The exit code is that of the task that failed (128 + n if s
 A task that hangs (--hang_seconds) counts as failed. With --max_restarts, a failed job is started
 again with the same flags, until that many restarts in a row have produced no new checkpoint in the
 run directory. A failed worker of parameter servers is restarted alone.
+An engine (--engine) starts one task on each of its machines, with the user's own account and by the
+engine's own command line. It restarts a job that was preempted, and --max_restarts failed ones, and
+the program resumes from its last checkpoint in the run directory. A flag that an engine does not
+have is refused. Guide: docs/guides/engines.md
 """
 
 import os
@@ -35,6 +52,8 @@ import time
 from absl import flags
 
 from kdist import program
+from kdist.commands import engine_job
+from kdist.launch.engines import ENGINES
 from kdist.launch.local_engine import local_job
 from kdist.launch.output import Screen
 from kdist.launch.restarts import RestartPolicy
@@ -56,6 +75,57 @@ with program.flag_group("Tasks"):
         "run_dir", None, "Directory of logs/, unless the program has a --run_dir of its own."
     )
 
+with program.flag_group("Engine"):
+    flags.DEFINE_enum(
+        "engine",
+        None,
+        ["local", *ENGINES],
+        "Program that runs the tasks; local is this machine, the default.",
+    )
+    flags.DEFINE_string(
+        "name", None, "Name of the job; by default that of the run directory or the program."
+    )
+    flags.DEFINE_string(
+        "write",
+        None,
+        "Write what would be submitted to this file, or to standard output (-); submit nothing.",
+    )
+    flags.DEFINE_string(
+        "plan", None, "File of `kdist plan --output`: machines, their number, time, and batch."
+    )
+    flags.DEFINE_string("partition", None, "Partition of a Slurm cluster.")
+    flags.DEFINE_multi_string(
+        "option", [], "Option of the engine, NAME=VALUE; repeat the flag for several."
+    )
+    flags.DEFINE_string("image", None, "Image of containers, or of the disks of VMs.")
+    flags.DEFINE_string(
+        "setup", None, "Shell command that prepares each machine, such as 'pip install kdist'."
+    )
+    flags.DEFINE_multi_string(
+        "env", [], "Environment variable of all tasks, NAME=VALUE; repeat the flag for several."
+    )
+
+with program.flag_group("Machines of an engine"):
+    flags.DEFINE_list(
+        "cloud",
+        [],
+        "Cloud of the machines. With --plan, machines of these clouds with the same devices may "
+        "replace the planned ones; by default those of the plan's cloud.",
+    )
+    flags.DEFINE_string("region", None, "Region of the cloud.")
+    flags.DEFINE_string("machine_type", None, "Type of the machines, such as n1-standard-8.")
+    flags.DEFINE_string("gpu", None, "Kind of the GPUs, such as V100; any by default.")
+    flags.DEFINE_integer("gpus_per_machine", 0, "GPUs of each machine.", 0, 64)
+    flags.DEFINE_boolean("spot", False, "Use machines that may be preempted.")
+    flags.DEFINE_integer("disk_gb", 100, "Size of the disk of each VM, in gigabytes.", 10, 65536)
+    flags.DEFINE_string("mirror", None, "URL of a bucket to which checkpoints are copied.")
+
+with program.flag_group("A submitted job"):
+    flags.DEFINE_string("job", None, "Name of a submitted job; prints its state.")
+    flags.DEFINE_boolean("follow", False, "Show the output until the job is over.")
+    flags.DEFINE_boolean("stop", False, "End the job for good, and delete what was rented for it.")
+    flags.DEFINE_boolean("cost", False, "Print what the job has used so far.")
+
 with program.flag_group("Restarts"):
     flags.DEFINE_integer(
         "max_restarts",
@@ -64,9 +134,26 @@ with program.flag_group("Restarts"):
         lower_bound=0,
     )
 
-with program.flag_group("Time limits"):
+with program.flag_group("Limits"):
     flags.DEFINE_float(
-        "timeout_seconds", None, "Time limit of the whole job; none by default.", lower_bound=0
+        "time_limit_hours",
+        None,
+        "Time limit of a job of an engine; by default one and a half times the planned hours.",
+        lower_bound=0,
+    )
+    flags.DEFINE_float("max_usd", None, "Maximum cost of a job of an engine.", lower_bound=0)
+    flags.DEFINE_integer(
+        "grace_seconds",
+        60,
+        "Time that the tasks of an engine have to save a checkpoint when they are asked to end.",
+        1,
+        3600,
+    )
+    flags.DEFINE_float(
+        "timeout_seconds",
+        None,
+        "Time limit of the whole job on this machine; none by default.",
+        lower_bound=0,
     )
     flags.DEFINE_float(
         "hang_seconds",
@@ -89,10 +176,28 @@ with program.flag_group("Time limits"):
         lower_bound=0,
     )
 
+program.reads_file("plan", "create it with kdist plan --output")
+program.writes_file("write", unless=["-"])
+program.accept_urls("mirror", "env", "option", "setup")
+flags.mark_bool_flags_as_mutual_exclusive(["follow", "stop", "cost"])
+_POSITIONAL = "the program to start, after --"
+
 
 def main(arguments):
     """Returns the exit code of the job."""
     command = arguments[1:]
+    if FLAGS.job is not None:
+        return engine_job.attend(command)
+    if not command and not FLAGS.plan:
+        raise ValueError(program.missing_argument(_POSITIONAL))
+    if FLAGS.engine not in (None, "local"):
+        return engine_job.start(command, command_run_directory(command))
+    engine_job.check_local_flags()
+    return run_here(command)
+
+
+def run_here(command):
+    """Runs the tasks on this machine, and returns the exit code of the job."""
     run_dir = run_directory(command)
     log_dir = run_dir / "logs"
     counts = {
@@ -131,16 +236,21 @@ def main(arguments):
 
 def run_directory(arguments):
     """Returns the run directory of the program, of the launcher, or a new one."""
-    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        name, equals, value = flag.lstrip("-").partition("=")
-        if flag.startswith("-") and name == "run_dir" and (value if equals else following):
-            return pathlib.Path(value if equals else following)
-    if FLAGS.run_dir:
-        return pathlib.Path(FLAGS.run_dir)
+    if given := command_run_directory(arguments):
+        return pathlib.Path(given)
     named = arguments[1] if arguments[0] == "kdist" and arguments[1:] else arguments[0]
     return new_run_path(pathlib.Path(named).stem)
 
 
+def command_run_directory(arguments):
+    """Returns the run directory of the program, or of the launcher; "" if neither has one."""
+    for flag, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = flag.lstrip("-").partition("=")
+        if flag.startswith("-") and name == "run_dir" and (value if equals else following):
+            return value if equals else following
+    return FLAGS.run_dir or ""
+
+
 def run():
     """Runs the program with the arguments in `sys.argv`, and exits."""
-    program.run(main, positional="the program to start, after --")
+    program.run(main, positional=_POSITIONAL, is_required=False)

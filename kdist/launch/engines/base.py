@@ -26,6 +26,8 @@ _LIMIT_PER_PLANNED_HOUR = 1.5
 # Kubernetes allows 63 characters in a host name, which also has the role and the index.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Log of the libraries of kubectl: "E1125 15:09:07.364296     435 memcache.go:265] …".
+_LOG_LINE = re.compile(r"[EWIF]\d{4} ")
 # Names of the planner's machines: "gcp n1-standard-4 + 4 x K80", "aws p3.2xlarge (1x V100)".
 _CLOUDS = ("gcp", "aws", "azure", "lambda")
 _PLANNED_NAME = re.compile(r"(.+?)(?: \+ \d+ x (.+)| \(\d+ ?x ([^)]+)\))?")
@@ -175,6 +177,13 @@ class Job:
         """The kind of machine, and the alternatives to it."""
         return (self.machine, *self.alternatives)
 
+    def arguments(self, python: str = "python") -> list[str]:
+        """Returns the command to execute; a script, and kdist's own command, run in `python`."""
+        program, *rest = self.command
+        if program == "kdist":
+            return [python, "-m", "kdist", *rest]
+        return [python, program, *rest] if program.endswith(".py") else [program, *rest]
+
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables of all tasks, with those that tell `Cluster.resolve` the roles."""
@@ -314,7 +323,7 @@ class Engine(abc.ABC):
         return shutil.which(self.program) is not None
 
     def common_problems(self, job: Job) -> list[str]:
-        """Returns problems that all engines have in common: the cloud, and unknown options."""
+        """Returns problems that all engines have in common, such as the cloud and its options."""
         problems = []
         for cloud in sorted({each.cloud for each in job.machines} - {"", *self.clouds}):
             own = (
@@ -324,6 +333,13 @@ class Engine(abc.ABC):
                 f"the plan is for machines of {cloud}, and {self.name} has {own}; make another "
                 f"plan (kdist plan --cloud=…), or use an engine for {cloud} (--engine)"
             )
+        if job.num_machines > 1 and job.command[:2] == ("kdist", "train"):
+            flags = {flag.lstrip("-").partition("=")[0] for flag in job.command}
+            if "allow_remote" not in flags:
+                problems.append(
+                    "the tasks are on several machines: add --allow_remote to kdist train, and let "
+                    "only these machines connect to each other"
+                )
         unknown = [name for name in job.options if name not in self.options]
         if unknown:
             known = ", ".join(self.options) or "none"
@@ -381,6 +397,7 @@ def call(arguments: Sequence[str], text: str | None = None) -> str:
             "write the file with --write=FILE and submit it there"
         ) from error
     if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()[-5:]
-        raise RuntimeError(f"{arguments[0]} failed ({done.returncode}): {' '.join(lines)}")
+        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        told = [line for line in lines if not _LOG_LINE.match(line)] or lines
+        raise RuntimeError(f"{arguments[0]} failed ({done.returncode}): {' '.join(told[-3:])}")
     return done.stdout

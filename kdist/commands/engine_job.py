@@ -1,0 +1,278 @@
+"""Jobs of `kdist launch --engine`: from its flags and a plan to a submitted job, and back to it.
+
+code = start(["train.py", "--epochs=3"], run_dir="runs/cats")    # --engine=slurm --workers=2
+code = attend([])                                                # --job=cats --follow
+"""
+
+import dataclasses
+import pathlib
+import re
+import shlex
+import sys
+
+from absl import flags
+
+from kdist import program
+from kdist.launch.engines import ENGINES, Job, MachineType, NoSuchJobError, get_engine
+from kdist.launch.engines.base import check_job_name, similar_machines
+from kdist.planner.plans import Plan, describe, duration, train_command
+from kdist.planner.tables.prices import known_offers
+
+FLAGS = flags.FLAGS
+
+_ENGINE = f"choose an --engine ({', '.join(ENGINES)}), or leave it out"
+# Flags of engines that are refused on this machine, and what to do.
+_ONLY_ENGINES = {
+    **dict.fromkeys(
+        (
+            *("name", "write", "plan", "partition", "option", "image", "setup", "env", "cloud"),
+            *("region", "machine_type", "gpu", "gpus_per_machine", "spot", "disk_gb", "max_usd"),
+        ),
+        _ENGINE,
+    ),
+    **dict.fromkeys(("follow", "stop", "cost"), "name a submitted job (--job)"),
+    "mirror": "pass it to the program, after --",
+    "time_limit_hours": "use --timeout_seconds",
+    "grace_seconds": "use --end_seconds",
+}
+# Flags of this machine that are refused by engines.
+_ONLY_LOCAL = {
+    "evaluator": "evaluate in fit, by validation_data",
+    "share_gpus": "each task has a machine of its own",
+    "timeout_seconds": "use --time_limit_hours",
+    "hang_seconds": "leave it out",
+    "wait_seconds": "leave it out",
+    "end_seconds": "use --grace_seconds",
+}
+# Flags of a plan, which may not be given as well.
+_OF_PLAN = (*("workers", "ps", "chief", "machine_type", "gpu", "gpus_per_machine", "spot"),)
+# What --job may be combined with.
+_OF_JOB = ("job", "engine", "follow", "stop", "cost", "verbosity")
+
+
+def check_local_flags():
+    """Raises ValueError if a flag of engines is given for a job on this machine."""
+    for name, remedy in _ONLY_ENGINES.items():
+        if FLAGS[name].present:
+            raise ValueError(f"--{name} does not apply to jobs on this machine; {remedy}")
+
+
+def start(command, run_dir):
+    """Submits a job to --engine, or writes its text; returns the exit code."""
+    for name, remedy in _ONLY_LOCAL.items():
+        if FLAGS[name].present:
+            raise ValueError(f"--{name} does not apply to --engine={FLAGS.engine}; {remedy}")
+    if FLAGS.stop or FLAGS.cost:
+        raise ValueError("--stop and --cost are for submitted jobs; name one (--job)")
+    engine = get_engine(FLAGS.engine)
+    job = make_job(command, run_dir)
+    if problems := engine.check(job):
+        raise ValueError("\n  ".join([f"--engine={engine.name} would not run the job:", *problems]))
+    if FLAGS.write:
+        return _write(engine.text(job))
+    handle = engine.submit(job)
+    sys.stderr.write(
+        f"launch: submitted to {engine.name} as {job.name}; look at it with kdist launch "
+        f"--engine={engine.name} --job={job.name}, --follow, --stop, or --cost\n"
+    )
+    return _follow(handle) if FLAGS.follow else 0
+
+
+def attend(command):
+    """Follows or stops --job, or prints its state or cost; returns the exit code."""
+    if command:
+        raise ValueError(f"--job is a submitted job; leave {shlex.join(command)!r} out")
+    for name, flag in program.own_flags().items():
+        if flag.present and name not in _OF_JOB:
+            raise ValueError(f"--{name} does not apply to a submitted job (--job); leave it out")
+    handle = find(FLAGS.job)
+    if FLAGS.follow:
+        return _follow(handle)
+    if FLAGS.stop:
+        handle.stop()
+        print(f"{handle.name}: stopped")
+    else:
+        print(f"{handle.name}: {handle.cost() if FLAGS.cost else handle.status()}")
+    return 0
+
+
+def find(name):
+    """Returns the handle of a submitted job, on --engine or on any that is installed here.
+
+    Raises:
+        ValueError: If no engine has it, or several have.
+    """
+    check_job_name(name)
+    if FLAGS.engine == "local":
+        raise ValueError("jobs on this machine end with kdist launch; there is none to look at")
+    engines = [get_engine(each) for each in ([FLAGS.engine] if FLAGS.engine else ENGINES)]
+    installed = [engine for engine in engines if FLAGS.engine or engine.is_installed()]
+    found, reasons = {}, []
+    for engine in installed:
+        try:
+            found[engine.name] = engine.find(name)
+        except (NoSuchJobError, RuntimeError) as error:
+            reasons.append(str(error))
+    if len(found) > 1:
+        raise ValueError(
+            f"{' and '.join(found)} have a job {name}; add --engine={next(iter(found))}"
+        )
+    if not found:
+        programs = ", ".join(engine.program for engine in engines)
+        raise ValueError("; ".join(reasons) or f"none of {programs} is installed here")
+    return next(iter(found.values()))
+
+
+def make_job(command, run_dir):
+    """Returns the job that the flags and --plan describe.
+
+    Raises:
+        ValueError: If flags are invalid, or contradict the plan.
+    """
+    plan = Plan.load(FLAGS.plan) if FLAGS.plan else None
+    if plan is not None:
+        command = planned_command(plan, command)
+    name = FLAGS.name or default_name(command, run_dir)
+    options = {**_pairs("option"), **({"partition": FLAGS.partition} if FLAGS.partition else {})}
+    mount = options.get("mount", "/runs") if "claim" in options else "runs"
+    if FLAGS.mirror and command[:2] == ["kdist", "train"]:
+        command = [*command, f"--mirror={FLAGS.mirror}"]
+    common = {
+        "name": name,
+        "command": tuple(command),
+        "time_limit_hours": FLAGS.time_limit_hours,
+        "max_usd": FLAGS.max_usd,
+        "grace_seconds": FLAGS.grace_seconds,
+        "disk_gb": FLAGS.disk_gb,
+        # Each restart must find the checkpoints of the last one.
+        "run_dir": run_dir or f"{mount}/{name}",
+        "mirror": FLAGS.mirror or "",
+        "image": FLAGS.image or "",
+        "setup": FLAGS.setup or "",
+        "environment": _pairs("env"),
+        "options": options,
+    }
+    if FLAGS["max_restarts"].present:
+        common["max_restarts"] = FLAGS.max_restarts
+    return Job(**common, **(_of_plan(plan) if plan else _of_flags()))
+
+
+def _of_flags():
+    if len(FLAGS.cloud) > 1:
+        raise ValueError(f"--cloud={','.join(FLAGS.cloud)}: without a --plan, name one cloud")
+    machine = MachineType(
+        name=FLAGS.machine_type or "",
+        cloud=FLAGS.cloud[0] if FLAGS.cloud else "",
+        region=FLAGS.region or "",
+        device=FLAGS.gpu or "",
+        num_devices=FLAGS.gpus_per_machine or int(bool(FLAGS.gpu)),
+    )
+    return {
+        "workers": FLAGS.workers,
+        "ps": FLAGS.ps,
+        "chief": FLAGS.chief,
+        "machine": machine,
+        "spot": FLAGS.spot,
+    }
+
+
+def _of_plan(plan):
+    for name in _OF_PLAN:
+        if FLAGS[name].present:
+            raise ValueError(f"--{name} contradicts --plan; leave it out, or make another plan")
+    if plan.layout.asynchronous:
+        raise ValueError(
+            "the plan has parameter servers on the machines of the workers, and engines start one "
+            "task per machine; plan another strategy (kdist plan --strategies)"
+        )
+    machines = plan.layout.machines
+    machine = MachineType.from_planned(
+        plan.machine,
+        region=FLAGS.region or "",
+        usd_per_hour=plan.usd / plan.hours / machines if plan.usd and plan.hours else None,
+    )
+    clouds = FLAGS.cloud or [machine.cloud]
+    if machine.cloud not in clouds:
+        raise ValueError(
+            f"the plan is for machines of {machine.cloud or 'your own'}, and not for "
+            f"--cloud={','.join(FLAGS.cloud)}; make another plan (kdist plan --cloud)"
+        )
+    others = similar_machines(plan.machine, known_offers(), plan.spot)
+    kind = "spot machines" if plan.spot else "machines on demand"
+    return {
+        "workers": machines,
+        "machine": machine,
+        "alternatives": tuple(
+            dataclasses.replace(each, region=FLAGS.region or "")
+            for each in others
+            if each.cloud in clouds and each.cloud and each.name != machine.name
+        ),
+        "spot": plan.spot,
+        "hours": plan.hours,
+        "plan": (
+            f"{describe(plan.layout, plan.local_batch, plan.machine)}, global batch "
+            f"{plan.batch.global_size}; {duration(plan.hours)}, ${plan.usd:,.2f} on {kind}"
+        ),
+    }
+
+
+def planned_command(plan, command):
+    """Returns the command with the planned batch and strategy, if it is `kdist train`.
+
+    Another program must apply them itself; a message says how.
+    """
+    command = command or ["kdist", "train"]
+    if command[:2] != ["kdist", "train"]:
+        if not any(pathlib.Path(FLAGS.plan).name in part for part in command):
+            sys.stderr.write(
+                f"launch: {command[0]} has to train as planned, with a local batch of "
+                f"{plan.local_batch}: kdist.planner.Plan.load, or flags of its own\n"
+            )
+        return command
+    given = {part.lstrip("-").partition("=")[0] for part in command[2:]}
+    planned = shlex.split(train_command(plan))[2:]
+    return command + [flag for flag in planned if flag.lstrip("-").partition("=")[0] not in given]
+
+
+def default_name(command, run_dir):
+    """Returns a name for the job: that of its run directory, or of its program.
+
+    >>> default_name(["train.py"], "runs/Cats_2")
+    'cats-2'
+    """
+    named = command[1] if command[0] == "kdist" and command[1:] else command[0]
+    stem = pathlib.PurePath(run_dir).name or pathlib.PurePath(named).stem
+    name = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-")
+    return name if name[:1].isalpha() else f"job-{name}"[:40].strip("-")
+
+
+def _pairs(name):
+    """Returns the items of a flag with NAME=VALUE, which may be repeated."""
+    pairs = [item.partition("=") for item in FLAGS[name].value]
+    for key, equals, _ in pairs:
+        if not key or not equals:
+            raise ValueError(f"--{name}={key}: write it as NAME=VALUE")
+    return {key: value for key, _, value in pairs}
+
+
+def _write(text):
+    if FLAGS.write == "-":
+        sys.stdout.write(text)
+    else:
+        pathlib.Path(FLAGS.write).write_text(text)
+        sys.stderr.write(f"launch: wrote {FLAGS.write}; nothing is submitted\n")
+    return 0
+
+
+def _follow(handle):
+    def show(line):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+    try:
+        return handle.follow(show)
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"\nlaunch: the job continues; kdist launch --job={handle.name} --stop ends it\n"
+        )
+        raise
