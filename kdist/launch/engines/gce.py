@@ -23,7 +23,7 @@ import shlex
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kdist.launch.engines.base import (
     PORT,
@@ -67,7 +67,8 @@ meta() {{
 export HOME=${{HOME:-/root}}
 name=$(meta name)
 task=${{name#{name}-}}
-export TF_CONFIG='{{"cluster": {cluster}, "task": {{"type": "'${{task%-*}}'", "index": '${{task##*-}}'}}}}'
+own='{{"type": "'${{task%-*}}'", "index": '${{task##*-}}'}}'
+export TF_CONFIG='{{"cluster": {cluster}, "task": '$own'}}'
 export KDIST_JOB_TOKEN=$(meta attributes/{token})
 {variables}
 mkdir -p ~/kdist && cd ~/kdist && rm -f stopping
@@ -75,7 +76,8 @@ meta attributes/{code} | base64 -d | tar xz
 {setup}
 echo "{starting} $TF_CONFIG"
 # VMs boot at different times: no program starts before all of them could.
-mkdir -p ready && python3 -m http.server --bind "$name" --directory ready {ready_port} &> /dev/null &
+mkdir -p ready
+python3 -m http.server --bind "$name" --directory ready {ready_port} &> /dev/null &
 for host in {hosts}; do
   for _ in {{1..450}}; do (echo > /dev/tcp/$host/{ready_port}) 2> /dev/null && break; sleep 2; done
 done
@@ -97,7 +99,7 @@ class ComputeEngine(Engine):
     """VMs of Google's Compute Engine."""
 
     name, program, clouds = "gce", "gcloud", ("gcp",)
-    options = {
+    options: Mapping[str, str] = {
         "project": "project, by default that of gcloud",
         "zone": "zones to try, separated by commas; by default those of the region",
         "network": "network of the VMs, whose firewall must let them connect to each other",
@@ -111,8 +113,8 @@ class ComputeEngine(Engine):
         problems = self.common_problems(job)
         if not job.machine.name:
             problems.append(
-                "VMs have a machine type; name it with --machine=n1-standard-8, or plan the job "
-                "(kdist plan --cloud=gcp --output=plan.json) and pass --plan=plan.json"
+                "VMs have a machine type; name it with --machine_type=n1-standard-8, or plan the "
+                "job (kdist plan --cloud=gcp --output=plan.json) and pass --plan=plan.json"
             )
         if job.time_limit_hours is None:
             problems.append(
@@ -131,7 +133,8 @@ class ComputeEngine(Engine):
         if not (job.mirror or job.options.get("shared_run_dir")) and job.spot:
             problems.append(
                 "the disk of a spot VM is deleted with it, and so are checkpoints; name a bucket "
-                "with --mirror=gs://…, or set shared_run_dir=1 if the run directory is elsewhere"
+                "with --mirror=gs://…, or set --option=shared_run_dir=1 if the run directory is on "
+                "another machine"
             )
         if (size := len(_code(job))) > _MAX_CODE_BYTES:
             problems.append(
@@ -147,7 +150,8 @@ class ComputeEngine(Engine):
         files = {key: key for key in (_SCRIPT, _JOB, _CODE, _TOKEN)}
         command = _create_command(job, job.machine, "ZONE", vm_names(job), seconds, files)
         lines = [f"# {line}" for line in _comments(job)]
-        lines.append(" \\\n  ".join(map(shlex.quote, command)))
+        words = 4 + job.num_machines
+        lines.append(" \\\n  ".join([" ".join(command[:words]), *command[words:]]))
         lines += ["", f"# {_SCRIPT}", _startup_script(job)]
         return "\n".join(lines)
 
@@ -482,10 +486,9 @@ def _startup_script(job):
         # A port of its own for each task, which also suits stand-ins whose VMs share a machine.
         cluster.setdefault(role, []).append(f"{host}:{PORT + number}")
     variables = [f"export {name}={shlex.quote(value)}" for name, value in job.variables.items()]
-    program = ["python3", "-u"] if job.command[0].endswith(".py") else []
-    command = job.command
-    if program:
-        command = (pathlib.Path(command[0]).name, *command[1:])
+    if job.command[0].endswith(".py"):  # it is in the working directory, see `_code`
+        script = pathlib.Path(job.command[0]).name
+        job = dataclasses.replace(job, command=(script, *job.command[1:]))
     return _STARTUP_SCRIPT.format(
         name=job.name,
         cluster=json.dumps(cluster),
@@ -497,7 +500,7 @@ def _startup_script(job):
         ended=_ENDED,
         ready_port=_READY_PORT,
         hosts=" ".join(hosts),
-        command=shlex.join([*program, *command]),
+        command=shlex.join(job.arguments("python3")),
     )
 
 
@@ -544,9 +547,7 @@ def _zones(job, machine: MachineType) -> Sequence[str]:
 
 def _list_vms(name, project):
     condition = f"--filter=labels.kdist-job={name}"
-    listed = call(
-        ["gcloud", "compute", "instances", "list", condition, "--format=json", *project]
-    )
+    listed = call(["gcloud", "compute", "instances", "list", condition, "--format=json", *project])
     return json.loads(listed)
 
 

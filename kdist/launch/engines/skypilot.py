@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kdist.launch.engines.base import Cost, Engine, Handle, Job, NoSuchJobError, Status, call
 
@@ -41,7 +41,7 @@ class SkyPilot(Engine):
 
     name, program = "skypilot", "sky"
     clouds = ("gcp", "aws", "azure", "lambda")
-    options = {
+    options: Mapping[str, str] = {
         "recovery": "SkyPilot's strategy: EAGER_NEXT_REGION, the default, or FAILOVER",
         "workdir": "directory that SkyPilot copies to all machines; by default the current one",
     }
@@ -52,8 +52,8 @@ class SkyPilot(Engine):
         machine = job.machine
         if not (machine.name or machine.device or machine.cores):
             problems.append(
-                "SkyPilot needs a kind of machine; pass a --plan, a --machine=n1-standard-8, or a "
-                "number of GPUs of one kind"
+                "SkyPilot needs a kind of machine; pass a --plan, a --machine_type=n1-standard-8, or "
+                "GPUs of one kind (--gpu=V100 --gpus_per_machine=8)"
             )
         if not job.setup and not job.image:
             problems.append(
@@ -62,7 +62,7 @@ class SkyPilot(Engine):
             )
         if job.max_usd is not None:
             problems.append(
-                "SkyPilot has no limit of dollars; leave max_usd out, or use --engine=gce"
+                "SkyPilot has no limit of dollars; leave --max_usd out, or use --engine=gce"
             )
         if job.spot and not job.mirror and not job.run_dir.startswith("/"):
             problems.append(
@@ -112,7 +112,9 @@ class SkyPilot(Engine):
         with tempfile.TemporaryDirectory(prefix="kdist-") as directory:
             path = pathlib.Path(directory) / "task.yaml"
             path.write_text(self.text(job))
-            call(["sky", "jobs", "launch", "--yes", "--detach-run", f"--name={job.name}", str(path)])
+            call(
+                ["sky", "jobs", "launch", "--yes", "--detach-run", f"--name={job.name}", str(path)]
+            )
         return SkyPilotJob(job.name, job.machine.usd_per_hour)
 
     def find(self, name: str) -> "SkyPilotJob":
@@ -192,7 +194,7 @@ def _machine_line(job, machine):
 
 def _command(job):
     """Returns the line that runs the program, ended at the time limit."""
-    command = [*(["python3", "-u"] if job.command[0].endswith(".py") else []), *job.command]
+    command = job.arguments("python3")
     if job.time_limit_hours is not None:
         seconds = math.ceil(job.time_limit_hours * 3600)
         command = ["timeout", f"--kill-after={job.grace_seconds}", str(seconds), *command]
