@@ -48,6 +48,9 @@ _MAX_ERRORS = 10
 # Port by which tasks wait for each other before their programs start.
 _READY_PORT = PORT - 1
 _JOB, _CODE, _TOKEN, _SCRIPT = "kdist-job", "kdist-code", "kdist-token", "startup-script"
+# States of VMs that run or are about to, and of those that will not run any more.
+_RUNNING = {"PROVISIONING", "STAGING", "RUNNING"}
+_STOPPING = {"STOPPING", "SUSPENDING", "PENDING_STOP"}
 # Errors of `gcloud` after which another zone or machine may work.
 _NO_CAPACITY = re.compile(
     r"EXHAUSTED|STOCKOUT|resource_availability|not\s+have\s+enough\s+resources|QUOTA", re.I
@@ -224,12 +227,12 @@ class ComputeEngineJob(Handle):
 
     def status(self) -> Status:
         """Returns the state of the job, from its VMs and their output."""
-        running = self._running()
-        self._read_output(running, lambda line: None)
+        states = self._states()
+        self._read_output(states, lambda line: None)
         restarts, codes = self._state.restarts, self._codes
         if codes.get(self._names[0]) == 0:
             return Status("done", "its VMs are off or soon will be; --stop deletes them", restarts)
-        missing = [name for name in self._names if name not in running]
+        missing = [name for name in self._names if states.get(name) not in _RUNNING]
         if missing:
             detail = f"{', '.join(missing)} not running; --follow creates them again"
             return Status("pending", detail, restarts)
@@ -264,11 +267,14 @@ class ComputeEngineJob(Handle):
         if self._seconds_left() < _MIN_SECONDS:
             show(f"the job has reached its limit: {self.cost()}; deleting its VMs")
             return EXIT_TIMED_OUT
-        running = self._running()
-        self._read_output(running, show)
+        states = self._states()
+        self._read_output(states, show)
         if self._codes.get(self._names[0]) == 0:
             return 0
-        return self._restart([name for name in self._names if name not in running], show)
+        if _STOPPING & set(states.values()):
+            return None  # tasks may still save
+        missing = [name for name in self._names if states.get(name) not in _RUNNING]
+        return self._restart(missing, show)
 
     def stop(self):
         """Deletes all VMs of the job."""
@@ -332,10 +338,9 @@ class ComputeEngineJob(Handle):
 
     # VMs.
 
-    def _running(self):
-        """Returns the names of VMs that run or are about to."""
-        states = {"PROVISIONING", "STAGING", "RUNNING"}
-        return [vm["name"] for vm in self.list_vms() if vm["status"] in states]
+    def _states(self):
+        """Returns the states of the VMs that exist, by name."""
+        return {vm["name"]: vm["status"] for vm in self.list_vms()}
 
     def _restart(self, missing: Collection[str], show) -> int | None:
         """Restarts the job if VMs are missing or tasks have failed.
@@ -373,8 +378,7 @@ class ComputeEngineJob(Handle):
 
     def _delete_ended(self):
         """Deletes VMs that are off, whose names are needed."""
-        running = self._running()
-        ended = [vm["name"] for vm in self.list_vms() if vm["name"] not in running]
+        ended = [name for name, state in self._states().items() if state not in _RUNNING]
         if ended:
             self._call("delete", *ended, "--quiet")
 
@@ -401,9 +405,9 @@ class ComputeEngineJob(Handle):
 
     # Output.
 
-    def _read_output(self, running, show):
+    def _read_output(self, names, show):
         """Shows new output of the VMs, and notes exit codes."""
-        for name in running:
+        for name in names:
             start = self._offsets.get(name, 0)
             try:
                 read = self._call(

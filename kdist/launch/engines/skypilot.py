@@ -52,7 +52,8 @@ class SkyPilot(Engine):
         machine = job.machine
         if not (machine.name or machine.device or machine.cores):
             problems.append(
-                "SkyPilot needs a kind of machine; pass a --plan, a --machine_type=n1-standard-8, or "
+                "SkyPilot needs a kind of machine; pass a --plan, a "
+                "--machine_type=n1-standard-8, or "
                 "GPUs of one kind (--gpu=V100 --gpus_per_machine=8)"
             )
         if not job.setup and not job.image:
