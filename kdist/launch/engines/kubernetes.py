@@ -172,9 +172,8 @@ class KubernetesJob(Handle):
             if str(status) != announced:
                 announced = str(status)
                 show(f"kdist: job {self.name} is {announced}")
-            began = _now()
             self._show_logs(show, since)
-            since = began
+            since = _now()
             if status.is_over:
                 return self._exit_code(status)
             time.sleep(_POLL_SECONDS)
