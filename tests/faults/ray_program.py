@@ -18,7 +18,7 @@ PROGRAM = pathlib.Path(__file__).with_name("training_program.py")
 
 
 def main(directory, checkpoints, result):
-    with nodes(pathlib.Path(directory), 2):
+    with nodes(pathlib.Path(directory), 1, head_cpus=2):
         seen = {"code": train(checkpoints, result), "refused": refused(), "stopped": stopped()}
         seen["called"] = launch.on("ray", place, workers=2, arguments=("a",))
     print(json.dumps(seen))

@@ -6,6 +6,7 @@ import pathlib
 import shutil
 import signal
 import sys
+import tempfile
 import uuid
 
 import psutil
@@ -40,9 +41,15 @@ class EngineRun(Run):
         return json.loads(self.output().strip().splitlines()[-1])
 
 
-def test_ray_restarts_a_job_whose_task_and_actor_were_killed(tmp_path_factory, undisturbed):
-    # Ray has sockets in it, whose names may not be long.
-    run = EngineRun(tmp_path_factory.mktemp("r"), "ray_program.py").start()
+@pytest.fixture
+def short_path():
+    """Returns a directory for Ray's sockets, whose names may not be long."""
+    with tempfile.TemporaryDirectory(prefix="k", ignore_cleanup_errors=True) as directory:
+        yield pathlib.Path(directory)
+
+
+def test_ray_restarts_a_job_whose_task_and_actor_were_killed(short_path, undisturbed):
+    run = EngineRun(short_path, "ray_program.py").start()
     try:
         run.wait_for_checkpoint(1)
         environment = psutil.Process(run.tasks()["worker 0"]).environ()

@@ -153,13 +153,13 @@ def only_answers_of(clients, version, seconds=2):
 
 
 @contextlib.contextmanager
-def nodes(directory, number):
-    """Yields a cluster on loopback: a head without CPUs, and a number of nodes with two."""
+def nodes(directory, number, head_cpus=0):
+    """Yields a cluster on loopback: a head, and a number of other nodes with two CPUs."""
     # `Cluster` writes its address there, and fails on machines where Ray has never run.
     pathlib.Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     # Sockets lie in it, and their names may not be long.
     cluster = Cluster(
-        True, head_node_args={"num_cpus": 0, "temp_dir": str(directory / "r"), **NODE}
+        True, head_node_args={"num_cpus": head_cpus, "temp_dir": str(directory / "r"), **NODE}
     )
     try:
         for _ in range(number):
