@@ -32,7 +32,9 @@ class EngineRun(Run):
         command = [self._engine_program, self.directory, self.checkpoints, self.result]
         # A cluster of Ray has no authentication by default.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
-        own = {**token, MARK: self.mark, "RAY_USAGE_STATS_ENABLED": "0"}
+        # Ray gives its processes half a minute to start, which is too short on a busy machine.
+        limits = {"RAY_raylet_start_wait_time_s": "300", "RAY_USAGE_STATS_ENABLED": "0"}
+        own = {**token, **limits, MARK: self.mark}
         self.process = self._popen([*self._prefix, sys.executable, *command], **own)
         return self
 
@@ -51,16 +53,18 @@ def short_path():
 def test_ray_restarts_a_job_whose_task_and_actor_were_killed(short_path, undisturbed):
     run = EngineRun(short_path, "ray_program.py").start()
     try:
-        run.wait_for_checkpoint(1)
+        # Starting Ray and TensorFlow takes minutes on a busy machine.
+        run.wait_until(run.newest_step, 300)
         environment = psutil.Process(run.tasks()["worker 0"]).environ()
         assert "TF_USE_LEGACY_KERAS" not in environment
         run.signal("worker 1")
         run.wait_for_message("worker 1 was ended by SIGKILL")
-        run.wait_for_checkpoint(run.newest_step() + 1)
+        step = run.newest_step()
+        run.wait_until(lambda: run.newest_step() > step, 300)
         child = run.tasks()["worker 0"]
         os.kill(psutil.Process(child).ppid(), signal.SIGKILL)
         run.wait_for_message("actor or its node is gone")
-        run.wait_for_success()
+        run.wait_for_success(400)
     finally:
         run.stop()
         left = end_marked(run.mark)

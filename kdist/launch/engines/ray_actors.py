@@ -9,6 +9,7 @@ import contextlib
 import os
 import pathlib
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -41,6 +42,7 @@ _NO_ROOM, _NO_TASKS, _SAVED = 69, 70, 143
 # An ended job can be found for this time.
 _KEPT_SECONDS = 3600.0
 _MAX_LINES = 20_000
+_CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 0.3
 # Time for the last output of a task whose children keep its pipe open.
 _OUTPUT_SECONDS = 1.0
@@ -132,6 +134,10 @@ class Place:
         """Sends a signal to the task and its children."""
         if self._task:
             self._task.signal(number)
+
+    def close(self):
+        """Deletes the files of the task."""
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     def result(self, name: str) -> bytes | None:
         """Returns the pickled result of the function, None if its process ended before."""
@@ -340,6 +346,9 @@ class Supervisor:
             self._announce(f"the tasks could not be started: {error}")
             return _NO_TASKS
         finally:
+            closed = [place.close.remote() for place in places]
+            if closed:
+                ray.wait(closed, num_returns=len(closed), timeout=_CLOSE_SECONDS)
             for place in places:
                 ray.kill(place)
             remove_placement_group(group)
