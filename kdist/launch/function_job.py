@@ -186,8 +186,15 @@ def on(
         ValueError: If the engine calls no functions, or an option is wrong.
     """
     if engine == "local":
-        limits = {"timeout_seconds": timeout_seconds, "quiet": quiet}
-        return local(function, workers, ps, arguments, chief=chief, **limits)
+        return local(
+            function,
+            workers,
+            ps,
+            arguments,
+            chief=chief,
+            timeout_seconds=timeout_seconds,
+            quiet=quiet,
+        )
     if engine != "ray":
         raise ValueError(f"{engine!r} calls no functions; use 'ray', 'local', or kdist launch")
     from kdist.launch.engines.base import Job, MachineType

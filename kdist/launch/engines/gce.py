@@ -141,7 +141,7 @@ class ComputeEngine(Engine):
             )
         if (size := len(_code(job))) > _MAX_CODE_BYTES:
             problems.append(
-                f"the Python files beside {job.command[0]} take {size / 1024:.0f} KB packed, and "
+                f"the Python files next to {job.command[0]} take {size / 1024:.0f} KB packed, and "
                 f"metadata {_MAX_CODE_BYTES / 1024:.0f}; start the program in a directory of its "
                 "own, or install it in setup"
             )
@@ -191,7 +191,7 @@ class ComputeEngine(Engine):
 
 @dataclasses.dataclass
 class State:
-    """What a job's VMs remember of it, apart from the job itself.
+    """State of a job that its VMs hold in their metadata.
 
     Attributes:
         submitted: Time of the first submission, in seconds since 1970.
@@ -509,7 +509,7 @@ def _startup_script(job):
 
 
 def _code(job):
-    """Returns a Python script, the modules and packages beside it, packed for metadata."""
+    """Returns a Python script, the modules and packages next to it, packed for metadata."""
     script = pathlib.Path(job.command[0])
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w:gz") as archive:

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 
@@ -83,8 +84,7 @@ class Ray(Engine):
             RuntimeError: As for `submit`.
         """
         connect(job.options.get("address"))
-        options = {"directory": os.getcwd(), **job.options}
-        job = dataclasses.replace(job, options=options)
+        job = dataclasses.replace(job, options={"directory": os.getcwd(), **job.options})
         with contextlib.suppress(NoSuchJobError):
             if not self.find(job.name).status().is_over:
                 raise RuntimeError(
@@ -94,7 +94,8 @@ class Ray(Engine):
             self.find(job.name).remove()
         from kdist.launch.engines.ray_actors import Supervisor
 
-        actor = Supervisor.options(name=job.name, namespace=_NAMESPACE, lifetime="detached")
+        options = {"name": job.name, "namespace": _NAMESPACE, "lifetime": "detached"}
+        actor = Supervisor.options(**options)  # type: ignore[attr-defined]
         handle = RayJob(job.name, actor.remote(job, call))
         if refusal := handle.refusal():
             handle.remove()
@@ -179,7 +180,9 @@ def connect(address: str | None):
     if not ray.is_initialized():
         address = address or os.environ.get("RAY_ADDRESS") or "auto"
         try:
-            ray.init(address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
+            ray.init(
+                address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+            )
         except ConnectionError as error:
             raise NoSuchJobError(
                 f"no Ray cluster answers at {address}; start one with ray start, or name its "

@@ -49,7 +49,7 @@ _OUTPUT_SECONDS = 1.0
 
 
 class Seen(NamedTuple):
-    """What a task has done since it was last asked."""
+    """Output and state of a task since the last poll."""
 
     lines: list[str]
     beat: Beat | None
@@ -57,7 +57,7 @@ class Seen(NamedTuple):
     returncode: int | None  # None until the task has ended and its output was read
 
 
-@ray.remote(max_concurrency=8)
+@ray.remote(max_concurrency=8)  # type: ignore[call-overload]
 class Place:
     """Room for one task on a node."""
 
@@ -122,6 +122,7 @@ class Place:
     def poll(self) -> Seen:
         """Returns what the task has done, after at most `_POLL_SECONDS`."""
         task = self._task
+        assert task is not None, "the task has not started"
         with self._condition:
             self._condition.wait_for(
                 lambda: self._lines or self._returncode is not None, _POLL_SECONDS
@@ -150,8 +151,6 @@ class Place:
 class RayTask(Task):
     """The task of a `Place`, as a `TaskGroup` sees it."""
 
-    pid = None  # it is a process of another machine
-
     def __init__(
         self,
         place,
@@ -178,9 +177,14 @@ class RayTask(Task):
         threading.Thread(target=self._follow, args=[self._wake[1]], daemon=True).start()
 
     @property
+    def pid(self) -> None:
+        """None: the process runs on another machine."""
+        return None
+
+    @property
     def output(self) -> int:
         """The file descriptor that is readable when there is new output."""
-        return self._wake[0]
+        return self._wake[0] if self._wake else -1
 
     def has_ended(self) -> bool:
         """Returns whether the process has ended, without waiting."""
@@ -233,7 +237,7 @@ class RayTask(Task):
             self._seen_returncode = code
 
 
-@ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=16)
+@ray.remote(num_cpus=0, max_restarts=-1, max_concurrency=16)  # type: ignore[call-overload]
 class Supervisor:
     """Runs the tasks of a job, again after failures, and keeps their output.
 
