@@ -50,7 +50,7 @@ _LARGEST_INTEGER = 10**12  # without a unit
 
 # Heading -> names of its flags, both in the order in which `--help` shows them.
 _groups: dict[str, list[str]] = {}
-_may_be_urls: set[str] = set()  # names of flags
+_free_texts: set[str] = set()  # names of flags whose values are no paths
 _running = "__main__"  # module of the running program
 
 
@@ -191,7 +191,7 @@ def objection(flag: flags.Flag) -> str | None:
     """Returns what is wrong with a flag's value, whatever it means; None if nothing is.
 
     Numbers must be finite, not negative unless the flag has a lower bound that is, and not larger
-    than makes sense in the unit that ends the flag's name. Only flags of `accept_urls` may be URLs.
+    than makes sense in the unit that ends the flag's name. URLs are for `accepts_text`.
     """
     values = flag.value if isinstance(flag.value, list) else [flag.value]
     for value in values:
@@ -200,7 +200,7 @@ def objection(flag: flags.Flag) -> str | None:
         if isinstance(value, int | float):
             problem = _number_problem(flag.name, value, getattr(flag.parser, "lower_bound", None))
         else:
-            problem = None if flag.name in _may_be_urls else _url_problem(str(value))
+            problem = None if flag.name in _free_texts else _url_problem(str(value))
         if problem:
             return f"--{flag.name}={value}: {problem}"
     return None
@@ -263,9 +263,9 @@ def check_items(name: str, known: Iterable[str]):
         check_name(f"--{name}", item, tuple(known))
 
 
-def accept_urls(*names: str):
-    """Lets the values of flags be URLs, or contain them."""
-    _may_be_urls.update(names)
+def accepts_text(*names: str):
+    """Lets the values of flags be any text, such as a URL; others are checked as paths."""
+    _free_texts.update(names)
 
 
 def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):

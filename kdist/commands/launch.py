@@ -178,7 +178,7 @@ with program.flag_group("Limits"):
 
 program.reads_file("plan", "create it with kdist plan --output")
 program.writes_file("write", unless=["-"])
-program.accept_urls("mirror", "env", "option", "setup")
+program.accepts_text("mirror", "env", "option", "setup")
 flags.mark_bool_flags_as_mutual_exclusive(["follow", "stop", "cost"])
 _POSITIONAL = "the program to start, after --"
 

@@ -33,6 +33,7 @@ EVALUATED = {
     },
     "task": {"type": "chief", "index": 0},
 }
+SLURM = ("--engine=slurm", "--write=-")
 IMAGE_MODELS = ", ".join(name for name in BUILDERS if name != "transformer")
 
 TRAIN = [
@@ -237,6 +238,25 @@ OTHERS = [
     ("launch", ["--", "trian.py"], "no script trian.py"),
     ("launch", ["--", "no-such-program"], "name a Python script"),
     ("launch", ["--run_dir=a_file", "--", "true"], "use another run directory"),
+    ("launch", ["--engine=slrum", "--", "true"], "should be one of"),
+    ("launch", ["--partition=gpu", "--", "true"], "choose an --engine"),
+    ("launch", ["--follow", "--", "true"], "name a submitted job (--job)"),
+    ("launch", ["--time_limit_hours=1", "--", "true"], "use --timeout_seconds"),
+    ("launch", ["--job=cats", "--", "true"], "leave 'true' out"),
+    ("launch", ["--job=cats", "--workers=2"], "--workers does not apply to a submitted job"),
+    ("launch", ["--job=cats", "--stop", "--cost"], "At most one of"),
+    ("launch", ["--job=Cats"], "lower-case letters"),
+    ("launch", ["--job=cats", "--engine=local"], "there is none to look at"),
+    ("launch", [*SLURM, "--timeout_seconds=9", "--", "true"], "use --time_limit_hours"),
+    ("launch", [*SLURM, "--evaluator", "--", "true"], "validation_data"),
+    ("launch", [*SLURM, "--option=mem", "--", "true"], "write it as NAME=VALUE"),
+    ("launch", [*SLURM, "--option=memory=2G", "--", "true"], "has no option memory"),
+    ("launch", [*SLURM, "--stop", "--", "true"], "name one (--job)"),
+    ("launch", [*SLURM, "--image=a:1", "--max_usd=2", "--", "true"], "apptainer"),
+    ("launch", [*SLURM, "--cloud=gcp,aws", "--", "true"], "without a --plan, name one cloud"),
+    ("launch", [*SLURM, "--plan=nowhere.json", "--", "true"], "create it with kdist plan"),
+    ("launch", [*SLURM, "--plan=list.json", "--", "true"], "list.json is no plan"),
+    ("launch", [*SLURM, "--name=Cats", "--", "true"], "lower-case letters"),
 ]
 CASES = [
     *(("train", flags, {}, message) for flags, message in TRAIN),

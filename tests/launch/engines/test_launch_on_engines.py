@@ -1,0 +1,95 @@
+"""`kdist launch --engine`: from a plan to the text, and to a submitted job and back."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from kdist import planner
+from kdist.launch.engines.slurm import Slurm
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory):
+    """Returns the paths of plans for two spot machines of Google, and for two of one's own."""
+    directory = tmp_path_factory.mktemp("plans")
+    offers = planner.known_offers()
+    own = planner.Machine("a server", "V100 SXM2 16GB", 4, "nvlink2", cpu_cores=32)
+    choices = {
+        "gcp": (planner.select_offers(offers, machine="n1-standard-32 + 4 x K80"), True),
+        "own": (planner.make_offers([own], 1.0), False),
+    }
+    for name, (offers, spot) in choices.items():
+        found = planner.search(
+            planner.Predictor(planner.Job(planner.known_workload("resnet50"), 1_281_167, 9)),
+            offers,
+            planner.Constraints(spot=spot, strategies=("multi_worker",), max_machines=2),
+        )
+        plan = next(each for each in found.plans if each.layout.machines == 2)
+        plan.save(directory / f"{name}.json")
+    return {name: directory / f"{name}.json" for name in choices}
+
+
+def launch(*flags, check=True):
+    """Returns the standard output of `kdist launch`, or its error if it must fail."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kdist", "launch", *map(str, flags)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode == 0) == check, done.stderr
+    return done.stdout if check else done.stderr
+
+
+TRAIN = ("--", "kdist", "train", "--allow_remote", "--run_dir=/runs/cats")
+
+
+def test_a_plan_is_what_kubernetes_would_run(plans, state):
+    plan = planner.Plan.load(plans["gcp"])
+    flags = ("--engine=kubernetes", f"--plan={plans['gcp']}", "--image=cats:1", "--write=-")
+    text = launch(*flags, "--option=claim=runs", *TRAIN)
+    (job,) = [each for each in yaml.safe_load_all(text) if each["kind"] == "Job"]
+    assert job["metadata"]["name"] == "cats"
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert spec["parallelism"] == 2
+    assert spec["activeDeadlineSeconds"] == round(plan.hours * 1.5 * 3600)
+    assert pod["nodeSelector"]["node.kubernetes.io/instance-type"] == "n1-standard-32"
+    assert pod["nodeSelector"]["cloud.google.com/gke-accelerator"] == "nvidia-tesla-k80"
+    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert f"--local_batch_size={plan.local_batch}" in container["command"]
+    assert "--strategy=multi_worker" in container["command"]
+    usd = float(job["metadata"]["annotations"]["kdist/usd-per-hour"])
+    assert usd * plan.hours * 2 == pytest.approx(plan.usd, rel=1e-4)
+    assert f"global batch {plan.batch.global_size}" in job["metadata"]["annotations"]["kdist/plan"]
+    assert state.read("calls") == ""  # nothing is submitted
+
+
+def test_a_plan_of_another_cloud_is_refused(plans):
+    wrong = launch("--engine=slurm", f"--plan={plans['gcp']}", "--write=-", *TRAIN, check=False)
+    assert "the plan is for machines of gcp" in wrong
+    flags = ("--engine=kubernetes", f"--plan={plans['gcp']}", "--cloud=aws", "--write=-")
+    assert "not for --cloud=aws" in launch(*flags, *TRAIN, check=False)
+
+
+def test_a_plan_for_own_machines_is_submitted_followed_and_stopped(plans, state):
+    plan = planner.Plan.load(plans["own"])
+    flags = ("--engine=slurm", f"--plan={plans['own']}", "--partition=gpu")
+    launch(*flags, *TRAIN, "--local_batch_size=7")
+    script = state.read("script")
+    assert "#SBATCH --nodes=2" in script
+    assert "#SBATCH --gres=gpu:v100:4" in script
+    assert "#SBATCH --partition=gpu" in script
+    assert f"local batch {plan.local_batch}" in script
+    assert "--local_batch_size=7" in script  # the user's own flag comes first
+    assert script.count("--local_batch_size") == 1
+    assert launch("--job=cats") == "cats: pending, 1 restarts: PENDING\n"
+    assert "1.00 machine hours" in launch("--job=cats", "--cost")
+    assert launch("--job=cats", "--stop") == "cats: stopped\n"
+    assert Slurm().find("cats").status().state == "stopped"
+    assert "no job dogs" in launch("--engine=slurm", "--job=dogs", check=False)
