@@ -193,7 +193,7 @@ def objection(flag: flags.Flag) -> str | None:
     """Returns what is wrong with a flag's value, whatever it means; None if nothing is.
 
     Numbers must be finite, not negative unless the flag has a lower bound that is, and not larger
-    than makes sense in the unit that ends the flag's name. Only flags of `accept_urls` may be URLs.
+    than makes sense in the unit that ends the flag's name. URLs are for `accepts_text`.
     """
     values = flag.value if isinstance(flag.value, list) else [flag.value]
     for value in values:

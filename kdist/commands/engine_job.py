@@ -133,6 +133,9 @@ def make_job(command, run_dir):
     if plan is not None:
         command = planned_command(plan, command)
     name = FLAGS.name or default_name(command, run_dir)
+    mirror = FLAGS.mirror or ""
+    if "://" in run_dir:  # the program's own: kdist train then has a mirror
+        run_dir, mirror = "", mirror or run_dir
     options = {**_pairs("option"), **({"partition": FLAGS.partition} if FLAGS.partition else {})}
     mount = options.get("mount", "/runs") if "claim" in options else "runs"
     if FLAGS.mirror and command[:2] == ["kdist", "train"]:
@@ -146,7 +149,7 @@ def make_job(command, run_dir):
         "disk_gb": FLAGS.disk_gb,
         # Each restart must find the checkpoints of the last one.
         "run_dir": run_dir or f"{mount}/{name}",
-        "mirror": FLAGS.mirror or "",
+        "mirror": mirror,
         "image": FLAGS.image or "",
         "setup": FLAGS.setup or "",
         "environment": _pairs("env"),

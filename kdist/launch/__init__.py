@@ -3,6 +3,7 @@
     kdist launch --workers=2 -- my_script.py
 
     result = kdist.launch.local(function, workers=2)    # calls function() in each task
+    result = kdist.launch.on("ray", function, workers=2)    # on a Ray cluster
 
 A `Task` is one process. A `TaskGroup` starts and ends the tasks of a job together. `local_engine`
 creates the group for this machine: addresses, GPUs, threads. Nothing here imports TensorFlow.
@@ -11,9 +12,9 @@ creates the group for this machine: addresses, GPUs, threads. Nothing here impor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kdist.launch.function_job import TaskFailed, local
+    from kdist.launch.function_job import TaskFailed, local, on
 
-__all__ = ["TaskFailed", "local"]
+__all__ = ["TaskFailed", "local", "on"]
 
 
 def __getattr__(name):

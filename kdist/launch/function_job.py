@@ -16,11 +16,13 @@ DIRECTORY: the pickled pair (True, returned value) or (False, text of the except
 import os
 import pathlib
 import pickle
+import re
+import secrets
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -135,6 +137,98 @@ def local(
             tasks.run()
         _raise_failure(tasks, scratch)
         return _result(scratch, tasks.chief)[1]
+
+
+def on(
+    engine: str,
+    function: Callable,
+    workers: int = 2,
+    ps: int = 0,
+    arguments: Sequence = (),
+    *,
+    chief: bool = False,
+    gpus: int = 0,
+    name: str | None = None,
+    max_restarts: int = 0,
+    timeout_seconds: float | None = None,
+    options: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> Any:
+    """Calls a function in each task of a job on an engine, and shows the tasks' output.
+
+    Example:
+
+        replicas = kdist.launch.on("ray", train, workers=2, options={"address": "10.0.0.1:6379"})
+
+    Args:
+        engine: `"ray"`, a Ray cluster that runs already, or `"local"`, see `kdist.launch.local`.
+        function: Function to call. It finds its place in the job with `kdist.Cluster.resolve()`.
+        workers: Number of workers. Defaults to 2.
+        ps: Number of parameter servers. If there are any, a chief is added, which coordinates.
+            Defaults to 0.
+        arguments: Positional arguments of the function, the same in all tasks. Defaults to none.
+        chief: Whether to add a chief, which trains like a worker. Defaults to False.
+        gpus: Number of GPUs per task. Defaults to 0.
+        name: Name of the job. Defaults to the function's name with a random number.
+        max_restarts: Number of failures after which the job starts again. Defaults to 0.
+        timeout_seconds: Time limit of the job. Defaults to None, no limit.
+        options: Options of the engine, such as `{"cpus": "4", "strategy": "SPREAD"}`.
+        quiet: Whether to hide the tasks' output. Defaults to False.
+
+    Returns:
+        The value that the function returned in the chief, or in worker 0 without one.
+
+    Raises:
+        TaskFailed: If the function raised in a task, or a task's process ended or hung.
+        TimeoutError: If the job ran longer than `timeout_seconds`.
+        RuntimeError: If the cluster has no room for all tasks.
+        ConnectionError: If there is no cluster at the address.
+        ValueError: If the engine calls no functions, or an option is wrong.
+    """
+    if engine == "local":
+        return local(
+            function,
+            workers,
+            ps,
+            arguments,
+            chief=chief,
+            timeout_seconds=timeout_seconds,
+            quiet=quiet,
+        )
+    if engine != "ray":
+        raise ValueError(f"{engine!r} calls no functions; use 'ray', 'local', or kdist launch")
+    from kdist.launch.engines.base import Job, MachineType
+    from kdist.launch.engines.ray import Ray
+    from kdist.launch.task_group import EXIT_TIMED_OUT
+
+    letters = re.sub("[^a-z0-9]+", "-", getattr(function, "__name__", "").lower()).strip("-")
+    job = Job(
+        name or f"call-{letters[:24]}-{secrets.token_hex(3)}".replace("--", "-"),
+        (letters or "function",),
+        workers,
+        ps,
+        chief,
+        machine=MachineType(num_devices=gpus),
+        max_restarts=max_restarts,
+        time_limit_hours=None if timeout_seconds is None else timeout_seconds / 3600,
+        options=options or {},
+    )
+    if problems := Ray().check(job):
+        raise ValueError("; ".join(problems))
+    handle = Ray().submit_call(job, cloudpickle.dumps((function, tuple(arguments))))
+    try:
+        code = handle.follow((lambda line: None) if quiet else print)
+        failed, result = handle.result()
+    finally:
+        handle.remove()
+    returned, value = (True, None) if result is None else pickle.loads(result)
+    if failed:
+        task, code = failed
+        text = "" if returned else f": {value}"
+        raise TaskFailed(f"{task} failed with exit code {code}{text}", task, code)
+    if code == EXIT_TIMED_OUT:
+        raise TimeoutError("the job did not end within timeout_seconds")
+    return value
 
 
 def _environment():

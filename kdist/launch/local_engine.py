@@ -62,7 +62,7 @@ def local_job(
         OSError: If the directory cannot be written, or not enough ports are free.
     """
     environment = os.environ if environment is None else environment
-    command = _command(arguments, environment)
+    command = command_of(arguments, environment)
     counts = {**counts, "chief": 1} if counts.get("ps") else counts
     with reserve_ports(sum(counts.values())) as ports:
         addresses = loopback_addresses({role: counts.get(role, 0) for role in ROLES}, ports)
@@ -137,7 +137,7 @@ def _make_directory(directory):
         ) from error
 
 
-def _command(arguments, environment):
+def command_of(arguments, environment):
     """Returns the command to execute.
 
     A script, and kdist's own command, run in this Python, with unbuffered output.

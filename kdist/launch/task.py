@@ -70,8 +70,8 @@ class Task:
         return self.cluster.name
 
     @property
-    def pid(self) -> int:
-        """The id of the process and of its group."""
+    def pid(self) -> int | None:
+        """The id of the process and of its group; None if it runs on another machine."""
         return self._process.pid
 
     @property
@@ -112,7 +112,7 @@ class Task:
         """Sends a signal to the task and its children, unless it has ended."""
         # After its end, another process may have the same id.
         if not self.has_ended():
-            signal_group(self.pid, number)
+            signal_group(self._process.pid, number)
 
     def read(self) -> tuple[list[str], bool]:
         """Returns the new lines of output, and whether more may come."""

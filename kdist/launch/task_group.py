@@ -121,7 +121,8 @@ class TaskGroup:
 
     def _start(self, task, watchdog):
         task.start()
-        watchdog.guard(task.pid)
+        if task.pid is not None:
+            watchdog.guard(task.pid)
         self._readable.register(task.output, selectors.EVENT_READ, task)
 
     def _replace_failed(self, watchdog):
@@ -218,7 +219,7 @@ class TaskGroup:
         for task in self._started:
             task.signal(signal.SIGABRT if task.hung else number)  # on SIGABRT, Python dumps stacks
         # Signaled groups are left out: a second signal would act like a second Ctrl-C.
-        groups = [task.pid for task in self._running()]
+        groups = [task.pid for task in self._running() if task.pid is not None]
         signal_processes(self._mark, number, except_groups=groups)
         deadline = time.monotonic() + self._timeouts.end_seconds
         while not self._kill_now and time.monotonic() < deadline and self._any_process_runs():

@@ -93,7 +93,7 @@ class Clients:
 def main(directory):
     directory = pathlib.Path(directory)
     known = json.loads((directory / "expected.json").read_text())
-    with reserve_ports(1) as [port], three_nodes(directory) as cluster:
+    with reserve_ports(1) as [port], nodes(directory, 2) as cluster:
         serve.start("HeadOnly", HTTPOptions(host=HOST, port=port))
         arguments = {
             "models": {"fashion": str(directory / "fashion")},
@@ -153,15 +153,16 @@ def only_answers_of(clients, version, seconds=2):
 
 
 @contextlib.contextmanager
-def three_nodes(directory):
+def nodes(directory, number, head_cpus=0):
+    """Yields a cluster on loopback: a head, and a number of other nodes with two CPUs."""
     # `Cluster` writes its address there, and fails on machines where Ray has never run.
     pathlib.Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     # Sockets lie in it, and their names may not be long.
     cluster = Cluster(
-        True, head_node_args={"num_cpus": 0, "temp_dir": str(directory / "r"), **NODE}
+        True, head_node_args={"num_cpus": head_cpus, "temp_dir": str(directory / "r"), **NODE}
     )
     try:
-        for _ in range(2):
+        for _ in range(number):
             cluster.add_node(num_cpus=2, **NODE)
         ray.init(cluster.address, log_to_driver=False, _node_ip_address=HOST)
         yield cluster

@@ -30,6 +30,9 @@ __all__ = [
 ENGINES = {
     "slurm": ("slurm", "Slurm"),
     "kubernetes": ("kubernetes", "Kubernetes"),
+    "gce": ("gce", "ComputeEngine"),
+    "skypilot": ("skypilot", "SkyPilot"),
+    "ray": ("ray", "Ray"),
 }
 
 
