@@ -26,6 +26,7 @@ from typing import Any
 import cloudpickle
 
 from kdist.cluster import Cluster
+from kdist.exit_codes import INTERRUPTED
 
 
 class TaskFailed(RuntimeError):
@@ -191,7 +192,7 @@ def main(call, directory):
         # Only the chief's value is used; other tasks may return what cannot be pickled.
         returned, data = True, _dump(value if cluster.is_chief else None)
     except KeyboardInterrupt:
-        return 130  # the launcher reports the interrupt
+        return INTERRUPTED  # the launcher reports it
     except Exception as error:
         traceback.print_exc()
         returned, data = False, pickle.dumps((False, f"{type(error).__name__}: {error}"))
