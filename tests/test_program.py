@@ -34,6 +34,7 @@ def main(_):
     raise {"value": ValueError("no such file"), "key": KeyError("defect"),
            "memory": MemoryError("Unable to allocate 9 TiB"),
            "device": type("ResourceExhaustedError", (Exception,), {})("OOM\\nDetails"),
+           "peer": type("DeadlineExceededError", (Exception,), {})("worker 1 has stopped"),
            "interrupt": KeyboardInterrupt()}[flags.FLAGS.source]
 
 
@@ -136,8 +137,11 @@ def test_defects_keep_their_traceback(run):
     assert "Traceback" in run("--source=key").stderr
 
 
-def test_ctrl_c_exits_with_130(run):
-    assert run("--source=interrupt").returncode == 130
+@pytest.mark.parametrize(("source", "code"), [("interrupt", 130), ("peer", 75)])
+def test_exit_codes(run, source, code):
+    process = run(f"--source={source}")
+    assert process.returncode == code
+    assert "Traceback" not in process.stderr
 
 
 def kdist(*arguments):

@@ -21,14 +21,13 @@ import tensorflow as tf
 
 from kdist.cluster.remote_access import check_remote_access, restrict_to_loopback
 from kdist.data.names import addresses_of, check_answers
+from kdist.exit_codes import PEER_HANGS
 
 _logger = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 5.0
 # A data worker that has not answered for this long is reported.
 _SILENCE_SECONDS = 30.0
-# Exit code of a process that waits for another one that hangs; see the guide of launching.
-_PEER_HANGS = 75
 # Whether the process then ends, as in `kdist train`, which resumes. TensorFlow would wait forever.
 ends_on_silence = False
 
@@ -130,6 +129,6 @@ def _report_silence(addresses):
                         silence,
                     )
                     if ends_on_silence:
-                        os._exit(_PEER_HANGS)
+                        os._exit(PEER_HANGS)
             else:
                 answered[address] = time.monotonic()

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from kdist.exit_codes import INTERRUPTED, SAVED, TIMED_OUT
 from kdist.launch.engines.base import (
     PORT,
     Cost,
@@ -33,7 +34,6 @@ from kdist.launch.engines.base import (
 _POLL_SECONDS = 2.0
 # Ended jobs, and with them their output, are kept for a day.
 _KEPT_SECONDS = 24 * 3600
-_SAVED, _TIMEOUT, _INTERRUPTED = 143, 124, 130
 _NAME_LABEL, _MANAGER_LABEL = "app.kubernetes.io/name", "app.kubernetes.io/managed-by"
 _PLAN, _PRICE = "kdist/plan", "kdist/usd-per-hour"
 # Flavor -> resource of kubectl.
@@ -216,7 +216,7 @@ class KubernetesJob(Handle):
         if status.state == "done":
             return 0
         if "DeadlineExceeded" in status.detail:
-            return _TIMEOUT
+            return TIMED_OUT
         pods = _json(["kubectl", "get", "pods", "-l", f"{_NAME_LABEL}={self.name}", "-o", "json"])
         ended = [
             container["state"]["terminated"]
@@ -227,7 +227,7 @@ class KubernetesJob(Handle):
         codes = [
             each["exitCode"]
             for each in sorted(ended, key=lambda each: each.get("finishedAt", ""))
-            if each["exitCode"] not in (0, _SAVED)
+            if each["exitCode"] not in (0, SAVED)
         ]
         return codes[0] if codes else 1
 
@@ -303,8 +303,8 @@ def _job(job):
     spec["podFailurePolicy"] = {
         "rules": [
             {"action": "Ignore", **_DISRUPTED},
-            {"action": "Ignore", **_ended_with(_SAVED)},
-            {"action": "FailJob", **_ended_with(_TIMEOUT, _INTERRUPTED)},
+            {"action": "Ignore", **_ended_with(SAVED)},
+            {"action": "FailJob", **_ended_with(TIMED_OUT, INTERRUPTED)},
         ]
     }
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": _queued(job), "spec": spec}
@@ -317,7 +317,7 @@ def _jobset(job):
     spec["backoffLimit"] = 0
     # The reason of a failure tells the JobSet whether to count the restart.
     spec["podFailurePolicy"] = {
-        "rules": [{"action": "FailJob", **_DISRUPTED}, {"action": "FailJob", **_ended_with(_SAVED)}]
+        "rules": [{"action": "FailJob", **_DISRUPTED}, {"action": "FailJob", **_ended_with(SAVED)}]
     }
     rules = [
         ("saved", "RestartJobSetAndIgnoreMaxRestarts", "PodFailurePolicy"),

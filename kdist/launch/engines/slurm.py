@@ -15,6 +15,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping
 
+from kdist.exit_codes import INTERRUPTED, TIMED_OUT
 from kdist.launch.engines.base import (
     Cost,
     Engine,
@@ -314,10 +315,10 @@ def _status(fields):
 def _exit_code(status, fields):
     """Returns the exit code of the script; 130 after scancel, 124 at the time limit."""
     if status.state == "stopped":
-        return 130
+        return INTERRUPTED
     code, _, number = fields.get("ExitCode", "0:0").partition(":")
     if "TIMEOUT" in status.detail:
-        return 124
+        return TIMED_OUT
     return int(code) or (128 + int(number) if int(number or 0) else int(status.state != "done"))
 
 
