@@ -16,20 +16,11 @@
 
 Public names are imported on first use; `import kdist` alone imports neither TensorFlow nor Keras.
 Import kdist before them, since it sets environment variables that TensorFlow reads on import.
-
-Importing kdist also adds a handler to the logger `kdist`, which prints lines such as
-`kdist: auto chose mirrored` to standard error. Change it as with any logger:
-
-    logging.getLogger("kdist").setLevel(logging.WARNING)     # fewer messages
-    logging.getLogger("kdist.planner").addFilter(my_filter)  # one package
-    logging.getLogger("kdist").handlers.clear()              # no messages
-    logging.getLogger("kdist").propagate = True              # also to the root logger's handlers
 """
 
-import logging
 import os
-import sys
 
+from kdist import log
 from kdist.public_names import import_on_demand
 
 # Hides TensorFlow's start-up messages about oneDNN and missing CUDA drivers. Errors still raise
@@ -40,32 +31,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # variable when it is imported.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
-
-class _StderrHandler(logging.StreamHandler):
-    """Handler for the current `sys.stderr`, which notebooks and tests replace."""
-
-    def __init__(self):
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self):
-        return sys.stderr
-
-
-def _configure_logging():
-    """Adds a handler to the logger `kdist`, unless it has one."""
-    logger = logging.getLogger("kdist")
-    if logger.handlers:
-        return
-    handler = _StderrHandler()
-    handler.setFormatter(logging.Formatter("kdist: %(message)s"))
-    logger.addHandler(handler)
-    logger.propagate = False
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-
-
-_configure_logging()
+log.configure()
 
 __version__ = "0.1.0"
 

@@ -254,8 +254,7 @@ def _multi_worker(spec):
 
 
 def _parameter_server(spec):
-    from kdist.job.coordinator import parameter_server_strategy
-    from kdist.job.join import join_job
+    from kdist.job.join import join_job, parameter_server_strategy
 
     def create():
         strategy = parameter_server_strategy(spec.cluster)
@@ -274,8 +273,7 @@ def _evaluator(names):
 
 
 def _layout(spec):
-    from kdist.job.coordinator import connect_to_all
-    from kdist.job.join import join_job
+    from kdist.job.join import connect_to_all, join_job
     from kdist.parallel.device_groups import GroupStrategy
 
     names, layout = _find_devices(spec), spec.layout

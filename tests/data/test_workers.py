@@ -9,7 +9,7 @@ from PIL import Image
 import kdist
 from kdist.batch import Batch
 from kdist.data import Pipeline, from_arrays, workers
-from kdist.data.datasets import load_image_folder
+from kdist.data.image_folder import load_image_folder
 from kdist.data.names import parse_data_workers
 from kdist.launch.local_engine import reserve_ports
 
