@@ -183,8 +183,9 @@ def _run_guarded(main, arguments, positional, is_required):
 def _reason(error):
     """Returns the message of an error that the user can correct; None for a defect."""
     text = str(error)
-    if _is_peer_late(error):
-        return text.strip()
+    if _is_peer_late(error):  # after the stack of the graph
+        found = re.search(r"aborted by: (.*)", text)
+        return found[1] if found else text.strip()
     # TensorFlow's error, which only some programs import, is longer than a line.
     if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
         details = text.strip().partition("\n")[0]

@@ -34,7 +34,7 @@ def main(_):
     raise {"value": ValueError("no such file"), "key": KeyError("defect"),
            "memory": MemoryError("Unable to allocate 9 TiB"),
            "device": type("ResourceExhaustedError", (Exception,), {})("OOM\\nDetails"),
-           "peer": type("DeadlineExceededError", (Exception,), {})("worker 1 has stopped"),
+           "peer": type("DeadlineExceededError", (Exception,), {})("A\\nB is aborted by: C\\nD"),
            "interrupt": KeyboardInterrupt()}[flags.FLAGS.source]
 
 
@@ -137,11 +137,13 @@ def test_defects_keep_their_traceback(run):
     assert "Traceback" in run("--source=key").stderr
 
 
-@pytest.mark.parametrize(("source", "code"), [("interrupt", 130), ("peer", 75)])
-def test_exit_codes(run, source, code):
+@pytest.mark.parametrize(
+    ("source", "code", "message"),
+    [("interrupt", 130, "\ncopy_file.py: stopped by Ctrl-C\n"), ("peer", 75, "copy_file.py: C\n")],
+)
+def test_exit_codes(run, source, code, message):
     process = run(f"--source={source}")
-    assert process.returncode == code
-    assert "Traceback" not in process.stderr
+    assert (process.returncode, process.stderr) == (code, message)
 
 
 def kdist(*arguments):
