@@ -85,6 +85,8 @@ def run(main: Callable[[Sequence[str]], int | None], positional: str | None = No
     _running = main.__module__
     # TensorFlow logs every gradient reduction that it plans at the level INFO.
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    # gcsfs logs a traceback for every request that fails. The mirror logs the failure.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     app.define_help_flags()
     text = functools.partial(help_text, positional)
     flags.DEFINE_flag(_HelpFlag("help", text, short_name="?"))
