@@ -21,6 +21,7 @@ statistics. The variants:
   frozen, refusing, dead   the same, but before the clock starts the server stops answering, answers
              with 503, or is gone
   checkpoint no telemetry, and one checkpoint per turn
+  mirror     the same, copied to object storage that takes half a second for each file
 """
 
 import pathlib
@@ -48,6 +49,7 @@ NAMES = {
     "refusing": "W&B, server refusing",
     "dead": "W&B, server dead",
     "checkpoint": "no telemetry, a checkpoint",
+    "mirror": "the same, with a slow mirror",
 }
 VARIANTS = {
     name: Variant(text, "", "kdist_telemetry", {"telemetry": name}) for name, text in NAMES.items()
@@ -56,7 +58,7 @@ VARIANTS = {
 flags.DEFINE_list("models", list(SIZES), f"Of {', '.join(SIZES)}.")
 flags.DEFINE_list(
     "variants",
-    [name for name in VARIANTS if name != "checkpoint"],
+    [name for name in VARIANTS if name not in ("checkpoint", "mirror")],
     f"Any of {', '.join(VARIANTS)}; off is always included.",
 )
 flags.DEFINE_integer("turns", 30, "How often each variant is timed.", lower_bound=6)

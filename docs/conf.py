@@ -57,7 +57,7 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 reference_packages = [
     "kdist",
     *(f"kdist.{name}" for name in ("callbacks", "checkpoint", "data", "devices", "launch")),
-    *(f"kdist.{name}" for name in ("models", "parallel", "planner", "report")),
+    *(f"kdist.{name}" for name in ("mirror", "models", "parallel", "planner", "report")),
     *(f"kdist.{name}" for name in ("run_directory", "schedules", "serving", "strategies")),
     *(f"kdist.{name}" for name in ("telemetry", "testing")),
 ]

@@ -91,6 +91,8 @@ def run(
     _running = main.__module__
     # TensorFlow logs every gradient reduction that it plans at the level INFO.
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    # gcsfs logs a traceback for every request that fails. The mirror logs the failure.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     app.define_help_flags()
     text = functools.partial(help_text, positional)
     flags.DEFINE_flag(_HelpFlag("help", text, short_name="?"))

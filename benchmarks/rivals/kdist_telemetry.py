@@ -3,6 +3,7 @@
 The workload's `telemetry` selects the destination:
   off        none
   checkpoint none; a checkpoint is written, starting in the middle of the steps
+  mirror     the same, and copied to a store that takes half a second for each file
   run        the run directory
   offline    the run directory and W&B, offline
   healthy    the same with W&B online, at a stand-in for its server in a process of its own
@@ -67,15 +68,22 @@ def main():
     from benchmarks.rivals import tensorflow_parts as parts
     from kdist.run_directory import RunDirectory
     from kdist.telemetry import RunWriter, SeveralWriters, WandbWriter
+    from tests.faults.slow_store import slow_url
 
     with contextlib.ExitStack() as ends:
         directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         run = RunDirectory(ends.enter_context(directory))
         callbacks, between = [], lambda: None
-        if given.telemetry == "checkpoint":
+        if given.telemetry in ("checkpoint", "mirror"):
+            mirror = None
+            if given.telemetry == "mirror":
+                store = ends.enter_context(tempfile.TemporaryDirectory())
+                mirror = ends.enter_context(kdist.mirror.Mirror(slow_url(store), run.path))
             # The checkpoint is written in the background during the remaining steps.
             middle = given.steps // 2 + 1
-            callbacks = [kdist.callbacks.Checkpoint(run.checkpoints, every_steps=middle)]
+            callbacks = [
+                kdist.callbacks.Checkpoint(run.checkpoints, every_steps=middle, mirror=mirror)
+            ]
         elif given.telemetry != "off":
             writers = [RunWriter(run)]
             if given.telemetry != "run":
@@ -107,7 +115,9 @@ def main():
         with kdist.create_strategy("mirrored", given.replicas).scope():
             model = parts.new_model(given)
         parts.time_fit(given, model, callbacks, between)
-        if given.telemetry == "checkpoint":
+        if given.telemetry == "mirror":
+            written = mirror.checkpoints()
+        elif given.telemetry == "checkpoint":
             written = list(run.checkpoints.glob("step-*"))
         else:
             written = not callbacks or '"epoch"' in run.metrics.read_text()

@@ -278,8 +278,12 @@ class Mirror:
         if state is None or state == self._copied.get(_LAST):
             return False
         with self._scratch() as scratch:
-            for file in path.iterdir():
-                _link(file, scratch / file.name)  # training may remove the checkpoint
+            with contextlib.suppress(FileNotFoundError):
+                for file in path.iterdir():
+                    _link(file, scratch / file.name)
+            if _state(path / _LAST) != state:  # training has replaced or removed it
+                self._changed.set()
+                return False
             self._put_checkpoint(scratch, checkpoint_step(path))
         self._copied[_LAST] = state
         newest = self._newest_local()

@@ -15,12 +15,11 @@ import pathlib
 import sys
 import time
 
-import fsspec
 import keras
 import tensorflow as tf
-from fsspec.implementations.local import LocalFileSystem
 
 import kdist
+from tests.faults.slow_store import slow_url
 
 # A step of this model takes a millisecond; the pause lets faults happen during training.
 SECONDS_PER_STEP = 0.1
@@ -76,31 +75,6 @@ class Fault(keras.callbacks.Callback):
         time.time = lambda: now() + 86400
 
 
-class SlowStore(LocalFileSystem):
-    """Object storage in a directory, which takes half a second for each file of a checkpoint."""
-
-    protocol = "slow"
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return path.removeprefix("slow://").rstrip("/")
-
-    def put_file(self, source, target, **options):
-        """Copies a file to the store."""
-        time.sleep(0.5 if "checkpoints" in target else 0)
-        self.makedirs(self._parent(target), exist_ok=True)
-        super().put_file(source, target, **options)
-
-
-def mirror_url():
-    """Returns the URL of KDIST_MIRROR; None without one."""
-    if "KDIST_MIRROR" not in os.environ:
-        return None
-    os.makedirs(os.environ["KDIST_MIRROR"], exist_ok=True)
-    fsspec.register_implementation("slow", SlowStore)
-    return f"slow://{os.environ['KDIST_MIRROR']}"
-
-
 def marks_of(images):
     """Returns an integer for each image that is invariant to horizontal flips."""
     rows = tf.reduce_sum(tf.cast(images, tf.int64), (2, 3))
@@ -139,7 +113,7 @@ def main(kind, directory, output):
     slow = keras.callbacks.Callback()
     slow.on_train_batch_end = lambda batch, logs: time.sleep(SECONDS_PER_STEP)
     callbacks = [
-        kdist.callbacks.Checkpoint(directory, every_steps=5, mirror=mirror_url()),
+        kdist.callbacks.Checkpoint(directory, every_steps=5, mirror=_mirror_url()),
         keras.callbacks.ReduceLROnPlateau(patience=0),
         keras.callbacks.EarlyStopping(patience=3, restore_best_weights=True),
         kdist.callbacks.StopOnNonFiniteLoss(),
@@ -154,6 +128,12 @@ def main(kind, directory, output):
         weights = b"".join(weight.tobytes() for weight in model.get_weights())
         result = {"digest": hashlib.sha256(weights).hexdigest(), "history": history}
         pathlib.Path(output).write_text(json.dumps(result))
+
+
+def _mirror_url():
+    if "KDIST_MIRROR" not in os.environ:
+        return None
+    return slow_url(os.environ["KDIST_MIRROR"])
 
 
 def _new_directory(parent, worker):

@@ -221,6 +221,20 @@ def test_a_slow_store_gets_the_newest_checkpoint(tmp_path, monkeypatch, caplog, 
     assert caplog.text.count("longer than the time between checkpoints") == 1
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_copied_whole(tmp_path, monkeypatch):
+    link = mirror._link
+
+    def link_and_replace(source, target):
+        link(source, target)
+        monkeypatch.setattr(mirror, "_link", link)
+        write_run(tmp_path, 10, "second")
+
+    monkeypatch.setattr(mirror, "_link", link_and_replace)
+    mirrored(write_run(tmp_path, 10))
+    names = Mirror(URL, tmp_path).checkpoints()[0].names
+    assert {Store(URL).read(name).split()[1] for name in names} == {b"second"}
+
+
 @pytest.mark.parametrize(
     ("url", "error", "words"),
     [
