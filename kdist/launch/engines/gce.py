@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kdist.launch.engines.base import (
     PORT,
+    CommandError,
     Cost,
     Engine,
     Handle,
@@ -303,9 +304,9 @@ class ComputeEngineJob(Handle):
                 self._move(index, zone)
                 try:
                     return self._create(self._names)
-                except RuntimeError as error:
+                except CommandError as error:
                     self.stop()  # some of the VMs may exist
-                    if not _NO_CAPACITY.search(str(error)):
+                    if not _NO_CAPACITY.search(error.output):
                         raise
                     tried.append(f"{machine.name} in {zone}")
                     show(f"no capacity for {self._job.num_machines} × {tried[-1]}")
@@ -365,8 +366,8 @@ class ComputeEngineJob(Handle):
             self._delete_ended()
             try:
                 self._create(missing)
-            except RuntimeError as error:
-                if not _NO_CAPACITY.search(str(error)):
+            except CommandError as error:
+                if not _NO_CAPACITY.search(error.output):
                     raise
                 self.stop()
                 self.create(show)
