@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from absl import app, flags
 from absl import logging as absl_logging
 
+from kdist.exit_codes import INTERRUPTED, PEER_HANGS
 from kdist.run_directory import check_local, check_writable
 
 FLAGS = flags.FLAGS
@@ -31,7 +32,6 @@ FLAGS = flags.FLAGS
 # Errors that a user can cause and correct. Any other is a defect and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ArithmeticError, ImportError)
 _OTHER = "Other"
-_EXIT_INTERRUPTED = 130  # what shells expect after Ctrl-C
 
 # Last words of a number's name -> its unit, and the largest number that makes sense in it. Larger
 # ones overflow timers, or fill the memory, long after the start.
@@ -80,7 +80,8 @@ def run(
     """Parses the command line, calls `main`, and exits with the code that it returns.
 
     An error prints one line and exits with 1; with KDIST_TRACEBACK=1 in the environment it prints
-    the traceback as well. Ctrl-C exits with 130. `main` receives the program's name and the
+    the traceback as well. Ctrl-C exits with 130, and a step in which another task does not take
+    part with 75 (`kdist.exit_codes`). `main` receives the program's name and the
     positional arguments, which `positional` describes; by default the program accepts flags only.
     With `is_required`, at least one must be given.
     """
@@ -169,22 +170,30 @@ def _run_guarded(main, arguments, positional, is_required):
         return main(arguments)
     except KeyboardInterrupt:
         sys.stderr.write(f"\n{name}: stopped by Ctrl-C\n")
-        return _EXIT_INTERRUPTED
+        return INTERRUPTED
     except Exception as error:
         reason = _reason(error)
         if reason is None or os.environ.get("KDIST_TRACEBACK"):
             raise
-        return _fail(name, reason)
+        return _fail(name, reason, PEER_HANGS if _is_peer_late(error) else 1)
 
 
 def _reason(error):
     """Returns the message of an error that the user can correct; None for a defect."""
     text = str(error)
+    if _is_peer_late(error):  # after the stack of the graph
+        found = re.search(r"aborted by: (.*)", text)
+        return found[1] if found else text.strip()
     # TensorFlow's error, which only some programs import, is longer than a line.
     if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
         details = text.strip().partition("\n")[0]
         return f"out of memory ({details}); use smaller batches, examples, or models"
     return (text or type(error).__name__) if isinstance(error, _USER_ERRORS) else None
+
+
+def _is_peer_late(error):
+    """Returns whether a step ended because another task did not take part in it in time."""
+    return type(error).__name__ == "DeadlineExceededError"  # TensorFlow's, as in `_reason`
 
 
 def objection(flag: flags.Flag) -> str | None:
@@ -320,6 +329,6 @@ def _add_validator(name, check):
     flags.register_validator(name, validate)
 
 
-def _fail(name, message):
+def _fail(name, message, code=1):
     sys.stderr.write(f"{name}: {message}\n")
-    return 1
+    return code

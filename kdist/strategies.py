@@ -88,7 +88,7 @@ def create_strategy(
         num_packs: Number of tensors that `"nccl"` and `"hierarchical_copy"` pack gradients into; 0
             sends each gradient separately. Defaults to TensorFlow's default, 1.
         cluster: Tasks of the job and the place of this process. Defaults to `Cluster.resolve()`,
-            which reads TF_CONFIG or Slurm's variables.
+            which reads TF_CONFIG, or the variables of Slurm, Kubernetes, and other engines.
         cluster_timeout_seconds: Time limit for all tasks to start. Defaults to 60.
         step_timeout_seconds: Time limit of a `"multi_worker"` step that waits for other workers;
             then it raises. 0 means no limit. Defaults to 600.

@@ -87,8 +87,8 @@ def resolve(
 ) -> StrategySpec:
     """Returns the spec of a strategy, after checking that its options agree.
 
-    It has the arguments of `kdist.create_strategy`. It reads TF_CONFIG and Slurm's variables if
-    `cluster` is not given. It has no side effects, but logs what `"auto"` is in a job.
+    It has the arguments of `kdist.create_strategy`. It reads the engine's variables if `cluster`
+    is not given. It has no side effects, but logs what `"auto"` is in a job.
 
     Raises:
         ValueError: If the name or the reduction is unknown, options contradict each other, the

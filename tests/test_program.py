@@ -34,6 +34,7 @@ def main(_):
     raise {"value": ValueError("no such file"), "key": KeyError("defect"),
            "memory": MemoryError("Unable to allocate 9 TiB"),
            "device": type("ResourceExhaustedError", (Exception,), {})("OOM\\nDetails"),
+           "peer": type("DeadlineExceededError", (Exception,), {})("A\\nB is aborted by: C\\nD"),
            "interrupt": KeyboardInterrupt()}[flags.FLAGS.source]
 
 
@@ -136,8 +137,13 @@ def test_defects_keep_their_traceback(run):
     assert "Traceback" in run("--source=key").stderr
 
 
-def test_ctrl_c_exits_with_130(run):
-    assert run("--source=interrupt").returncode == 130
+@pytest.mark.parametrize(
+    ("source", "code", "message"),
+    [("interrupt", 130, "\ncopy_file.py: stopped by Ctrl-C\n"), ("peer", 75, "copy_file.py: C\n")],
+)
+def test_exit_codes(run, source, code, message):
+    process = run(f"--source={source}")
+    assert (process.returncode, process.stderr) == (code, message)
 
 
 def kdist(*arguments):

@@ -15,7 +15,8 @@ import keras
 from kdist.checkpoint import host_state, snapshot
 from kdist.checkpoint.background import BackgroundWriter
 from kdist.checkpoint.files import FORMAT_VERSION, CheckpointError, CheckpointFiles, open_checkpoint
-from kdist.cluster import heartbeat
+from kdist.cluster import heartbeat, notices
+from kdist.exit_codes import SAVED
 from kdist.run_directory import FileLock, checkpoint_step
 from kdist.strategies import is_chief
 from kdist.training.broadcast import read_on_chief
@@ -38,7 +39,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     A checkpoint is written at the end of each epoch, before each validation, after `every_steps` or
     `every_minutes`, and on SIGTERM or SIGINT (Ctrl-C). A signal then ends training by `SystemExit`
-    with code 143, or by `KeyboardInterrupt`; a second signal acts as without this callback.
+    with code 143, or by `KeyboardInterrupt`; a second signal acts as without this callback. A
+    preemption notice of GCE, AWS, or Azure is one SIGTERM.
     Training waits only until the weights are copied; a thread writes them. After a NaN or infinite
     loss no more checkpoints are written.
 
@@ -105,6 +107,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._state: Any = None
         self._signal: int | None = None
         self._handlers: dict[int, Any] = {}
+        self._notices: notices.Watch | None = None
 
     # Resuming: called by `fit`, see kdist/training/state.py.
 
@@ -156,6 +159,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def release(self):
         """Writes queued checkpoints, and releases signal handlers and the directory."""
+        if self._notices is not None:
+            self._notices.close()
+            self._notices = None
         for number, handler in self._handlers.items():
             # None: the handler was not installed by Python, which cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -193,6 +199,7 @@ class Checkpoint(keras.callbacks.Callback):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._handlers[number] = signal.signal(number, self._on_signal)
+            self._notices = notices.watch()
 
     def on_train_batch_end(self, batch, logs=None):
         requests = self._requests()
@@ -253,6 +260,9 @@ class Checkpoint(keras.callbacks.Callback):
             # Not by logging: the signal may have interrupted a log call.
             os.write(2, f"kdist: {name}: saving a checkpoint, then ending\n".encode())
             return
+        # A preempted machine shuts down, which also sends SIGTERM to all processes.
+        if number == signal.SIGTERM and self._notices is not None and self._notices.has_notice:
+            return
         signal.signal(number, self._handlers.get(number) or signal.SIG_DFL)
         signal.raise_signal(number)
 
@@ -266,7 +276,7 @@ class Checkpoint(keras.callbacks.Callback):
             _logger.warning("step %d was not saved; earlier checkpoints are unchanged", self._saved)
         else:
             _logger.info("saved after step %d; run the same command again to resume", self._saved)
-        raise SystemExit(128 + signal.SIGTERM)
+        raise SystemExit(SAVED)
 
     # Content of a checkpoint.
 

@@ -1,6 +1,6 @@
 """Tasks of a job and the place of this process among them.
 
-    cluster = Cluster.resolve()       # from TF_CONFIG or Slurm; otherwise a single process
+    cluster = Cluster.resolve()       # from the engine's variables; otherwise a single process
     cluster = Cluster({"worker": ["10.0.0.1:2222", "10.0.0.2:2222"]}, "worker", 0)
 
 A task is one process of a job. It has one of these roles:
@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from kdist.cluster.slurm import read_slurm_tasks
+from kdist.cluster.nodes import read_place
 from kdist.json_text import parse_json
 
 ROLES = ("chief", "worker", "ps", "evaluator")
@@ -70,22 +70,28 @@ class Cluster:
 
     @classmethod
     def resolve(cls, environment: Mapping[str, str] | None = None) -> "Cluster":
-        """Reads the cluster from TF_CONFIG, or from Slurm's variables if TF_CONFIG is not set.
+        """Reads the cluster from the environment variables that an engine sets.
+
+        TF_CONFIG comes first: `kdist launch`, TFJob, Vertex AI, and Ray set it, with the roles of
+        all tasks. Otherwise it is read from the variables of SkyPilot, dstack, SageMaker, a
+        Kubernetes Indexed Job (with KDIST_HOSTS, the names of its pods), or Slurm. Their nodes are
+        workers; KDIST_CHIEF=1 makes the first one the chief, and KDIST_PS=n the last n parameter
+        servers.
 
         Args:
             environment: Environment variables. Defaults to those of this process.
 
         Returns:
-            The cluster; a single process if neither is set.
+            The cluster; a single process if no engine has set variables of several nodes.
 
         Raises:
-            ValueError: If the variables do not describe a cluster.
+            ValueError: If variables are missing, malformed, or contradict each other.
         """
         environment = os.environ if environment is None else environment
         if environment.get(TF_CONFIG):
             return cls.from_tf_config(environment[TF_CONFIG])
-        slurm = read_slurm_tasks(environment)
-        return cls(*slurm) if slurm else cls()
+        place = read_place(environment)
+        return cls(*place) if place else cls()
 
     @classmethod
     def from_tf_config(cls, text: str) -> "Cluster":
@@ -205,6 +211,10 @@ def _parse_tf_config(text):
         raise TypeError(f"the type of the task is {role!r} instead of a text")
     if not re.fullmatch("[0-9]{1,9}", str(index)):  # some programs write it as a text
         raise ValueError(f"the index of the task is {index!r} instead of a number from 0")
+    if "sparseCluster" in config:  # each worker would train alone
+        raise ValueError("it lists this worker only; set enableDynamicWorker: false in the TFJob")
+    if not tasks and int(index):
+        raise ValueError(f"the task is {role} {index}, and the cluster is missing")
     return tasks, role, int(index)
 
 
@@ -236,9 +246,14 @@ def _check_addresses(tasks):
 
 def _check_place(tasks, role, index):
     if role not in tasks:
+        # The others have to know where it is: it joins their handshake.
+        remedy = (
+            ". TFJob and Vertex AI leave the evaluator out of TF_CONFIG: remove it, and the chief "
+            "validates, or add its address for all tasks"
+        )
         raise ValueError(
             f"this process is {role} {index}, and the cluster has no {role}; it has "
-            f"{', '.join(tasks)}"
+            f"{', '.join(tasks)}{remedy * (role == 'evaluator')}"
         )
     if not 0 <= index < len(tasks[role]):
         raise ValueError(

@@ -13,7 +13,9 @@ it. The launcher gives each job a new token. The messages are not encrypted.
 """
 
 import contextlib
+import errno
 import hmac
+import ipaddress
 import json
 import os
 import socket
@@ -31,6 +33,7 @@ TOKEN_VARIABLE = "KDIST_JOB_TOKEN"
 _TOKEN_REMEDY = f"set {TOKEN_VARIABLE} to the same value on all tasks, or on none"
 
 _RETRY_SECONDS = 0.1
+_NAME_RETRY_SECONDS = 1.0
 # Time for a task to accept the result.
 _SECONDS_TO_ANSWER = 10.0
 
@@ -63,7 +66,7 @@ def run_handshake(
         return {cluster.name: payload}
     token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
     deadline = time.monotonic() + timeout_seconds
-    with _listening(cluster) as listener:
+    with _listening(cluster, deadline) as listener:
         if cluster == cluster.first_task:
             server = _HandshakeServer(cluster, settings, deadline, timeout_seconds, token)
             result = server.run(listener, payload)
@@ -84,19 +87,35 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def _listening(cluster):
+def _listening(cluster, deadline):
     host, port = parse_address(cluster.address)
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        raise OSError(
-            f"{cluster.name} cannot listen on its address {cluster.address}: "
-            f"{error.strerror or error}. Another task with the same index, or another program, may "
-            "use it: start each task once, or choose another port"
-        ) from error
+    while True:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((host, port), family=family, backlog=1024)
+            break
+        except OSError as error:
+            if _may_be_early(host, error) and time.monotonic() < deadline:
+                time.sleep(_NAME_RETRY_SECONDS)
+                continue
+            raise OSError(
+                f"{cluster.name} cannot listen on its address {cluster.address}: "
+                f"{error.strerror or error}. Another task with the same index, or another program, "
+                "may use it: start each task once, or choose another port"
+            ) from error
     with listener:
         yield listener
+
+
+def _may_be_early(host, error):
+    """Returns whether a host name may not be known yet, or still be that of an earlier machine.
+
+    On Kubernetes a new pod starts before its name is published.
+    """
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host)
+        return False
+    return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
 
 
 # The first task.

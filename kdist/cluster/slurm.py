@@ -1,4 +1,4 @@
-"""Tasks of a Slurm job step, read from the environment variables that `srun` sets.
+"""Nodes of a Slurm job step, read from the environment variables that `srun` sets.
 
 TensorFlow's own SlurmClusterResolver sorts hosts by name, which assigns wrong addresses where
 Slurm's order differs (n9, n10). It also requires nvidia-smi, even without GPUs.
@@ -7,24 +7,30 @@ Slurm's order differs (n9, n10). It also requires nvidia-smi, even without GPUs.
 import re
 from collections.abc import Mapping
 
+from kdist.cluster.variables import read_number, read_variable
+
 # Task t of a host listens on port _FIRST_PORT + offset of the job + t, so that two jobs on one host
 # use different ports. The range ends below Linux's range for outgoing connections.
 _FIRST_PORT, _NUM_PORTS, _PORTS_PER_JOB = 20000, 12000, 64
+_REMEDY = "start with srun, or unset the variables of Slurm"
 
 
-def read_slurm_tasks(
-    environment: Mapping[str, str],
-) -> tuple[dict[str, list[str]], str, int] | None:
-    """Returns (addresses by role, role, index) of this task; None outside of a multi-task job step.
+def read_slurm_nodes(environment: Mapping[str, str]) -> tuple[list[str], int] | None:
+    """Returns (addresses of all tasks, number of this one); None outside of a multi-task job step.
 
-    All tasks are workers. Raises ValueError if one of the variables SLURM_PROCID,
-    SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE, and SLURM_JOB_ID is
-    missing or malformed.
+    Raises ValueError if one of the variables SLURM_PROCID, SLURM_STEP_NUM_TASKS,
+    SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE, and SLURM_JOB_ID is missing or malformed, and in
+    a job of several nodes outside of any step.
     """
-    if _number(environment, "SLURM_STEP_NUM_TASKS", 1) < 2:
+    nodes = read_number(environment, "SLURM_JOB_NUM_NODES", _REMEDY, 1)
+    if nodes > 1 and "SLURM_STEP_NUM_TASKS" not in environment:
+        raise ValueError(
+            f"the Slurm job has {nodes} nodes, and this process runs on one of them; start it with "
+            "srun, or set TF_CONFIG={} to train on this node alone"
+        )
+    if read_number(environment, "SLURM_STEP_NUM_TASKS", _REMEDY, 1) < 2:
         return None
-    addresses = {"worker": _addresses(environment)}
-    return addresses, "worker", _number(environment, "SLURM_PROCID")
+    return _addresses(environment), read_number(environment, "SLURM_PROCID", _REMEDY)
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -62,31 +68,16 @@ def expand_task_counts(text: str) -> list[int]:
 
 
 def _addresses(environment):
-    hosts = expand_hosts(_variable(environment, "SLURM_STEP_NODELIST"))
-    counts = expand_task_counts(_variable(environment, "SLURM_STEP_TASKS_PER_NODE"))
+    hosts = expand_hosts(read_variable(environment, "SLURM_STEP_NODELIST", _REMEDY))
+    counts = expand_task_counts(read_variable(environment, "SLURM_STEP_TASKS_PER_NODE", _REMEDY))
     if len(hosts) != len(counts):
         raise ValueError(
             f"SLURM_STEP_NODELIST has {len(hosts)} hosts, SLURM_STEP_TASKS_PER_NODE {len(counts)}"
         )
-    job = _number(environment, "SLURM_JOB_ID", 0)
+    job = read_number(environment, "SLURM_JOB_ID", _REMEDY, 0)
     port = _FIRST_PORT + job * _PORTS_PER_JOB % _NUM_PORTS
     return [
         f"{host}:{port + task}"
         for host, count in zip(hosts, counts, strict=True)
         for task in range(count)
     ]
-
-
-def _number(environment, name, default=None):
-    if default is not None and name not in environment:
-        return default
-    text = _variable(environment, name)
-    if not re.fullmatch("[0-9]{1,12}", text.strip()):
-        raise ValueError(f"{name}={text} is not a number; unset it, or start with srun")
-    return int(text)
-
-
-def _variable(environment, name):
-    if name not in environment:
-        raise ValueError(f"{name} is not set, but other Slurm variables are; start with srun")
-    return environment[name]

@@ -38,7 +38,12 @@ the job outlives it. The exit code is that of the task that failed (128 + n if s
 
 A task that hangs (--hang_seconds) counts as failed. With --max_restarts, a failed job is started
 again with the same flags, until that many restarts in a row have produced no new checkpoint in the
-run directory. A failed worker of parameter servers is restarted alone.
+run directory. A task that saved and ended with 143, because it was asked to, is started again
+without being counted. A failed worker of parameter servers is restarted alone.
+
+On a spot VM of GCE, AWS, or Azure, a preemption notice acts as SIGTERM: all tasks save, and the
+launcher ends with 143.
+
 An engine (--engine) starts one task on each of its machines, with the user's own account and by the
 engine's own command line. It restarts a job that was preempted, and --max_restarts failed ones, and
 the program resumes from its last checkpoint in the run directory. A flag that an engine does not
@@ -228,7 +233,7 @@ def run_here(command):
         if not tasks.failed:
             return code
         screen.announce(failure_report(tasks.failed))  # last, after the errors of other tasks
-        if not policy.wait_before_restart():
+        if not policy.wait_before_restart(tasks.failed.returncode or code):
             return code
         if FLAGS.timeout_seconds is not None:
             seconds = max(0.0, FLAGS.timeout_seconds - (time.monotonic() - began))

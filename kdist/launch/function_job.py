@@ -28,6 +28,7 @@ from typing import Any
 import cloudpickle
 
 from kdist.cluster import Cluster
+from kdist.exit_codes import INTERRUPTED, TIMED_OUT
 
 
 class TaskFailed(RuntimeError):
@@ -199,7 +200,6 @@ def on(
         raise ValueError(f"{engine!r} calls no functions; use 'ray', 'local', or kdist launch")
     from kdist.launch.engines.base import Job, MachineType
     from kdist.launch.engines.ray import Ray
-    from kdist.launch.task_group import EXIT_TIMED_OUT
 
     letters = re.sub("[^a-z0-9]+", "-", getattr(function, "__name__", "").lower()).strip("-")
     job = Job(
@@ -226,7 +226,7 @@ def on(
         task, code = failed
         text = "" if returned else f": {value}"
         raise TaskFailed(f"{task} failed with exit code {code}{text}", task, code)
-    if code == EXIT_TIMED_OUT:
+    if code == TIMED_OUT:
         raise TimeoutError("the job did not end within timeout_seconds")
     return value
 
@@ -285,7 +285,7 @@ def main(call, directory):
         # Only the chief's value is used; other tasks may return what cannot be pickled.
         returned, data = True, _dump(value if cluster.is_chief else None)
     except KeyboardInterrupt:
-        return 130  # the launcher reports the interrupt
+        return INTERRUPTED  # the launcher reports it
     except Exception as error:
         traceback.print_exc()
         returned, data = False, pickle.dumps((False, f"{type(error).__name__}: {error}"))

@@ -1,9 +1,10 @@
-"""Restarts of a failed job, as long as it makes progress."""
+"""Restarts of a job that has ended early, as long as it makes progress."""
 
 import pathlib
 import time
 from collections.abc import Callable
 
+from kdist.exit_codes import Restart, restart_after
 from kdist.run_directory import checkpoint_step
 
 _FIRST_WAIT_SECONDS = 1.0
@@ -13,8 +14,8 @@ _MAX_WAIT_SECONDS = 60.0
 class RestartPolicy:
     """Limits the number of consecutive restarts without a new checkpoint.
 
-    The directory holds the job's checkpoints, such as `step-0000000150`. Messages to the user are
-    passed to `announce`.
+    Whether a restart counts depends on the exit code (`kdist.exit_codes`). The directory holds the
+    job's checkpoints, such as `step-0000000150`. Messages to the user are passed to `announce`.
     """
 
     def __init__(self, max_restarts: int, directory: pathlib.Path, announce: Callable[[str], None]):
@@ -22,14 +23,21 @@ class RestartPolicy:
         self._restarts = 0
         self._newest = self._newest_step()
 
-    def wait_before_restart(self) -> bool:
-        """Returns whether to restart the job, after a pause that doubles with each restart."""
-        if not self._count_restart():
+    def wait_before_restart(self, code: int) -> bool:
+        """Returns whether to restart the job, after a pause that doubles with each restart.
+
+        `code` is the exit code of the task that ended the job, -n if signal n ended it.
+        """
+        restart = restart_after(code)
+        if restart is Restart.NEVER and self._max_restarts:
+            self._announce(f"not started again after exit code {code}")
+        if restart is Restart.NEVER or not self._may_restart(restart):
             return False
-        seconds = min(_FIRST_WAIT_SECONDS * 2 ** (self._restarts - 1), _MAX_WAIT_SECONDS)
-        step = self._newest
+        seconds = min(_FIRST_WAIT_SECONDS * 2 ** max(self._restarts - 1, 0), _MAX_WAIT_SECONDS)
+        step = self._newest_step()
         start = "its beginning" if step is None else f"the checkpoint of step {step}"
-        self._announce(f"starting again from {start} in {seconds:g} s; {self._status()}")
+        status = self._status() if restart is Restart.COUNTED else "not counted, as it has saved"
+        self._announce(f"starting again from {start} in {seconds:g} s; {status}")
         time.sleep(seconds)
         return True
 
@@ -39,6 +47,9 @@ class RestartPolicy:
             return False
         self._announce(f"starting {name} again; {self._status()}")
         return True
+
+    def _may_restart(self, restart):
+        return self._count_restart() if restart is Restart.COUNTED else self._max_restarts > 0
 
     def _count_restart(self):
         newest = self._newest_step()

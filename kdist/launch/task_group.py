@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from kdist.cluster import notices
+from kdist.exit_codes import PEER_HANGS, SAVED, TIMED_OUT
 from kdist.launch.output import Screen
 from kdist.launch.supervision import Supervision, task_state
 from kdist.launch.task import Task
 from kdist.launch.watchdog import Watchdog, processes_of, signal_processes
-
-EXIT_TIMED_OUT = 124  # the exit code of timeout(1)
 
 _POLL_SECONDS = 0.1
 # A task that only serves has nothing to finish after the chief has ended.
@@ -74,7 +74,7 @@ class TaskGroup:
         self._started: list[Task] = []
         self._not_replaced: Task | None = None
         self._readable = selectors.DefaultSelector()
-        self._is_ending = self._kill_now = False
+        self._is_ending = self._kill_now = self._is_preempted = False
         self._began = time.monotonic()
         self._chief_ended: float | None = None
 
@@ -87,7 +87,7 @@ class TaskGroup:
         """Starts the tasks; returns an exit code when none of them, nor of their children, is left.
 
         It is 0; the exit code of the task that failed, 128 + n if signal n ended it; 124 after the
-        timeout; or 128 + n if `stop` was called with signal n.
+        timeout; or 128 + n if `stop` was called with signal n (`kdist.exit_codes`).
         """
         self._began = time.monotonic()
         with Watchdog(self._mark) as watchdog:
@@ -108,11 +108,17 @@ class TaskGroup:
                 self._kill()
         return self._exit_code()
 
-    def stop(self, number: int):
+    def stop(self, number: int, is_preempted: bool = False):
         """Ends the job because of a signal; a second call kills the tasks at once.
+
+        On a machine that is preempted, the tasks get the time to save that its cloud gives. Its
+        shutdown also sends SIGTERM to all processes, which does not count as a second call.
 
         It may be called from a signal handler.
         """
+        self._is_preempted |= is_preempted
+        if self._is_preempted and number == signal.SIGTERM == self.stopped_by:
+            return
         self._kill_now = self._is_ending or self.stopped_by is not None
         if not self._is_ending and self.stopped_by is None:
             self.stopped_by = number
@@ -175,9 +181,16 @@ class TaskGroup:
         return [task for task in self._started if not task.has_ended()]
 
     def _first_failed(self):
-        """Returns the task that failed; among several, one that was killed is the cause."""
+        """Returns the task that failed; among several, the one that is the likely cause.
+
+        It is one that was killed, and last one that waited for another.
+        """
         failed = [task for task in self._started if task.returncode and not self._may_fail(task)]
-        return min(failed, key=lambda task: task.returncode > 0, default=None)
+        return min(
+            failed,
+            key=lambda task: (task.returncode > 0, task.returncode == PEER_HANGS),
+            default=None,
+        )
 
     def _first_hung(self):
         found = self._supervision.hung()
@@ -221,9 +234,15 @@ class TaskGroup:
         # Signaled groups are left out: a second signal would act like a second Ctrl-C.
         groups = [task.pid for task in self._running() if task.pid is not None]
         signal_processes(self._mark, number, except_groups=groups)
-        deadline = time.monotonic() + self._timeouts.end_seconds
+        deadline = time.monotonic() + self._seconds_to_end()
         while not self._kill_now and time.monotonic() < deadline and self._any_process_runs():
             self._poll(_POLL_SECONDS)
+
+    def _seconds_to_end(self):
+        """Returns the time until tasks are killed; longer while they save a checkpoint."""
+        has_saved = self.failed is not None and self.failed.returncode == SAVED
+        saves = self._is_preempted or has_saved  # all workers save at the same step
+        return max(self._timeouts.end_seconds, notices.GRACE_SECONDS if saves else 0.0)
 
     def _any_process_runs(self):
         return bool(self._running()) or bool(processes_of(self._mark))
@@ -257,7 +276,7 @@ class TaskGroup:
             return self.failed.exit_code or 1  # a hung task may have exited with 0
         if self.stopped_by is not None:
             return 128 + self.stopped_by
-        return EXIT_TIMED_OUT if self.timed_out else 0
+        return TIMED_OUT if self.timed_out else 0
 
     def _announce_end(self):
         running = self._running()
@@ -268,7 +287,7 @@ class TaskGroup:
         elif self.stopped_by is not None:
             self._screen.announce(
                 f"{signal_name(self.stopped_by)}: ending {names} within "
-                f"{self._timeouts.end_seconds:g} s; a second signal kills them at once"
+                f"{self._seconds_to_end():g} s; a second signal kills them at once"
             )
         elif self.timed_out:
             seconds = self._timeouts.timeout_seconds
@@ -282,15 +301,26 @@ class TaskGroup:
 
 @contextlib.contextmanager
 def stop_on_signals(tasks: TaskGroup) -> Iterator[None]:
-    """Yields while Ctrl-C, SIGTERM, and SIGHUP end the job; has no effect in other threads."""
+    """Yields while Ctrl-C, SIGTERM, SIGHUP, and a preemption notice of a cloud end the job.
+
+    It has no effect in other threads than the main one.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    watch = None
+
+    def stop(number, _):
+        tasks.stop(number, is_preempted=watch is not None and watch.has_notice)
+
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda n, _: tasks.stop(n)) for number in numbers}
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
+        watch = notices.watch()
         yield
     finally:
+        if watch is not None:
+            watch.close()
         for number, handler in before.items():
             # None: the handler was not installed by Python, which cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

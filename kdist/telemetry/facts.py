@@ -88,9 +88,16 @@ def shares_cores(strategy: tf.distribute.Strategy) -> bool:
     names = _devices(strategy)
     if not all("CPU" in name for name in names):
         return False
-    addresses = [address for tasks in Cluster.resolve().tasks.values() for address in tasks]
+    addresses = _addresses()
     hosts = {parse_address(address)[0] for address in addresses}
     return (len(names) > 1 or len(addresses) > 1) and len(hosts) <= 1
+
+
+def _addresses():
+    try:
+        return [address for tasks in Cluster.resolve().tasks.values() for address in tasks]
+    except ValueError:  # a strategy of one process does not need the variables of the job
+        return []
 
 
 def _strategy_name(strategy):

@@ -190,6 +190,14 @@ LINES = {
     ),
     "prices": (st.lists(words("a", "=", "2.5", "-")), parse_prices),
     "hosts of Slurm": (words("n", "[", "1-3", "]", ",", "-", "08"), expand_hosts),
+    "hosts of Kubernetes": (
+        words("cats-0", ".cats", ":2222", ",", " "),
+        lambda text: Cluster.resolve({"JOB_COMPLETION_INDEX": "1", "KDIST_HOSTS": text}),
+    ),
+    "hosts of SageMaker": (
+        words("[", "]", '"algo-1"', '"algo-2"', ",", "5"),
+        lambda text: Cluster.resolve({"SM_CURRENT_HOST": "algo-1", "SM_HOSTS": text}),
+    ),
     "counts of Slurm": (words("2", "(x3)", ",", "(", "x"), expand_task_counts),
 }
 

@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ from kdist.callbacks import Checkpoint, Telemetry
 from kdist.checkpoint import CheckpointError, CheckpointFiles
 from kdist.run_directory import RunDirectory
 from kdist.strategies import create_strategy
+from kdist.testing.metadata import metadata_server
 from tests.forked import python_tasks
 
 
@@ -282,6 +284,28 @@ def test_a_signal_saves_and_ends(tmp_path, capfd, number, error, moment, step):
     resumed, went_on = fit(strategy, [Checkpoint(tmp_path)])
     assert went_on == history
     assert_equal(resumed, whole)
+
+
+def test_the_shutdown_of_a_preempted_machine_does_not_interrupt_the_saving(tmp_path, monkeypatch):
+    class Shutdown(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 2:
+                server.announce()
+                while not checkpoint._notices.has_notice:
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def fail(number, frame):
+        raise AssertionError("a second SIGTERM")
+
+    checkpoint, before = Checkpoint(tmp_path), signal.signal(signal.SIGTERM, fail)
+    with metadata_server("gce") as server:
+        monkeypatch.setenv(*next(iter(server.environment.items())))
+        with pytest.raises(SystemExit) as raised:
+            fit(create_strategy("one_device"), [checkpoint, Shutdown()])
+    assert signal.signal(signal.SIGTERM, before) is fail
+    assert raised.value.code == 143
+    assert CheckpointFiles(tmp_path).newest().step == 3
 
 
 def test_a_signal_whose_checkpoint_cannot_be_written_does_not_report_it_as_saved(

@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from kdist import exit_codes
+from kdist.testing.metadata import metadata_server
 from tests.faults import training_program
 from tests.faults.jobs import check_equal
 
@@ -78,15 +80,29 @@ def test_the_launcher_restarts_a_job(start, undisturbed, record):
     )
 
 
-def test_after_a_preemption_all_workers_save_and_end(start, undisturbed, record):
+def test_after_a_preemption_all_workers_save_and_end(start, undisturbed, record, monkeypatch):
+    """First SIGTERM to one worker, then the notice of a cloud to the launcher and all tasks."""
     run = start("multi_worker")
     run.wait_for_checkpoint(10)
     before = run.newest_step()
     run.signal("worker 1", signal.SIGTERM)
-    detected_after = run.wait_for_message("SIGTERM: saving a checkpoint")
-    assert run.wait_for_failure(30) == 128 + signal.SIGTERM
+    signaled_after = run.wait_for_message("SIGTERM: saving a checkpoint")
+    assert run.wait_for_failure(30) == exit_codes.SAVED
     assert run.newest_step() >= before
+    with metadata_server("gce") as server, monkeypatch.context() as variables:
+        variables.setenv(*next(iter(server.environment.items())))
+        run.start()
+        run.wait_for_checkpoint(before + 10)
+        chief_saved = "[worker 0] kdist: saved after step "
+        before, times = run.newest_step(), run.count(chief_saved)
+        server.announce()
+        noticed_after = run.wait_for_message("gce takes this machine away soon")
+        run.wait_for_message(chief_saved, seconds=10, times=times + 1)
+        assert run.newest_step() > before
+        assert run.wait_for_failure(30) == exit_codes.SAVED
     run.start().wait_for_success()
     check_equal(run, undisturbed("multi_worker"))
     assert run.num_lost_examples() == 0
-    record("SIGTERM to one worker", "multi_worker", "all save and end", detected_after, 0, "yes")
+    outcome = "all save and end"
+    record("SIGTERM to one worker", "multi_worker", outcome, signaled_after, 0, "yes")
+    record("a preemption notice of GCE", "multi_worker", outcome, noticed_after, 0, "yes")

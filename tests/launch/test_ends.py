@@ -229,21 +229,23 @@ if index == 0:
     (here / f"try-{tries}").touch()
     if tries in PROGRESS:
         (here / "run" / "checkpoints" / f"step-{tries:010d}").mkdir(parents=True)
-    sys.exit(0 if tries == LAST else 5)
+    sys.exit(0 if tries == LAST else CODE)
 """
 
 
 @pytest.mark.parametrize(
-    ("progress", "most", "last", "code", "tries"),
+    ("failure", "progress", "most", "last", "code", "tries"),
     [
-        ((), 0, 3, 5, 1),
-        ((), 2, 3, 5, 3),
-        ((), 2, 2, 0, 3),
-        ((0, 1, 2), 1, 3, 0, 4),  # counts only restarts without a new checkpoint
+        (5, (), 0, 3, 5, 1),
+        (5, (), 2, 3, 5, 3),
+        (5, (), 2, 2, 0, 3),
+        (5, (0, 1, 2), 1, 3, 0, 4),  # counts only restarts without a new checkpoint
+        (143, (), 1, 2, 0, 3),  # has saved, which is not counted
     ],
 )
-def test_a_job_that_failed_is_started_again(launcher, progress, most, last, code, tries):
+def test_a_job_that_failed_is_started_again(launcher, failure, progress, most, last, code, tries):
     text = FAILS.replace("PROGRESS", repr(progress)).replace("LAST", str(last))
+    text = text.replace("CODE", str(failure))
     found, _, err, _ = launcher.run(text, "--workers=2", f"--max_restarts={most}")
     assert found == code, err
     assert len(list(launcher.directory.glob("try-*"))) == tries

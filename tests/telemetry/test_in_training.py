@@ -12,6 +12,7 @@ import tensorflow as tf
 import kdist
 from kdist.callbacks import Profile, Telemetry
 from kdist.report.device_plots import device_plots
+from kdist.telemetry.facts import shares_cores
 from kdist.testing import python
 
 
@@ -171,3 +172,9 @@ def test_a_training_too_short_for_its_profile_logs_it(tmp_path, capsys):
     assert profile.top_operations() == []
     with pytest.raises(ValueError, match=r"--profile=10:20"):
         Profile(tmp_path, 20, 10)
+
+
+def test_variables_of_a_job_that_the_strategy_does_not_need(monkeypatch):
+    strategy = kdist.create_strategy("mirrored", 2)
+    monkeypatch.setenv("TF_CONFIG", "{")
+    assert shares_cores(strategy)

@@ -58,6 +58,15 @@ def test_auto_is_the_strategy_of_the_job(monkeypatch, tasks, kind):
     assert resolve("auto", cluster=Cluster()).kind == "auto"
 
 
+@pytest.mark.parametrize(("ps", "kind"), [("", "multi_worker"), ("1", "parameter_server")])
+def test_auto_is_the_strategy_of_an_engines_nodes(monkeypatch, ps, kind):
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    monkeypatch.setenv("KDIST_HOSTS", "localhost:1,localhost:2,localhost:3")
+    monkeypatch.setenv("KDIST_PS", ps)
+    spec = resolve("auto")
+    assert (spec.kind, spec.cluster.address) == (kind, "localhost:2")
+
+
 def test_a_job_is_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", workers(2).to_tf_config())
     spec = resolve("multi_worker", 2, reduction="ring", step_timeout_seconds=7)

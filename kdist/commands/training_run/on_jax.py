@@ -96,5 +96,5 @@ def check_one_task():
     if tasks > 1:
         raise ValueError(
             f"--backend=jax supports the devices of one machine, but this job has {tasks} tasks; "
-            "start it without TF_CONFIG, or use --backend=tensorflow"
+            "set TF_CONFIG={} to train one model in each of them, or use --backend=tensorflow"
         )

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from kdist.exit_codes import TIMED_OUT, Restart, restart_after
 from kdist.launch.engines.base import (
     PORT,
     CommandError,
@@ -37,7 +38,6 @@ from kdist.launch.engines.base import (
     Status,
     call,
 )
-from kdist.launch.task_group import EXIT_TIMED_OUT
 
 # Values of a VM's metadata have at most 256 KB.
 _MAX_CODE_BYTES = 256 * 1024
@@ -57,8 +57,6 @@ _NO_CAPACITY = re.compile(
     r"EXHAUSTED|STOCKOUT|resource_availability|not\s+have\s+enough\s+resources|QUOTA", re.I
 )
 _STARTING, _ENDED = "kdist: starting", "kdist: exit code "
-# Exit codes of a task: saved because it was asked to; ended by a person.
-_SAVED, _INTERRUPTED = 143, 130
 
 # It runs as root at each boot of a VM.
 _STARTUP_SCRIPT = """\
@@ -74,6 +72,8 @@ task=${{name#{name}-}}
 own='{{"type": "'${{task%-*}}'", "index": '${{task##*-}}'}}'
 export TF_CONFIG='{{"cluster": {cluster}, "task": '$own'}}'
 export KDIST_JOB_TOKEN=$(meta attributes/{token})
+# This script waits for the notice of a preemption, for any program.
+export KDIST_METADATA_URL=
 {variables}
 mkdir -p ~/kdist && cd ~/kdist && rm -f stopping
 meta attributes/{code} | base64 -d | tar xz
@@ -267,7 +267,7 @@ class ComputeEngineJob(Handle):
         """Shows new output, and restarts what has ended; returns the exit code of an ended job."""
         if self._seconds_left() < _MIN_SECONDS:
             show(f"the job has reached its limit: {self.cost()}; deleting its VMs")
-            return EXIT_TIMED_OUT
+            return TIMED_OUT
         states = self._states()
         self._read_output(states, show)
         if self._codes.get(self._names[0]) == 0:
@@ -351,11 +351,11 @@ class ComputeEngineJob(Handle):
         failed = {name: code for name, code in self._codes.items() if code}
         if not (missing or failed):
             return None
-        if not missing and _SAVED not in failed.values():
-            name, code = next(iter(failed.items()))
-            if code in (_INTERRUPTED, EXIT_TIMED_OUT) or (
-                self._state.restarts >= self._job.max_restarts
-            ):
+        decisions = {restart_after(code): name for name, code in failed.items()}
+        if not missing and Restart.FREE not in decisions:
+            name = decisions.get(Restart.NEVER) or next(iter(failed))
+            code, is_last = failed[name], self._state.restarts >= self._job.max_restarts
+            if Restart.NEVER in decisions or is_last:
                 show(f"{name} exited with {code}; not started again")
                 return code
             self._state.restarts += 1

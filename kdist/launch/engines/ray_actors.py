@@ -37,8 +37,8 @@ from kdist.launch.task_group import TaskGroup, Timeouts, failure_report
 from kdist.launch.watchdog import MARKS_VARIABLE, Watchdog
 from kdist.run_directory import RunDirectory
 
-# Exit codes: no room, tasks that could not be started, a task that was asked to save.
-_NO_ROOM, _NO_TASKS, _SAVED = 69, 70, 143
+# Exit codes of `sysexits.h`: no room, and tasks that could not be started.
+_NO_ROOM, _NO_TASKS = 69, 70
 # An ended job can be found for this time.
 _KEPT_SECONDS = 3600.0
 _MAX_LINES = 20_000
@@ -324,8 +324,7 @@ class Supervisor:
             code = self._run_once(policy)
             if self._stopped or code in (0, _NO_ROOM) or self._seconds_left() == 0:
                 return code
-            # A task that has saved because it was asked to is started again free of charge.
-            if code != _SAVED and not policy.wait_before_restart():
+            if not policy.wait_before_restart(code):
                 return code
             self._restarts += 1
 

@@ -17,12 +17,11 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Mapping
 
+from kdist.exit_codes import SAVED
 from kdist.launch.engines.base import Cost, Engine, Handle, Job, NoSuchJobError, Status, call
 
 # Names of GPUs that SkyPilot names otherwise than kdist's price table.
 _GPUS = {"A100-40GB": "A100"}
-# Exit code of a task that has saved because it was asked to.
-_SAVED = 143
 _STATES = {
     "PENDING": "pending",
     "SUBMITTED": "pending",
@@ -78,7 +77,7 @@ class SkyPilot(Engine):
             "strategy": job.options.get("recovery", "EAGER_NEXT_REGION"),
             "max_restarts_on_errors": job.max_restarts,
             # Free of charge: it is not one of the restarts above.
-            "recover_on_exit_codes": [_SAVED],
+            "recover_on_exit_codes": [SAVED],
         }
         resources: dict = {"use_spot": job.spot, "disk_size": job.disk_gb, "job_recovery": recovery}
         if job.image:

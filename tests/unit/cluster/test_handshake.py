@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import json
 import socket
 import time
@@ -95,6 +96,25 @@ def test_two_tasks_of_one_index_on_one_host(cluster_of):
     listening = [error for error in errors if isinstance(error, OSError)]
     assert any("worker 1 cannot listen" in str(error) for error in listening)
     assert any("worker 2" in str(error) and "did not start" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    "error", [socket.gaierror(socket.EAI_NONAME, "unknown"), OSError(errno.EADDRNOTAVAIL, "other")]
+)
+def test_a_host_name_that_is_published_late(cluster_of, monkeypatch, error):
+    """As that of a new Kubernetes pod, which is unknown, or still that of an earlier pod."""
+    create_server, errors = socket.create_server, [error, error]
+
+    def later(address, **options):
+        if errors and address[0] == "localhost":
+            raise errors.pop()
+        return create_server(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", later)
+    monkeypatch.setattr(handshake, "_NAME_RETRY_SECONDS", 0.01)
+    addresses = [a.replace("127.0.0.1", "localhost") for a in cluster_of(2).tasks["worker"]]
+    assert outcomes(Cluster({"worker": addresses}).all_tasks()) == [None] * 2
+    assert not errors
 
 
 def test_two_tasks_of_one_index_on_two_hosts(cluster_of, monkeypatch):

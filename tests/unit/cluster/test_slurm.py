@@ -1,4 +1,4 @@
-"""Tasks of a Slurm job step."""
+"""Nodes of a Slurm job step."""
 
 import doctest
 
@@ -30,13 +30,13 @@ def test_every_task_is_a_worker_with_its_own_address():
 
 def test_ports_are_below_those_of_outgoing_connections():
     for job in ("1", "186", "187", "99999999"):
-        tasks, *_ = slurm.read_slurm_tasks(STEP | {"SLURM_JOB_ID": job})
-        assert all(20000 <= int(a.split(":")[1]) < 32768 for a in tasks["worker"])
+        addresses, _ = slurm.read_slurm_nodes(STEP | {"SLURM_JOB_ID": job})
+        assert all(20000 <= int(a.split(":")[1]) < 32768 for a in addresses)
 
 
 def test_a_step_of_one_task_is_not_a_job():
-    assert slurm.read_slurm_tasks({}) is None
-    assert slurm.read_slurm_tasks(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert slurm.read_slurm_nodes({}) is None
+    assert slurm.read_slurm_nodes(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,10 @@ def test_a_step_of_one_task_is_not_a_job():
         ({"SLURM_STEP_NODELIST": "n[9"}, "not a list of Slurm hosts"),
         ({"SLURM_STEP_NODELIST": "n9,,n10"}, "not a list of Slurm hosts"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2x2"}, "not a list of Slurm task counts"),
-        ({"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS=two is not a number; unset it"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "two"},
+            "SLURM_STEP_NUM_TASKS=two is not a number; start with srun",
+        ),
         ({"SLURM_PROCID": "-1"}, "SLURM_PROCID=-1 is not a number"),
         ({"SLURM_JOB_ID": ""}, "SLURM_JOB_ID= is not a number"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "has 2 hosts, SLURM_STEP_TASKS_PER_NODE 1"),
@@ -53,9 +56,15 @@ def test_a_step_of_one_task_is_not_a_job():
 )
 def test_rejects(change, message):
     with pytest.raises(ValueError, match=message):
-        slurm.read_slurm_tasks(STEP | change)
+        slurm.read_slurm_nodes(STEP | change)
+
+
+def test_a_program_without_srun_in_a_job_of_several_nodes():
+    with pytest.raises(ValueError, match="2 nodes.*start it with srun.*TF_CONFIG={}"):
+        slurm.read_slurm_nodes({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"})
+    assert slurm.read_slurm_nodes({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "1"}) is None
 
 
 def test_a_missing_variable_is_named():
     with pytest.raises(ValueError, match="SLURM_PROCID is not set.*start with srun"):
-        slurm.read_slurm_tasks({k: v for k, v in STEP.items() if k != "SLURM_PROCID"})
+        slurm.read_slurm_nodes({k: v for k, v in STEP.items() if k != "SLURM_PROCID"})
