@@ -132,6 +132,10 @@ class ComputeEngine(Engine):
                 "a VM with GPUs needs an image with NVIDIA's driver; name its project and family, "
                 "such as --image=my-project/my-family (gcloud compute images list)"
             )
+        if not (job.setup or job.image):
+            problems.append(
+                "new VMs have no kdist; install it with --setup, or name an --image that has it"
+            )
         if job.image and job.image.count("/") != 1:
             problems.append(f"image {job.image!r} is not PROJECT/FAMILY, such as {_DEFAULT_IMAGE}")
         if not (job.mirror or job.options.get("shared_run_dir")) and job.spot:

@@ -125,7 +125,8 @@ def test_the_text_has_the_plan_and_a_limit_of_time():
     [
         ({"machine": MachineType("p3.2xlarge", "aws")}, "the plan is for machines of aws"),
         ({"machine": MachineType(cloud="gcp")}, "--machine_type"),
-        ({"image": ""}, "NVIDIA"),
+        ({"image": "", "setup": "pip install kdist"}, "NVIDIA"),
+        ({"image": "", "machine": MachineType("n1-standard-8", "gcp")}, "--setup"),
         ({"image": "debian"}, "PROJECT/FAMILY"),
         ({"mirror": ""}, "--mirror"),
         ({"hours": None, "time_limit_hours": None}, "--time_limit_hours"),
