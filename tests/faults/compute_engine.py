@@ -146,11 +146,11 @@ class ComputeEngine:
         with self._lock:
             self.requests.append({"zone": zone, "kind": kind, **body})
             if (kind, zone) in self.without_capacity:
-                return self._operation(zone, body["name"], EXHAUSTED)
+                return self._operation("insert", zone, body["name"], EXHAUSTED)
             vm = self.vms[body["name"]] = Vm(self, zone, body)
             with self._hosts.open("a") as file:
                 file.write(f"{vm.address} {vm.name}\n")
-        return self._operation(zone, vm.name)
+        return self._operation("insert", zone, vm.name)
 
     def delete(self, name):
         with self._lock:
@@ -161,21 +161,22 @@ class ComputeEngine:
             # In place, because the file is mounted.
             lines = self._hosts.read_text().splitlines(keepends=True)
             self._hosts.write_text("".join(each for each in lines if vm.address not in each))
-        return self._operation(vm.zone, name)
+        return self._operation("delete", vm.zone, name)
 
     def reset(self, name):
         vm = self.vms[name]
         vm.kill()
         vm.start()
-        return self._operation(vm.zone, name)
+        return self._operation("reset", vm.zone, name)
 
-    def _operation(self, zone, name, error=None):
+    def _operation(self, kind, zone, name, error=None):
         base = f"http://127.0.0.1:{self.port}/compute/v1/projects/p"
         number = f"operation-{next(self.numbers)}"
         found = {"error": {"errors": [error]}, "httpErrorStatusCode": 503} if error else {}
         self._operations[number] = {
             "kind": "compute#operation",
             "name": number,
+            "operationType": kind,
             "status": "DONE",
             "zone": f"{base}/zones/{zone}",
             "targetLink": f"{base}/zones/{zone}/instances/{name}",

@@ -244,6 +244,19 @@ class Cost:
         return f"{hours}, ${self.usd:,.2f} (${self.usd_per_hour:,.4g} per machine and hour)"
 
 
+class CommandError(RuntimeError):
+    """An engine's command line has failed.
+
+    Args:
+        message: The program and its last lines.
+        output: All that it has written to standard error, or else to standard output.
+    """
+
+    def __init__(self, message: str, output: str):
+        super().__init__(message)
+        self.output = output
+
+
 class NoSuchJobError(ValueError):
     """The engine has no job with this name."""
 
@@ -387,7 +400,8 @@ def call(arguments: Sequence[str], text: str | None = None) -> str:
         text: Standard input.
 
     Raises:
-        RuntimeError: If the program is missing or fails; the message has its last lines.
+        RuntimeError: If the program is missing.
+        CommandError: If it fails, which is a RuntimeError.
     """
     try:
         done = subprocess.run(list(arguments), input=text, capture_output=True, text=True)
@@ -397,7 +411,9 @@ def call(arguments: Sequence[str], text: str | None = None) -> str:
             "write the file with --write=FILE and submit it there"
         ) from error
     if done.returncode:
-        lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        output = done.stderr or done.stdout
+        lines = [line for line in output.splitlines() if line.strip()]
         told = [line for line in lines if not _LOG_LINE.match(line)] or lines
-        raise RuntimeError(f"{arguments[0]} failed ({done.returncode}): {' '.join(told[-3:])}")
+        message = f"{arguments[0]} failed ({done.returncode}): {' '.join(told[-3:])}"
+        raise CommandError(message, output)
     return done.stdout

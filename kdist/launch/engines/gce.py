@@ -25,9 +25,10 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kdist.exit_codes import INTERRUPTED, SAVED, TIMED_OUT
+from kdist.exit_codes import TIMED_OUT, Restart, restart_after
 from kdist.launch.engines.base import (
     PORT,
+    CommandError,
     Cost,
     Engine,
     Handle,
@@ -71,6 +72,8 @@ task=${{name#{name}-}}
 own='{{"type": "'${{task%-*}}'", "index": '${{task##*-}}'}}'
 export TF_CONFIG='{{"cluster": {cluster}, "task": '$own'}}'
 export KDIST_JOB_TOKEN=$(meta attributes/{token})
+# This script waits for the notice of a preemption, for any program.
+export KDIST_METADATA_URL=
 {variables}
 mkdir -p ~/kdist && cd ~/kdist && rm -f stopping
 meta attributes/{code} | base64 -d | tar xz
@@ -128,6 +131,10 @@ class ComputeEngine(Engine):
             problems.append(
                 "a VM with GPUs needs an image with NVIDIA's driver; name its project and family, "
                 "such as --image=my-project/my-family (gcloud compute images list)"
+            )
+        if not (job.setup or job.image):
+            problems.append(
+                "new VMs have no kdist; install it with --setup, or name an --image that has it"
             )
         if job.image and job.image.count("/") != 1:
             problems.append(f"image {job.image!r} is not PROJECT/FAMILY, such as {_DEFAULT_IMAGE}")
@@ -301,9 +308,9 @@ class ComputeEngineJob(Handle):
                 self._move(index, zone)
                 try:
                     return self._create(self._names)
-                except RuntimeError as error:
+                except CommandError as error:
                     self.stop()  # some of the VMs may exist
-                    if not _NO_CAPACITY.search(str(error)):
+                    if not _NO_CAPACITY.search(error.output):
                         raise
                     tried.append(f"{machine.name} in {zone}")
                     show(f"no capacity for {self._job.num_machines} × {tried[-1]}")
@@ -348,9 +355,11 @@ class ComputeEngineJob(Handle):
         failed = {name: code for name, code in self._codes.items() if code}
         if not (missing or failed):
             return None
-        if not missing and SAVED not in failed.values():
-            name, code = next(iter(failed.items()))
-            if code in (INTERRUPTED, TIMED_OUT) or (self._state.restarts >= self._job.max_restarts):
+        decisions = {restart_after(code): name for name, code in failed.items()}
+        if not missing and Restart.FREE not in decisions:
+            name = decisions.get(Restart.NEVER) or next(iter(failed))
+            code, is_last = failed[name], self._state.restarts >= self._job.max_restarts
+            if Restart.NEVER in decisions or is_last:
                 show(f"{name} exited with {code}; not started again")
                 return code
             self._state.restarts += 1
@@ -361,8 +370,8 @@ class ComputeEngineJob(Handle):
             self._delete_ended()
             try:
                 self._create(missing)
-            except RuntimeError as error:
-                if not _NO_CAPACITY.search(str(error)):
+            except CommandError as error:
+                if not _NO_CAPACITY.search(error.output):
                     raise
                 self.stop()
                 self.create(show)

@@ -185,8 +185,8 @@ def connect(address: str | None):
             )
         except ConnectionError as error:
             raise NoSuchJobError(
-                f"no Ray cluster answers at {address}; start one with ray start, or name its "
-                f"address with --option=address=HOST:6379 ({error})"
+                f"no Ray cluster answers ({address}); start one with ray start, or name its "
+                f"address in RAY_ADDRESS ({error})"
             ) from error
     return ray
 

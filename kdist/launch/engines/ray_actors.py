@@ -37,7 +37,7 @@ from kdist.launch.task_group import TaskGroup, Timeouts, failure_report
 from kdist.launch.watchdog import MARKS_VARIABLE, Watchdog
 from kdist.run_directory import RunDirectory
 
-# Exit codes: no room, tasks that could not be started.
+# Exit codes of `sysexits.h`: no room, and tasks that could not be started.
 _NO_ROOM, _NO_TASKS = 69, 70
 # An ended job can be found for this time.
 _KEPT_SECONDS = 3600.0

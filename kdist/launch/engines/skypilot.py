@@ -22,7 +22,6 @@ from kdist.launch.engines.base import Cost, Engine, Handle, Job, NoSuchJobError,
 
 # Names of GPUs that SkyPilot names otherwise than kdist's price table.
 _GPUS = {"A100-40GB": "A100"}
-# Exit code of a task that has saved because it was asked to.
 _STATES = {
     "PENDING": "pending",
     "SUBMITTED": "pending",

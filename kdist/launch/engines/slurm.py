@@ -68,6 +68,8 @@ newest() {{ {newest}; }}
 restarts=0
 checkpoint=$(newest)
 while true; do
+  # A run may have finished just before tasks were killed.
+  if [ $((restarts + ${{SLURM_RESTART_COUNT:-0}})) -gt 0 ] && {finished}; then code=0; break; fi
   rm -f "$KDIST_CODE"
   srun --kill-on-bad-exit=1 --wait={grace} --label bash -c {task} task \\
     {command}
@@ -160,9 +162,11 @@ class Slurm(Engine):
         lines += [f"export {name}={shlex.quote(text)}" for name, text in job.variables.items()]
         if job.setup:
             lines.append(job.setup)
-        pattern = f"{shlex.quote(job.run_dir)}/checkpoints/step-*"
+        run = shlex.quote(job.run_dir)
+        newest = f"ls -d {run}/checkpoints/step-* 2> /dev/null | sort | tail -n 1"
         script = _SCRIPT.format(
-            newest=f"ls -d {pattern} 2> /dev/null | sort | tail -n 1" if job.run_dir else "true",
+            newest=newest if job.run_dir else "true",
+            finished=f"[ -e {run}/summary.json ]" if job.run_dir else "false",
             grace=job.grace_seconds,
             task=shlex.quote(_TASK),
             command=shlex.join(job.arguments()),

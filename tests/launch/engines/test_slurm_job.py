@@ -88,6 +88,12 @@ def test_restarts_are_counted_since_the_last_checkpoint(run, tmp_path):
     assert (tmp_path / "run-0").read_text() == "x" * 4
 
 
+def test_a_run_that_finished_before_a_task_failed_is_done(run, tmp_path):
+    code, _ = run(shell_job("mkdir -p runs/cats; touch runs/cats/summary.json; exit 1"))
+    assert code == 0
+    assert (tmp_path / "run-0").read_text() == "x"
+
+
 @pytest.mark.parametrize("code", [124, 130])
 def test_ends_that_are_final(run, tmp_path, code):
     assert run(shell_job(f"exit {code}"))[0] == code

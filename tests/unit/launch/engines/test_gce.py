@@ -13,6 +13,7 @@ import pytest
 
 from kdist.launch.engines import Job, MachineType, NoSuchJobError, get_engine
 from kdist.launch.engines import gce as module
+from kdist.launch.engines.base import CommandError
 
 SMALL = MachineType("n1-standard-4", "gcp", "us-central1", "K80", 4, 4, 0.5)
 LARGE = dataclasses.replace(SMALL, name="n1-standard-8", cores=8, usd_per_hour=0.6)
@@ -51,7 +52,7 @@ class Cloud:
         if verb == "create":
             where = flags["machine-type"], flags["zone"]
             if where in self.full:
-                raise RuntimeError("code: ZONE_RESOURCE_POOL_EXHAUSTED_WITH_DETAILS")
+                raise CommandError("gcloud failed", "code: ZONE_RESOURCE_POOL_EXHAUSTED\nmore")
             files = dict(each.split("=") for each in flags["metadata-from-file"].split(","))
             items = [
                 {"key": key, "value": pathlib.Path(path).read_text()} for key, path in files.items()
@@ -124,7 +125,8 @@ def test_the_text_has_the_plan_and_a_limit_of_time():
     [
         ({"machine": MachineType("p3.2xlarge", "aws")}, "the plan is for machines of aws"),
         ({"machine": MachineType(cloud="gcp")}, "--machine_type"),
-        ({"image": ""}, "NVIDIA"),
+        ({"image": "", "setup": "pip install kdist"}, "NVIDIA"),
+        ({"image": "", "machine": MachineType("n1-standard-8", "gcp")}, "--setup"),
         ({"image": "debian"}, "PROJECT/FAMILY"),
         ({"mirror": ""}, "--mirror"),
         ({"hours": None, "time_limit_hours": None}, "--time_limit_hours"),
