@@ -28,6 +28,11 @@
 In a script, kdist.create_strategy() returns the strategy of the job: multi_worker, or
 parameter_server if there are parameter servers.
 
+An engine (--engine) starts one task on each of its machines, with the user's own account and by the
+engine's own command line. It restarts a job that was preempted, and --max_restarts times one that
+failed, and the program resumes from its last checkpoint in the run directory. A flag that an engine
+does not have is refused. The guide is docs/guides/engines.md. What follows is about this machine.
+
 The command after -- is the same for all tasks. Each line of output is shown with the name of its
 task, such as [worker 1]. It is also written to logs/worker-1.log in the run directory: the
 program's own --run_dir, or the launcher's, or a new one below runs/.
@@ -39,10 +44,6 @@ the job outlives it. The exit code is that of the task that failed (128 + n if s
 A task that hangs (--hang_seconds) counts as failed. With --max_restarts, a failed job is started
 again with the same flags, until that many restarts in a row have produced no new checkpoint in the
 run directory. A failed worker of parameter servers is restarted alone.
-An engine (--engine) starts one task on each of its machines, with the user's own account and by the
-engine's own command line. It restarts a job that was preempted, and --max_restarts failed ones, and
-the program resumes from its last checkpoint in the run directory. A flag that an engine does not
-have is refused. Guide: docs/guides/engines.md
 """
 
 import os
