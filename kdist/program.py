@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from absl import app, flags
 from absl import logging as absl_logging
 
+from kdist import log
 from kdist.run_directory import check_local, check_writable
 
 FLAGS = flags.FLAGS
@@ -80,6 +81,7 @@ def run(main: Callable[[Sequence[str]], int | None], positional: str | None = No
     """
     global _running
     _running = main.__module__
+    log.escape_unprintable()
     # TensorFlow logs every gradient reduction that it plans at the level INFO.
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     app.define_help_flags()

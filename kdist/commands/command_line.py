@@ -12,6 +12,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from kdist import log
+
 # Command -> what it does, and an example.
 COMMANDS = {
     "train": (
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in _HELP:
+        log.escape_unprintable()
         sys.stdout.write(help_text())
         return 0
     name, *rest = arguments
