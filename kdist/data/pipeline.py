@@ -94,6 +94,7 @@ class Pipeline:
             op for op in as_operations(operations) if training or not op.is_random
         )
         self.image_shape = _shape_after(self._operations, source.image_shape)
+        self._cache = cache
         self._source, self._operations = _cached(source, self._operations, cache)
 
     def dataset(self, start_step: int = 0, part: tuple[int, int] = (0, 1)) -> tf.data.Dataset:
@@ -129,6 +130,21 @@ class Pipeline:
     def arrays(self) -> tuple[np.ndarray, ...] | None:
         """Returns the arrays that hold all examples, or None if they are read from disk."""
         return self._source.arrays()
+
+    def subset(self, number: int) -> "Pipeline":
+        """Returns a pipeline of `number` of its examples, sampled with its seed.
+
+        Raises:
+            ValueError: there are fewer examples, or `number` is less than 1.
+        """
+        return Pipeline(
+            self._source.subset(number, self.seed),
+            self.batch,
+            training=self.training,
+            seed=self.seed,
+            operations=self._operations,
+            cache=self._cache,
+        )
 
     def sample(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns random examples, the same in each call and process, such as for a table.
