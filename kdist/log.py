@@ -9,7 +9,6 @@ with any logger:
     logging.getLogger("kdist").propagate = True              # also to the root logger's handlers
 """
 
-import io
 import logging
 import sys
 
@@ -36,9 +35,3 @@ def configure():
     logger.propagate = False
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
-
-
-def escape_unprintable():
-    """Prints characters that the terminal's encoding lacks as escapes, instead of failing."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as Python does for stderr
-        sys.stdout.reconfigure(errors="backslashreplace")

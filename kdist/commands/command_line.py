@@ -12,8 +12,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from kdist import log
-
 # Command -> what it does, and an example.
 COMMANDS = {
     "train": (
@@ -63,7 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in _HELP:
-        log.escape_unprintable()
         sys.stdout.write(help_text())
         return 0
     name, *rest = arguments
