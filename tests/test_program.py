@@ -55,7 +55,7 @@ def run(tmp_path):
     return run_program
 
 
-@pytest.mark.parametrize("flag", ["--help", "--helpshort", "-?"])
+@pytest.mark.parametrize("flag", ["--help", "--helpshort", "-?", "-h"])
 def test_help_groups_flags_and_exits_with_0(run, flag):
     process = run(flag)
     assert process.returncode == 0, process.stderr
