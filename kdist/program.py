@@ -14,6 +14,7 @@ import contextlib
 import difflib
 import functools
 import importlib.util
+import io
 import logging
 import math
 import os
@@ -89,6 +90,7 @@ def run(
     """
     global _running
     _running = main.__module__
+    _escape_unprintable()
     # TensorFlow logs every gradient reduction that it plans at the level INFO.
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     # gcsfs logs a traceback for every request that fails. The mirror logs the failure.
@@ -96,9 +98,11 @@ def run(
     app.define_help_flags()
     text = functools.partial(help_text, positional)
     flags.DEFINE_flag(_HelpFlag("help", text, short_name="?"))
-    flags.DEFINE_flag(_HelpFlag("helpshort", text))
+    for name in ("h", "helpshort"):
+        flags.DEFINE_flag(_HelpFlag(name, text))
     flags.DEFINE_flag(_HelpFlag("helpfull", FLAGS.get_help))
-    app.run(lambda arguments: _run_guarded(main, arguments, positional, is_required))
+    guarded = functools.partial(_run_guarded, main, positional=positional, is_required=is_required)
+    app.run(guarded, flags_parser=_parsed)
 
 
 def help_text(positional: str | None = None) -> str:
@@ -158,6 +162,28 @@ class _HelpFlag(flags.BooleanFlag):
 def missing_argument(positional: str) -> str:
     """Returns the message about a positional argument that is not given."""
     return f"missing argument: {positional} (--help)"
+
+
+def _escape_unprintable():
+    """Prints characters that the terminal's encoding lacks as escapes, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as Python does for stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _parsed(arguments):
+    """Returns the positional arguments; exits with an error of one line if a flag is wrong."""
+    try:
+        return FLAGS(arguments)
+    except flags.Error as error:
+        text = str(error)
+        if "invalid literal" in text or "could not convert" in text:
+            text = f"{text.partition(': ')[0]} is no number; write it as 1281167 or 0.05"
+        unknown = getattr(error, "flagname", "")  # absl itself finds names with a typing error
+        if "Did you mean" not in text and (
+            close := difflib.get_close_matches(unknown, own_flags(), n=2, cutoff=0.6)
+        ):
+            text += f"; did you mean {' or '.join(f'--{name}' for name in close)}?"
+        sys.exit(_fail(os.path.basename(arguments[0]), f"{text} (--help)"))
 
 
 def _run_guarded(main, arguments, positional, is_required):

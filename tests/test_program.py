@@ -19,7 +19,7 @@ from kdist import program
 from kdist.commands.command_line import COMMANDS
 
 with program.flag_group("Common"):
-    flags.DEFINE_string("source", None, "File to copy.")
+    flags.DEFINE_string("source", None, "File to copy, such as a…")
 with program.flag_group("Advanced"):
     flags.DEFINE_boolean("flush", False, "Flush the disk cache.")
     flags.DEFINE_enum("mode", "fast", ["fast", "safe"], "Copy mode.")
@@ -56,7 +56,7 @@ def run(tmp_path):
     return run_program
 
 
-@pytest.mark.parametrize("flag", ["--help", "--helpshort", "-?"])
+@pytest.mark.parametrize("flag", ["--help", "--helpshort", "-?", "-h"])
 def test_help_groups_flags_and_exits_with_0(run, flag):
     process = run(flag)
     assert process.returncode == 0, process.stderr
@@ -69,6 +69,13 @@ def test_help_groups_flags_and_exits_with_0(run, flag):
     assert "--mode: <fast|safe>: Copy mode. (default: fast)" in process.stdout
     assert "--[no]flush: Flush the disk cache.\n" in process.stdout
     assert "--undefok" not in process.stdout  # a flag of absl itself
+
+
+def test_help_is_readable_in_any_encoding(run, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    process = run("--help")
+    assert process.returncode == 0, process.stderr
+    assert r"File to copy, such as a\u2026" in process.stdout
 
 
 def test_full_help_lists_flags_of_libraries(run):

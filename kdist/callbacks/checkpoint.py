@@ -28,6 +28,13 @@ _logger = logging.getLogger(__name__)
 
 # Requests of a worker to all others. A sum over many workers keeps the two apart.
 _SAVE, _STOP = 1, 1 << 32
+# Values that the state of a checkpoint has, and the names in those that are objects.
+_VALUES = ("replicas", "local_steps_done", "stop_training", "best")
+_OBJECTS = {
+    "position": Position._fields,
+    "generators": ("python", "numpy"),
+    **dict.fromkeys(("facts", "logs", "callbacks"), ()),
+}
 
 
 class Checkpoint(keras.callbacks.Callback):
@@ -405,8 +412,25 @@ def _read(files, resume, mirror=None):
             f"{saved.path} was written by kdist {saved.state.get('version')}, in another format; "
             "resume with that version, or start a new run (--resume=never)"
         )
+    if missing := _missing(saved.state):
+        raise CheckpointError(
+            f"{saved.path} lacks {', '.join(missing)}, so kdist did not write it as it is; resume "
+            "from another checkpoint, or start a new run (--resume=never)"
+        )
     path = os.fspath(saved.path)
     return {"state": saved.state, "arrays": saved.tensors(), "step": saved.step, "path": path}
+
+
+def _missing(state):
+    """Returns the names of what the state of a checkpoint lacks, such as "position.epoch"."""
+    missing = [name for name in _VALUES if name not in state]
+    for name, parts in _OBJECTS.items():
+        value = state.get(name)
+        if isinstance(value, dict):
+            missing += [f"{name}.{part}" for part in parts if part not in value]
+        else:
+            missing.append(name)
+    return missing
 
 
 def _check(state, facts):

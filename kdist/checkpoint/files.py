@@ -77,16 +77,24 @@ class SavedCheckpoint:
         return step
 
     def tensors(self) -> dict[str, np.ndarray]:
-        """Returns {name: array} of all arrays."""
+        """Returns {name: array} of all arrays.
+
+        Raises:
+            CheckpointError: the files of the arrays are missing, or in no format of TensorFlow.
+        """
         prefix = os.fspath(self.path / _TENSORS)
-        types = tf.train.load_checkpoint(prefix).get_variable_to_dtype_map()
-        with tf.device("CPU:0"):
-            values = tf.raw_ops.RestoreV2(
-                prefix=prefix,
-                tensor_names=list(types),
-                shape_and_slices=[""] * len(types),
-                dtypes=list(types.values()),
-            )
+        try:
+            types = tf.train.load_checkpoint(prefix).get_variable_to_dtype_map()
+            with tf.device("CPU:0"):
+                values = tf.raw_ops.RestoreV2(
+                    prefix=prefix,
+                    tensor_names=list(types),
+                    shape_and_slices=[""] * len(types),
+                    dtypes=list(types.values()),
+                )
+        except (tf.errors.OpError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise CheckpointError(f"the arrays of {self.path} cannot be read ({reason})") from error
         return {name: value.numpy() for name, value in zip(types, values, strict=True)}
 
 

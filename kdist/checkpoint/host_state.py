@@ -11,6 +11,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from kdist.checkpoint.files import CheckpointError
+
 # Callback class -> attributes that change during training.
 _STATE_ATTRIBUTES = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
@@ -49,7 +51,11 @@ def restore_callbacks(
     states: Mapping[str, Any],
     arrays: Mapping[str, np.ndarray],
 ):
-    """Restores the result of `callback_state`; callbacks without saved state are unchanged."""
+    """Restores the result of `callback_state`; callbacks without saved state are unchanged.
+
+    Raises:
+        CheckpointError: an array is missing.
+    """
     for name, callback in _named(callbacks):
         state = states.get(name)
         if state is None:
@@ -60,8 +66,18 @@ def restore_callbacks(
         for attribute, value in state.items():
             if attribute in _state_attributes(callback):
                 if isinstance(value, dict) and value.keys() == {"arrays"}:
-                    value = [arrays[f"{name}/{attribute}/{i}"] for i in range(value["arrays"])]
+                    value = _arrays(arrays, f"{name}/{attribute}", value["arrays"])
                 setattr(callback, attribute, value)
+
+
+def _arrays(arrays, prefix, count):
+    names = [f"{prefix}/{i}" for i in range(count)]
+    if missing := [name for name in names if name not in arrays]:
+        raise CheckpointError(
+            f"the checkpoint lacks {missing[0]}, so kdist did not write it as it is; resume from "
+            "another one, or start a new run (--resume=never)"
+        )
+    return [arrays[name] for name in names]
 
 
 def rng_state() -> dict[str, Any]:

@@ -102,7 +102,7 @@ def help_text() -> str:
         for name, (words, example) in COMMANDS.items()
     ]
     return (
-        "Distributed training of Keras models.\n\nUsage: kdist COMMAND [--flag=value …]\n\n"
+        "Distributed training of Keras models.\n\nUsage: kdist COMMAND [--flag=value ...]\n\n"
         + "\n".join(lines)
         + textwrap.dedent(
             """

@@ -17,7 +17,7 @@ from absl import flags
 
 from kdist import program
 from kdist.cluster.remote_access import check_remote_access
-from kdist.data.names import addresses_of
+from kdist.data.worker_addresses import addresses_of
 
 FLAGS = flags.FLAGS
 

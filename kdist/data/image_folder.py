@@ -63,14 +63,29 @@ def load_image_folder(directory, seed=0, test_fraction=0.2):
 def _folder(root):
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is not a directory; pass one with a folder per class")
-    names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
-    found = [
-        (str(path), label)
+    names = sorted(
+        entry.name for entry in root.iterdir() if entry.is_dir() and _is_shown(entry, root)
+    )
+    files = [
+        (path, label)
         for label, name in enumerate(names)
         for path in sorted((root / name).rglob("*"))
-        if path.suffix.lower() in SUFFIXES
+        if path.is_file() and _is_shown(path, root)
     ]
+    found = [(str(path), label) for path, label in files if path.suffix.lower() in SUFFIXES]
+    if len(files) > len(found):
+        others = sorted({path.suffix.lower() or path.name for path, _ in files} - {*SUFFIXES})
+        _logger.warning(
+            "%s: %d files of other types are ignored (%s); images are %s",
+            root,
+            len(files) - len(found),
+            ", ".join(others[:_MAX_NAMES_SHOWN]),
+            ", ".join(SUFFIXES),
+        )
     readable = _readable(found)
+    labels = {label for _, label in readable}
+    if empty := [name for label, name in enumerate(names) if label not in labels]:
+        _logger.warning("%s: no images of the classes %s", root, ", ".join(empty))
     if len(names) < 2 or not readable:
         raise ValueError(
             f"{root} contains no images in class folders; expected {root}/<class>/*.jpg, with two "
@@ -78,6 +93,11 @@ def _folder(root):
         )
     paths, labels = zip(*readable, strict=True)
     return ImageFolderSource(paths, labels, names)
+
+
+def _is_shown(path, root):
+    """Returns whether a path below `root` is the user's, and not one that a program hides."""
+    return not any(part.startswith((".", "__MACOSX")) for part in path.relative_to(root).parts)
 
 
 def _readable(found):

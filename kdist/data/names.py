@@ -1,13 +1,15 @@
-"""Names of datasets and addresses of data workers, checked without TensorFlow."""
+"""Names of datasets, checked without TensorFlow."""
 
+import difflib
+import importlib.util
 import os
-import socket
-from collections.abc import Sequence
+import pathlib
+import re
+from collections.abc import Iterable
 
-from kdist.cluster import Cluster
-from kdist.cluster.handshake import parse_address
-
-_CONNECT_SECONDS = 5.0
+# Folders of TFDS without datasets, and the definition of a class that may be a dataset.
+_NO_DATASETS = ("core", "datasets", "dataset_collections", "scripts", "testing")
+_CLASS = re.compile(r"^class (\w+)(?<!Config)(?<!Info)(?<!Builder)(?<!Fn)\(", re.MULTILINE)
 
 
 def dataset_path(name: str | os.PathLike) -> str:
@@ -29,33 +31,55 @@ def dataset_path(name: str | os.PathLike) -> str:
     return name
 
 
-def parse_data_workers(addresses: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns addresses of data workers as a tuple; they may be separated by commas.
+def check_dataset_name(name: str, data_dir: str | os.PathLike | None = None):
+    """Checks the name of a TFDS dataset from TFDS's source files, as importing it takes seconds.
+
+    Args:
+        name: name, with an optional configuration and version, such as `"cifar10:3.0.2"`.
+        data_dir: directory of TFDS, which may hold datasets that TFDS does not define. Defaults to
+            its own.
 
     Raises:
-        ValueError: one is not `host:port`, or occurs twice.
+        ValueError: TFDS has no dataset of this name; the message has similar names.
     """
-    parts = addresses.split(",") if isinstance(addresses, str) else addresses
-    found = tuple(part.strip() for part in parts if part.strip())
-    try:
-        Cluster({"worker": found})
-    except ValueError as error:
-        raise ValueError(f"data_workers={','.join(found)}: {error}") from None
-    return found
+    base = re.split("[/:]", name)[0]
+    where = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+    if os.path.isdir(os.path.join(os.path.expanduser(where), base)):
+        return
+    if (known := tfds_names()) and _snake_case(base) not in known:
+        raise ValueError(unknown_dataset(name, known))
 
 
-def check_answers(address: str):
-    """Raises a ConnectionError if no data worker answers at an address within seconds."""
-    try:
-        socket.create_connection(parse_address(address), _CONNECT_SECONDS).close()
-    except OSError as error:
-        port = parse_address(address)[1]
-        raise ConnectionError(
-            f"the data worker {address} does not answer ({error}). Start it there: kdist "
-            f"data_worker --port={port}"
-        ) from None
+def unknown_dataset(name: str, known: Iterable[str]) -> str:
+    """Returns the error about a name that is not among the `known` names of TFDS."""
+    base = re.split("[/:]", name)[0]
+    close = difflib.get_close_matches(base, ["digits", *sorted(known)], n=3, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(close)}?" if close else "."
+    return (
+        f"unknown dataset {name!r}{hint} Pass the name of a TFDS dataset "
+        "(tensorflow.org/datasets/catalog), 'digits', or a directory of images or IDX files that "
+        "exists"
+    )
 
 
-def addresses_of(host: str, port: int, batch_port: int | None = None) -> Cluster:
-    """Returns the two addresses of a data worker, by default at `port` and the next one."""
-    return Cluster({"worker": [f"{host}:{port}", f"{host}:{batch_port or port + 1}"]})
+def tfds_names() -> set[str]:
+    """Returns the names of TFDS's datasets, and those of other classes; empty without TFDS."""
+    spec = importlib.util.find_spec("tensorflow_datasets")
+    if spec is None or spec.origin is None:
+        return set()
+    root = pathlib.Path(spec.origin).parent
+    names = {path.name for path in (root / "datasets").iterdir() if path.is_dir()}
+    # TFDS names a dataset after its class, or after the folder of its module.
+    for path in root.glob("*/**/*.py"):
+        folder = path.relative_to(root).parts[0]
+        if folder in _NO_DATASETS or path.name.endswith("_test.py"):
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        names |= {_snake_case(found) for found in _CLASS.findall(text)}
+    return names
+
+
+def _snake_case(name):
+    """Returns the name that TFDS gives to a dataset of a class, such as cats_vs_dogs."""
+    name = re.sub(r"(.)([A-Z][a-z0-9]+)", r"\1_\2", name)
+    return re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name).lower()

@@ -25,9 +25,9 @@ import tensorflow as tf
 
 from kdist.batch import Batch
 from kdist.data.arrays import ArraySource, from_arrays
-from kdist.data.names import parse_data_workers
 from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.source import Source, check_seed
+from kdist.data.worker_addresses import parse_data_workers
 from kdist.data.workers import divided
 
 _logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Pipeline:
             op for op in as_operations(operations) if training or not op.is_random
         )
         self.image_shape = _shape_after(self._operations, source.image_shape)
-        self._source = source
+        self._source, self._cache = source, cache
         if not self._data_workers:
             self._source, self._operations = _cached(source, self._operations, cache)
 
@@ -149,6 +149,22 @@ class Pipeline:
     def arrays(self) -> tuple[np.ndarray, ...] | None:
         """Returns the arrays that hold all examples, or None if they are read from disk."""
         return self._source.arrays()
+
+    def subset(self, number: int) -> "Pipeline":
+        """Returns a pipeline of `number` of its examples, sampled with its seed.
+
+        Raises:
+            ValueError: there are fewer examples, or `number` is less than 1.
+        """
+        return Pipeline(
+            self._source.subset(number, self.seed),
+            self.batch,
+            training=self.training,
+            seed=self.seed,
+            operations=self._operations,
+            cache=self._cache,
+            data_workers=self._data_workers,
+        )
 
     def sample(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns random examples, the same in each call and process, such as for a table.

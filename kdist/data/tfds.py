@@ -1,7 +1,6 @@
 """Datasets of TensorFlow Datasets (TFDS), by name."""
 
 import contextlib
-import difflib
 import logging
 import os
 import struct
@@ -15,6 +14,7 @@ import psutil
 import tensorflow as tf
 
 from kdist.data.arrays import from_arrays
+from kdist.data.names import tfds_names, unknown_dataset
 from kdist.data.source import DatasetUnavailable, Source, check_labels
 
 _logger = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ def load_tfds(
         try:
             builder = tfds.builder(name, data_dir=data_dir)
         except (tfds.core.DatasetNotFoundError, ValueError) as error:  # not known, or not valid
-            raise ValueError(_unknown(name, tfds.list_builders(), error)) from error
+            raise ValueError(_unknown(name, tfds_names(), error)) from error
+        _check_images(tfds, builder)  # before a download
         if not builder.data_path.exists():
             _prepare(builder, download)
         return _sources(tfds, builder, splits, from_disk)
@@ -133,7 +134,8 @@ def _check_reachable(builder):
         raise OSError("; ".join(failures))
 
 
-def _sources(tfds, builder, splits, from_disk):
+def _check_images(tfds, builder):
+    """Raises a ValueError unless the examples are images with class labels."""
     info = builder.info
     keys = info.supervised_keys
     kinds = tfds.features.Image, tfds.features.ClassLabel
@@ -144,6 +146,10 @@ def _sources(tfds, builder, splits, from_disk):
             f"{builder.name} is not a dataset of images with class labels; its features are "
             f"{', '.join(info.features)}. Choose another dataset"
         )
+
+
+def _sources(tfds, builder, splits, from_disk):
+    info = builder.info
     if splits is None:
         held_out = [name for name in ("test", "validation") if name in info.splits]
         splits = ("train", held_out[0]) if held_out else ("train[:80%]", "train[80%:]")
@@ -233,12 +239,7 @@ def _without_google_cloud(tfds):
 def _unknown(name, known, error):
     if name.partition("/")[0].partition(":")[0] in known:  # its configuration or version is unknown
         return f"{name!r}: {error}"
-    close = difflib.get_close_matches(name, ["digits", *known], n=3, cutoff=0.6)
-    hint = f"; did you mean {' or '.join(close)}?" if close else "."
-    return (
-        f"unknown dataset {name!r}{hint} Pass the name of a TFDS dataset "
-        "(tensorflow.org/datasets/catalog), 'digits', or a directory of images or IDX files"
-    )
+    return unknown_dataset(name, known)
 
 
 class RecordSource(Source):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from kdist.cluster.remote_access import check_remote_access, restrict_to_loopback
-from kdist.data.names import addresses_of, check_answers
+from kdist.data.worker_addresses import addresses_of, check_answers
 from kdist.exit_codes import PEER_HANGS
 
 _logger = logging.getLogger(__name__)

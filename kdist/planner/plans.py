@@ -362,6 +362,7 @@ def train_command(plan: Plan) -> str:
         "precision": plan.precision,
         "optimizer": plan.optimizer,
         "jit_compile": "true" if plan.jit_compile else None,
+        "allow_remote": "true" if layout.machines > 1 else None,
     }
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return " ".join(["kdist train", *flags])

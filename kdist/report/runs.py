@@ -191,6 +191,8 @@ def _no_run_message(path, given):
         found = "it does not exist"
     elif not path.is_dir():
         found = "it is a file"
+    elif any(path.glob("*/config.json")):
+        found = f"it holds runs, which are named one by one, or as {path}/*"
     else:
         found = "it has no config.json, metrics.jsonl, or summary.json"
     return f"{given} is no run directory: {found}. Pass the --run_dir of a run of `kdist train`"

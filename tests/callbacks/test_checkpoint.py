@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -187,6 +188,31 @@ def test_damaged_checkpoints_are_an_error(tmp_path):
         fit(strategy, [Checkpoint(tmp_path)])
     fit(strategy, [Checkpoint(tmp_path, resume="never")], epochs=1)
     assert CheckpointFiles(tmp_path).newest().step == 20  # above the existing ones
+
+
+def test_a_checkpoint_that_lacks_values_is_an_error(tmp_path):
+    strategy = create_strategy("one_device")
+    fit(strategy, [*deciding(), Checkpoint(tmp_path / "whole")], epochs=1)
+    saved = CheckpointFiles(tmp_path / "whole").newest()
+    arrays = saved.tensors()
+
+    def check(name, arrays, state):
+        files = CheckpointFiles(tmp_path / name)
+        files.write(1, arrays, state)
+        with pytest.raises(CheckpointError, match=name):
+            fit(strategy, [*deciding(), Checkpoint(files.directory)])
+
+    for name in ("position", "position.epoch", "generators.numpy", "facts", "best"):
+        state = copy.deepcopy(saved.state)
+        *parent, key = name.split(".")
+        del (state[parent[0]] if parent else state)[key]
+        check(name, arrays, state)
+    lost = {name: array for name, array in arrays.items() if "best_weights" not in name}
+    check("best_weights", lost, saved.state)
+    for path in saved.path.glob("tensors.*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        saved.tensors()
 
 
 def test_resume_from_a_path(tmp_path):

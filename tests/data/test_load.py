@@ -8,6 +8,7 @@ import pytest
 import kdist
 from kdist.batch import Batch
 from kdist.data import DatasetUnavailable, Pipeline, from_arrays
+from kdist.data.names import tfds_names
 from kdist.data.operations import central_crop, random_crop, random_flip, resize
 
 
@@ -79,6 +80,14 @@ def test_tfds_names_with_a_configuration(tmp_path):
         kdist.data.load("cifar10_corrupted/britghness", **options)
     with pytest.raises(ValueError, match="unknown dataset 'Foo Bar'"):
         kdist.data.load("Foo Bar", **options)
+
+
+@pytest.mark.slow  # importing the definitions of all datasets takes seconds
+def test_names_are_those_of_tfds():
+    import tensorflow_datasets
+
+    names = set(tensorflow_datasets.list_builders(with_community_datasets=False))
+    assert names <= tfds_names()
 
 
 def test_home_directory_is_expanded(tmp_path, monkeypatch):

@@ -175,6 +175,21 @@ def test_broken_images_are_skipped_and_logged(pets, capsys):
     assert set(shapes) == {(2, 8, 8, 3)}
 
 
+def test_files_of_other_programs_are_no_classes_and_no_images(pets, capsys):
+    write_image(pets / "Cat" / ".ipynb_checkpoints" / "0-checkpoint.jpg")
+    write_image(pets / ".ipynb_checkpoints" / "0.jpg")
+    write_image(pets / "__MACOSX" / "Cat" / "0.jpg")
+    (pets / "Cat" / "._0.jpg").touch()
+    (pets / "Cat" / "new.webp").touch()
+    (pets / "Bird").mkdir()
+    train, test = kdist.data.load(pets, batch=Batch(2), operations="resize(8, 8)")
+    assert train.class_names == ("Bird", "Cat", "Dog")
+    assert train.num_examples + test.num_examples == 20
+    logged = capsys.readouterr().err
+    assert "1 files of other types are ignored (.webp); images are .jpg, " in logged
+    assert "no images of the classes Bird" in logged
+
+
 def test_train_and_test_folders(tmp_path):
     for part, number in (("train", 3), ("test", 2)):
         for name in ("a", "b"):

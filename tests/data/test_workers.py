@@ -10,7 +10,7 @@ import kdist
 from kdist.batch import Batch
 from kdist.data import Pipeline, from_arrays, workers
 from kdist.data.image_folder import load_image_folder
-from kdist.data.names import parse_data_workers
+from kdist.data.worker_addresses import parse_data_workers
 from kdist.launch.local_engine import reserve_ports
 
 

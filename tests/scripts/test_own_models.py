@@ -123,6 +123,8 @@ def test_applications_scale_pixels_to_probabilities(name):
     assert scaled
     with pytest.raises(ValueError, match="weights"):
         build_application(name, (32, 32, 3), 5, "float32", weights="imagenet")
+    with pytest.raises(ValueError, match=r"\(28, 28\) pixels are too small.*--operations"):
+        build_application(name, (28, 28, 1), 5, "float32")
 
 
 def test_a_file_of_keras_starts_a_model_with_gray_images_and_another_last_layer(

@@ -114,8 +114,16 @@ def build_application(
         )
         return model(inputs, probabilities(built.output, num_classes), name.lower())
 
-    with _downloads(name):
-        return build(precision=precision)
+    try:
+        with _downloads(name):
+            return build(precision=precision)
+    except ValueError as error:
+        if "size must be at least" not in str(error):
+            raise
+        raise ValueError(
+            f"{PREFIX}{name}: images of {tuple(input_shape[:2])} pixels are too small ({error}); "
+            "enlarge them: --operations='resize(224, 224)'"
+        ) from error
 
 
 def check_download(name: str):

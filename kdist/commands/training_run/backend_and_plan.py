@@ -6,6 +6,7 @@ from absl import flags
 
 import kdist
 from kdist import program
+from kdist.hardware import find_gpus
 from kdist.mirror.store import is_url
 
 FLAGS = flags.FLAGS
@@ -97,7 +98,13 @@ def apply_plan():
 
 
 def report_data_differences(plan, train):
-    """Prints how the data differ from those of the plan."""
+    """Prints how the data and the GPUs differ from those of the plan."""
+    gpus = len(find_gpus(os.environ))
+    if gpus < plan.layout.devices_per_machine:
+        print(
+            f"GPUs: {plan.layout.devices_per_machine} × {plan.machine.gpu} planned, {gpus} on this "
+            "machine; logical CPU devices replace missing ones, and times will differ"
+        )
     for what, planned, actual in (
         ("examples per epoch", plan.examples, train.num_examples),
         ("input shape", plan.input_shape, tuple(train.image_shape)),

@@ -36,16 +36,15 @@ def load_data_in_time(strategy, batch, started, interrupted=None):
     examples = examples or examples_in_time(strategy, train, test, started)
     keras.utils.set_random_seed(FLAGS.seed)
     if examples < train.num_examples:
-        return load_data(batch, examples)
+        train = train.subset(examples)
     return dataset, train, test
 
 
-def load_data(batch, examples=None):
+def load_data(batch):
     """Returns (name of the dataset, training pipeline, test pipeline), or those of the fallback.
 
     Args:
         batch: a `kdist.Batch`.
-        examples: number of training examples, instead of --examples.
     """
     options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
     if FLAGS.data_workers:
@@ -55,7 +54,7 @@ def load_data(batch, examples=None):
     try:
         return FLAGS.dataset, *load_by_name(
             FLAGS.dataset,
-            examples=examples or FLAGS.examples,
+            examples=FLAGS.examples,
             data_dir=FLAGS.data_dir,
             download=FLAGS.download,
             data_workers=FLAGS.data_workers,

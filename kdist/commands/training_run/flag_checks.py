@@ -10,8 +10,9 @@ from kdist.commands.training_run.applications import APPLICATIONS, PREFIX, appli
 from kdist.commands.training_run.compiled_model import MODELS
 from kdist.commands.training_run.fine_tuning import check_weights, freeze_patterns
 from kdist.commands.training_run.user_code import check_reference, is_reference, parse_arguments
-from kdist.data.names import check_answers, dataset_path, parse_data_workers
+from kdist.data.names import check_dataset_name, dataset_path
 from kdist.data.operations import as_operations
+from kdist.data.worker_addresses import check_answers, parse_data_workers
 from kdist.json_text import parse_json
 from kdist.run_directory import check_writable
 
@@ -52,7 +53,7 @@ def check_data(*datasets):
     """Checks --operations, --data_dir, and the names of datasets; None is no dataset.
 
     Raises:
-        ValueError: an operation is unknown or has invalid arguments, or a name is empty.
+        ValueError: an operation or a name is unknown, or an operation has invalid arguments.
         FileNotFoundError: a directory does not exist.
     """
     as_operations(FLAGS.operations)
@@ -60,7 +61,7 @@ def check_data(*datasets):
         if name is not None and is_reference(name):
             check_reference("dataset", name)
         elif name is not None:
-            dataset_path(name)
+            _check_dataset(name)
     directory = FLAGS.data_dir
     if directory is None or os.path.isdir(directory):
         return
@@ -69,6 +70,12 @@ def check_data(*datasets):
             f"--data_dir={directory}: no such directory; give that of the TFDS datasets or IDX "
             "files, or leave it out"
         )
+
+
+def _check_dataset(name):
+    path = dataset_path(name)
+    if name != "digits" and not os.path.isdir(path):
+        check_dataset_name(path, FLAGS.data_dir)
 
 
 def check_split():

@@ -17,20 +17,33 @@ from kdist.run_directory import RUN_DIR, RUNS, FileLock, RunDirectory
 FLAGS = flags.FLAGS
 # Number of the newest run directories that are searched for an interrupted one.
 _SEARCHED = 20
+# Role of a task -> flag of `kdist launch` with the number of such tasks.
+_COUNTS = {"worker": "workers", "ps": "ps"}
+# Flags that another training on the same data needs.
+_OF_DATA = ("data_dir", "operations")
 
 
 def command(name, *arguments):
-    """Returns the text of a `kdist` command, as it can be run in this directory."""
-    program = ["kdist"]
-    if not shutil.which("kdist"):
-        program = [os.path.relpath(sys.executable), "-m", "kdist"]
+    """Returns the text of a `kdist` command that runs in this directory."""
+    program = ["kdist"] if shutil.which("kdist") else [sys.executable, "-m", "kdist"]
     return shlex.join([*program, name, *map(str, arguments)])
 
 
 def command_to_continue(path):
-    """Returns the command that continues the run of this process, with the flags of now."""
+    """Returns the command that continues the run of this process, with the flags of now.
+
+    That of a task of `kdist launch` starts a job with the same tasks.
+    """
     given = [word for word in sys.argv[1:] if not word.startswith(("--run_dir=", "-run_dir="))]
-    return command("train", *given, f"--run_dir={FLAGS.run_dir if is_url(FLAGS.run_dir) else path}")
+    training = ["train", *given, f"--run_dir={FLAGS.run_dir if is_url(FLAGS.run_dir) else path}"]
+    if RUN_DIR not in os.environ:
+        return command(*training)
+    tasks = kdist.Cluster.resolve().tasks
+    counts = [f"--{flag}={len(tasks[role])}" for role, flag in _COUNTS.items() if role in tasks]
+    alone = [role for role in ("chief", "evaluator") if role in tasks]
+    if "ps" in tasks:
+        alone.remove("chief")  # which the launcher adds
+    return command("launch", *counts, *(f"--{role}" for role in alone), "--", "kdist", *training)
 
 
 def print_start(path, resumes, mirror=None):
@@ -57,12 +70,23 @@ def says_how_to_continue(run):
         raise
 
 
-def print_next_steps(run):
-    """Prints three commands to try after a training."""
+def print_next_steps(run, dataset):
+    """Prints three commands to try after a training.
+
+    Args:
+        run: the run directory.
+        dataset: name of the dataset that was used, which may be that of --fallback_dataset.
+    """
     name = FLAGS.model.rpartition(":")[2].rpartition(".")[2]
+    other = _other_run(run)
     commands = [
-        (command("report", run.path, "OTHER_RUN"), "compare it with another run"),
         (
+            command("report", run.path, *other),
+            "compares it with another run" if other else "a page about this run",
+        ),
+        (command("serve", f"--model_dir={FLAGS.export}"), "answers requests")
+        if FLAGS.export
+        else (
             command("export", best_model(run) or run.path, f"--output=models/{name}"),
             "for kdist serve",
         ),
@@ -70,9 +94,18 @@ def print_next_steps(run):
     if FLAGS.model == "resnet18":
         commands.append((command("plan", "--model=resnet18", "--examples=60000"), "rent GPUs"))
     else:
-        commands.append((command("train", "--model=resnet18"), "a larger network"))
+        data = [f"--dataset={dataset}"] if dataset != FLAGS["dataset"].default else []
+        data += [f"--{name}={FLAGS[name].value}" for name in _OF_DATA if FLAGS[name].present]
+        commands.append((command("train", "--model=resnet18", *data), "a larger network"))
     width = max(len(text) for text, _ in commands)
     print("next:", *(f"  {text:{width}}  # {words}" for text, words in commands), sep="\n")
+
+
+def _other_run(run):
+    """Returns a list with the path of the newest finished run below runs/ but this one, if any."""
+    summaries = [RunDirectory(path).summary for path in RUNS.glob("*")]
+    others = [file for file in summaries if file.exists() and not file.parent.samefile(run.path)]
+    return [max(others, key=lambda file: file.stat().st_mtime).parent] if others else []
 
 
 def _interrupted_run():

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import json
 import logging
 import math
 import time
@@ -27,6 +26,7 @@ from kdist.commands.training_run.recording import (
     start_recording,
 )
 from kdist.commands.training_run.summary import cost, print_summary, run_config
+from kdist.report.records import NO_RECORDS, read_records
 from kdist.run_directory import checkpoint_step
 from kdist.strategy_spec import resolve
 from kdist.telemetry.writers.base import write_results
@@ -94,7 +94,7 @@ def _train(spec, plan, path, mirror):
             write_models(recording, exported, summary)
     finally:
         recording.writer.close()
-    print_next_steps(recording.run)
+    print_next_steps(recording.run, dataset)
 
 
 def strategy_spec(plan):
@@ -182,9 +182,11 @@ def write_models(recording, version, summary):
 
 def results_at(step, run):
     """Returns loss and metrics on the test data at the end of an epoch, from metrics.jsonl."""
-    records = map(json.loads, run.metrics.read_text().splitlines())
-    of_step = (each for each in records if (each["kind"], each["step"]) == ("epoch", step))
-    return test_results_of(next(of_step, {}))
+    epochs = read_records(run.metrics, ["kind"], []).get(("epoch",), NO_RECORDS)
+    points = {name: dict(zip(*epochs.points("step", name), strict=True)) for name in epochs.columns}
+    return test_results_of(
+        {name: float(values[step]) for name, values in points.items() if step in values}
+    )
 
 
 def export_model(model, class_names):

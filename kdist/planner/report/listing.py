@@ -86,7 +86,7 @@ def plans_text(result: RankedPlans, number: int = 10) -> str:
     for place, plan in enumerate(result.plans[:number], 1):
         mark = "*" if plan in result.pareto else ""
         rows.append([f"{place}{mark}", *row_cells(plan)])
-    lines = [recommendation(result), f"Run it: {run_text(result.best)}", ""]
+    lines = [recommendation(result), f"Run it, with your --dataset: {run_text(result.best)}", ""]
     if others := alternatives(result):
         lines += [*_columns([ALTERNATIVES, *others], left=(0, 1)), ""]
     lines += _columns(rows, left=[place + 1 for place in _LEFT_ALIGNED])

@@ -84,7 +84,7 @@ def test_command_of_a_plan(planned):
     assert train_command(plan) == (
         "kdist train --model='my net' --strategy=multi_worker --num_devices=2 --local_batch_size=8 "
         "--accumulate=2 --epochs=1234567 --precision=float32 --optimizer=momentum "
-        "--jit_compile=true"
+        "--jit_compile=true --allow_remote=true"
     )
 
 
