@@ -34,8 +34,10 @@ def command_to_continue(path):
 
     That of a task of `kdist launch` starts a job with the same tasks.
     """
-    given = [word for word in sys.argv[1:] if not word.startswith(("--run_dir=", "-run_dir="))]
-    training = ["train", *given, f"--run_dir={FLAGS.run_dir if is_url(FLAGS.run_dir) else path}"]
+    directories = ("--run_dir=", "-run_dir=")
+    given = [word for word in sys.argv[1:] if not word.startswith(directories)]
+    named = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith(directories)]
+    training = ["train", *given, f"--run_dir={named[-1] if named and is_url(named[-1]) else path}"]
     if RUN_DIR not in os.environ:
         return command(*training)
     tasks = kdist.Cluster.resolve().tasks
