@@ -203,7 +203,7 @@ def main(arguments):
 
 
 def run_here(command):
-    """Runs the tasks on this machine, and returns the exit code of the job."""
+    """Returns the exit code of the job, after running its tasks on this machine."""
     run_dir = run_directory(command)
     log_dir = run_dir / "logs"
     counts = {
