@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from absl import app, flags
+from absl import app, command_name, flags
 from absl import logging as absl_logging
 
 from kdist.exit_codes import INTERRUPTED, PEER_HANGS
@@ -158,6 +158,8 @@ def missing_argument(positional: str) -> str:
 
 def _run_guarded(main, arguments, positional, is_required):
     name = os.path.basename(arguments[0])
+    # absl has set it to "kdist train". Slurm does not find, nor signal, a child with a space in it.
+    command_name.set_kernel_process_name(name.replace(" ", "-"))
     if len(arguments) > 1 and not positional:
         return _fail(name, f"unknown argument {arguments[1]!r}; flags are --name=value (--help)")
     if len(arguments) == 1 and positional and is_required:

@@ -153,6 +153,13 @@ def kdist(*arguments):
     return process
 
 
+def test_the_name_of_the_process_has_no_space(tmp_path):
+    """Slurm's proctrack/linuxproc sends no signal to a process whose name has one."""
+    flag, code = f"--run_dir={tmp_path}", "cat /proc/$PPID/comm"
+    printed = kdist("launch", flag, "--", "sh", "-c", code).stdout
+    assert printed == "[worker 0] kdist-launch\n"
+
+
 def test_the_command_lists_its_programs():
     process = kdist()
     assert process.returncode == 0

@@ -19,7 +19,7 @@ COMMANDS = {
         "kdist train --model=lenet --dataset=digits --epochs=20",
     ),
     "launch": (
-        "Starts a script on this machine as a job of several processes.",
+        "Starts a script as a job of several processes, on this machine or a cluster.",
         "kdist launch --workers=2 -- my_script.py",
     ),
     "check": (

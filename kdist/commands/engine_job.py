@@ -58,7 +58,7 @@ def check_local_flags():
 
 
 def start(command, run_dir):
-    """Submits a job to --engine, or writes its text; returns the exit code."""
+    """Returns the exit code, after submitting a job to --engine or writing its text."""
     for name, remedy in _ONLY_LOCAL.items():
         if FLAGS[name].present:
             raise ValueError(f"--{name} does not apply to --engine={FLAGS.engine}; {remedy}")
@@ -79,7 +79,7 @@ def start(command, run_dir):
 
 
 def attend(command):
-    """Follows or stops --job, or prints its state or cost; returns the exit code."""
+    """Returns the exit code, after following or stopping --job, or printing its state or cost."""
     if command:
         raise ValueError(f"--job is a submitted job; leave {shlex.join(command)!r} out")
     for name, flag in program.own_flags().items():

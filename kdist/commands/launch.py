@@ -28,6 +28,11 @@
 In a script, kdist.create_strategy() returns the strategy of the job: multi_worker, or
 parameter_server if there are parameter servers.
 
+An engine (--engine) starts one task on each of its machines, with the user's own account and by the
+engine's own command line. It restarts a job that was preempted, and --max_restarts times one that
+failed, and the program resumes from its last checkpoint in the run directory. A flag that an engine
+does not have is refused. The guide is docs/guides/engines.md. What follows is about this machine.
+
 The command after -- is the same for all tasks. Each line of output is shown with the name of its
 task, such as [worker 1]. It is also written to logs/worker-1.log in the run directory: the
 program's own --run_dir, or the launcher's, or a new one below runs/.
@@ -43,11 +48,6 @@ without being counted. A failed worker of parameter servers is restarted alone.
 
 On a spot VM of GCE, AWS, or Azure, a preemption notice acts as SIGTERM: all tasks save, and the
 launcher ends with 143.
-
-An engine (--engine) starts one task on each of its machines, with the user's own account and by the
-engine's own command line. It restarts a job that was preempted, and --max_restarts failed ones, and
-the program resumes from its last checkpoint in the run directory. A flag that an engine does not
-have is refused. Guide: docs/guides/engines.md
 """
 
 import os
@@ -202,7 +202,7 @@ def main(arguments):
 
 
 def run_here(command):
-    """Runs the tasks on this machine, and returns the exit code of the job."""
+    """Returns the exit code of the job, after running its tasks on this machine."""
     run_dir = run_directory(command)
     log_dir = run_dir / "logs"
     counts = {

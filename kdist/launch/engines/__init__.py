@@ -12,12 +12,22 @@ engine's own command line, with the user's own account. Nothing here imports Ten
 
 import importlib
 
-from kdist.launch.engines.base import Cost, Engine, Handle, Job, MachineType, NoSuchJobError, Status
+from kdist.launch.engines.base import (
+    Cost,
+    Engine,
+    EngineJob,
+    Handle,
+    Job,
+    MachineType,
+    NoSuchJobError,
+    Status,
+)
 
 __all__ = [
     "ENGINES",
     "Cost",
     "Engine",
+    "EngineJob",
     "Handle",
     "Job",
     "MachineType",
@@ -37,7 +47,18 @@ ENGINES = {
 
 
 def get_engine(name: str) -> Engine:
-    """Returns the engine with this name.
+    """Returns the engine with a name.
+
+    Example:
+
+        >>> get_engine("slurm").program
+        'sbatch'
+
+    Args:
+        name: A name of `ENGINES`.
+
+    Returns:
+        The `Engine`.
 
     Raises:
         ValueError: If there is no such engine.

@@ -37,6 +37,11 @@ _PLANNED_NAME = re.compile(r"(.+?)(?: \+ \d+ x (.+)| \(\d+ ?x ([^)]+)\))?")
 class MachineType:
     """Kind of machine that runs one task.
 
+    Example:
+
+        >>> MachineType("n1-standard-8", "gcp", device="V100", num_devices=1).cloud
+        'gcp'
+
     Attributes:
         name: Name of the type in its cloud, such as `"n1-standard-8"`; `""` for any machine.
         cloud: `"gcp"`, `"aws"`, `"azure"`, …; `""` for machines that are not rented.
@@ -84,12 +89,12 @@ class MachineType:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class EngineJob:
     """Description of a job, independent of the engine that runs it. One task runs per machine.
 
     Example:
 
-        job = Job("cats", ("train.py", "--run_dir=runs/cats"), workers=4)
+        job = EngineJob("cats", ("train.py", "--run_dir=runs/cats"), workers=4)
 
     Args:
         name: Name of the job: lower-case letters, digits, and hyphens, at most 40 characters.
@@ -196,9 +201,18 @@ class Job:
         return {**{name: value for name, value in own.items() if value}, **self.environment}
 
 
+# The short name in this package, where no `kdist.planner.Job`, a training to plan, is in sight.
+Job = EngineJob
+
+
 @dataclasses.dataclass(frozen=True)
 class Status:
     """State of a submitted job.
+
+    Example:
+
+        >>> print(Status("pending", "Resources", 2))
+        pending, 2 restarts: Resources
 
     Attributes:
         state: `"pending"`, `"running"`, `"done"`, `"failed"`, or `"stopped"`.
@@ -222,7 +236,12 @@ class Status:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a job has used so far.
+    """Machine hours of a job so far, and their price.
+
+    Example:
+
+        >>> Cost(machine_hours=3.0, usd_per_hour=0.5).usd
+        1.5
 
     Attributes:
         machine_hours: Hours of all machines together.
@@ -258,14 +277,28 @@ class CommandError(RuntimeError):
 
 
 class NoSuchJobError(ValueError):
-    """The engine has no job with this name."""
+    """The engine has no job with this name.
+
+    Example:
+
+        try:
+            handle = engine.find("cats")
+        except NoSuchJobError:
+            handle = engine.submit(job)
+    """
 
 
 class Handle(abc.ABC):
     """A submitted job.
 
-    Attributes:
-        name: Name of the job.
+    Example:
+
+        handle = get_engine("slurm").find("cats")
+        print(handle.status(), handle.cost())
+        exit_code = handle.follow(print)
+
+    Args:
+        name: Name of the job, which is also an attribute.
     """
 
     def __init__(self, name: str):
@@ -290,6 +323,12 @@ class Handle(abc.ABC):
 
 class Engine(abc.ABC):
     """A program that runs jobs on other machines.
+
+    Example:
+
+        engine = get_engine("slurm")
+        job = EngineJob("cats", ("train.py",), workers=4)
+        handle = None if engine.check(job) else engine.submit(job)
 
     Attributes:
         name: Name of the engine, the value of `kdist launch --engine`.
@@ -393,11 +432,14 @@ def similar_machines(planned: Any, offers: Iterable[Any], spot: bool) -> list[Ma
 
 
 def call(arguments: Sequence[str], text: str | None = None) -> str:
-    """Runs an engine's command line, and returns what it prints.
+    """Runs an engine's command line.
 
     Args:
         arguments: The program and its arguments.
         text: Standard input.
+
+    Returns:
+        What it prints.
 
     Raises:
         RuntimeError: If the program is missing.
