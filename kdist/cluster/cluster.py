@@ -180,10 +180,11 @@ class Cluster:
         required, allowed = _STRATEGY_ROLES[strategy]
         missing = [role for role in ROLES if role in required - self.tasks.keys()]
         if missing:
+            servers = " (KDIST_PS=1 for a server)" * ("ps" in missing)
             raise ValueError(
                 f"{strategy} needs tasks of the role {' and '.join(missing)}; the cluster has "
-                f"{self.counts() or 'none'}. Start them with kdist launch or srun, or set "
-                "TF_CONFIG for each task"
+                f"{self.counts() or 'none'}. Start them with kdist launch, or srun{servers}, or "
+                "set TF_CONFIG for each task"
             )
         unused = [role for role in self.tasks if role not in required | allowed]
         if unused:
