@@ -25,6 +25,11 @@
   kdist plan --model=resnet50 --examples=1281167 --epochs=90 --cloud=gcp --spot --output=plan.json
   kdist launch --engine=kubernetes --plan=plan.json --write=- … -- kdist train --allow_remote
 
+  # rent spot VMs that a plan names, by the user's own gcloud or sky
+  kdist launch --engine=gce --plan=plan.json --mirror=gs://bucket/cats --max_usd=100 --follow \\
+    --image=project/family -- kdist train --allow_remote --run_dir=runs/cats
+  kdist launch --engine=skypilot --plan=plan.json --setup='pip install kdist' --write=task.yaml …
+
 In a script, kdist.create_strategy() returns the strategy of the job: multi_worker, or
 parameter_server if there are parameter servers.
 

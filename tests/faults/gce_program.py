@@ -79,10 +79,11 @@ def preempt(service, checkpoints, seen):
     service.without_capacity |= {(SMALL.name, zone) for zone in ZONES}
     log = service.vms["cats-worker-1"].log
     began = time.monotonic()
-    service.preempt("cats-worker-1", 15.0)
+    service.preempt("cats-worker-1")
     while "exit code 143" not in log.read_text():
         time.sleep(0.05)
     seen["saved after"] = time.monotonic() - began
+    service.delete("cats-worker-1")
 
 
 def limited(service):

@@ -91,7 +91,7 @@ def test_compute_engine_creates_preempted_vms_again(tmp_path, undisturbed):
     check_equal(run, undisturbed("multi_worker"))
     seen = run.seen()
     assert seen["code"] == 0
-    assert seen["saved after"] < 10
+    assert seen["saved after"] < 30  # the time that Compute Engine gives
     workers = ("cats-worker-0", "cats-worker-1")
     kinds = [(name, kind, zone) for name, kind, zone, spot in seen["created"] if spot == "SPOT"]
     # No capacity in the first zone; later none of this kind at all, and then of the next kind.

@@ -277,6 +277,9 @@ OTHERS = [
     ("launch", [*SLURM, "--plan=nowhere.json", "--", "true"], "create it with kdist plan"),
     ("launch", [*SLURM, "--plan=list.json", "--", "true"], "list.json is no plan"),
     ("launch", [*SLURM, "--name=Cats", "--", "true"], "lower-case letters"),
+    ("launch", ["--engine=gce", "--write=-", "--", "true"], "--machine_type=n1-standard-8"),
+    ("launch", ["--engine=skypilot", "--write=-", "--", "true"], "--setup='pip install kdist'"),
+    ("launch", ["--engine=ray", "--option=strategy=NEAR", "--", "true"], "STRICT_SPREAD"),
 ]
 CASES = [
     *(("train", flags, {}, message) for flags, message in TRAIN),

@@ -186,12 +186,18 @@ class ComputeEngine(Engine):
             NoSuchJobError: If no VM has this job; preempted VMs are deleted.
             RuntimeError: If `gcloud` fails.
         """
+        found = []
         for vm in _list_vms(name, ()):
             metadata = {each["key"]: each["value"] for each in vm["metadata"]["items"]}
             fields = json.loads(metadata.pop(_JOB))
-            state = State(**fields["state"])
-            return ComputeEngineJob(_job_from(fields["job"]), metadata, state)
-        raise NoSuchJobError(f"no VM has the label kdist-job={name}; gcloud compute instances list")
+            job, state = _job_from(fields["job"]), State(**fields["state"])
+            found.append(ComputeEngineJob(job, metadata, state))
+        if not found:
+            raise NoSuchJobError(
+                f"no VM has the label kdist-job={name}; gcloud compute instances list"
+            )
+        # VMs that were created again know of later restarts.
+        return max(found, key=lambda each: each.restarts)
 
 
 @dataclasses.dataclass
@@ -230,11 +236,16 @@ class ComputeEngineJob(Handle):
         self._codes: dict[str, int | None] = {}
         self._project = _project(job)
 
+    @property
+    def restarts(self) -> int:
+        """Number of restarts that count."""
+        return self._state.restarts
+
     def status(self) -> Status:
         """Returns the state of the job, from its VMs and their output."""
         states = self._states()
         self._read_output(states, lambda line: None)
-        restarts, codes = self._state.restarts, self._codes
+        restarts, codes = self.restarts, self._codes
         if codes.get(self._names[0]) == 0:
             return Status("done", "its VMs are off or soon will be; --stop deletes them", restarts)
         missing = [name for name in self._names if states.get(name) not in _RUNNING]

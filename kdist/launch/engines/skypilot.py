@@ -90,7 +90,7 @@ class SkyPilot(Engine):
             "resources:",
             *(f"  {key}: {json.dumps(value)}" for key, value in resources.items()),
             "  any_of:  # the cheapest first",
-            *(_machine_line(job, machine) for machine in job.machines),
+            *(_machine_line(job, machine) for machine in sorted(job.machines, key=_price)),
             "envs:",
             *(f"  {name}: {json.dumps(value)}" for name, value in job.variables.items()),
         ]
@@ -171,6 +171,10 @@ class SkyPilotJob(Handle):
         nodes = re.match(r"(\d+)x", record.get("resources") or "")
         hours = (record.get("job_duration") or 0.0) / 3600
         return Cost(hours * int(nodes[1] if nodes else 1), self._usd_per_hour)
+
+
+def _price(machine):
+    return math.inf if machine.usd_per_hour is None else machine.usd_per_hour
 
 
 def _machine_line(job, machine):

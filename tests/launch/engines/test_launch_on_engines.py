@@ -48,6 +48,35 @@ def launch(*flags, check=True):
 TRAIN = ("--", "kdist", "train", "--allow_remote", "--run_dir=/runs/cats")
 
 
+def test_a_plan_is_what_would_be_rented(plans, state):
+    plan = planner.Plan.load(plans["gcp"])
+    flags = (f"--plan={plans['gcp']}", "--setup=pip install kdist", "--write=-")
+    flags = (*flags, "--image=my/cats", "--mirror=gs://b/cats")
+    usd, seconds = plan.usd / plan.hours, plan.hours * 1.5 * 3600
+    text = launch("--engine=gce", *flags, *TRAIN)
+    for part in (
+        "create cats-worker-0 cats-worker-1 ",
+        "--machine-type=n1-standard-32 ",
+        "--accelerator=type=nvidia-tesla-k80,count=4 ",
+        "--provisioning-model=SPOT ",
+        f"--max-run-duration={int(seconds)}s ",
+        f"# 2 × n1-standard-32 with 4 × K80, ${usd:,.4g} per hour",
+        f"--local_batch_size={plan.local_batch} ",
+        f"global batch {plan.batch.global_size}",
+        "--mirror=gs://b/cats",
+    ):
+        assert part in text, part
+    text = launch("--engine=skypilot", *flags, *TRAIN)
+    assert f"# ${usd:,.4f} per hour" in text
+    task = yaml.safe_load(text)
+    assert (task["num_nodes"], task["resources"]["use_spot"]) == (2, True)
+    assert task["resources"]["any_of"][0]["instance_type"] == "n1-standard-32"
+    assert task["resources"]["any_of"][0]["accelerators"] == "K80:4"
+    assert f"--local_batch_size={plan.local_batch} " in task["run"]
+    refused = launch("--engine=ray", *flags, *TRAIN, check=False)
+    assert "the plan is for machines of gcp" in refused
+
+
 def test_a_plan_is_what_kubernetes_would_run(plans, state):
     plan = planner.Plan.load(plans["gcp"])
     flags = ("--engine=kubernetes", f"--plan={plans['gcp']}", "--image=cats:1", "--write=-")

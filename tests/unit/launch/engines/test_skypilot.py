@@ -46,13 +46,13 @@ def test_the_task_has_what_is_planned():
             "recover_on_exit_codes": [143],
         },
         "any_of": [
+            {"infra": "lambda", "instance_type": "gpu_8x_v100"},
             {
                 "infra": "gcp/us-central1",
                 "instance_type": "a2-highgpu-8g",
                 "accelerators": "A100:8",
             },
             {"infra": "aws", "instance_type": "p4d.24xlarge"},
-            {"infra": "lambda", "instance_type": "gpu_8x_v100"},
         ],
     }
     assert task["envs"] == {"KDIST_CHIEF": "1", "KDIST_PS": "1", "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,93 @@
+"""Tasks on Ray without a cluster: the actors of tasks are objects of this process."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from kdist.cluster import Cluster
+from kdist.launch.engines import Job, ray_actors
+from kdist.launch.engines.ray_actors import Place, RayTask
+from kdist.launch.output import Screen
+from kdist.launch.task_group import TaskGroup, Timeouts
+
+
+class Actor:
+    """A handle of an actor, whose methods are called at once."""
+
+    def __init__(self, place):
+        self.place, self.is_lost = place, False
+
+    def __getattr__(self, name):
+        def remote(*arguments):
+            if self.is_lost:
+                raise ray_actors.ray.exceptions.ActorDiedError
+            return getattr(self.place, name)(*arguments)
+
+        return type("Method", (), {"remote": staticmethod(remote)})
+
+
+@pytest.fixture
+def group(monkeypatch, tmp_path):
+    """Returns a function that makes the tasks of a job, their actors, and their lines."""
+    monkeypatch.setattr(ray_actors.ray, "get", lambda value: value)
+    monkeypatch.chdir(tmp_path)
+
+    def make(shell, run_dir=""):
+        command = ("sh", "-c", shell)
+        options = {"directory": str(tmp_path), "cpus": "3"}
+        job = Job("cats", command, workers=2, run_dir=run_dir, options=options)
+        addresses = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
+        tasks, lines = [], []
+        for cluster in Cluster(addresses, "worker", 0).all_tasks():
+            actor = Actor(Place.__ray_metadata__.modified_class())
+            tasks.append(RayTask(actor, cluster, job, {"KDIST_JOB_TOKEN": "t"}, None))
+        screen = ray_actors._Lines(lines.append)
+        assert isinstance(screen, Screen)
+        return TaskGroup(tasks, "no process", screen, Timeouts(end_seconds=10)), lines
+
+    return make
+
+
+def test_lines_and_exit_codes_of_tasks(group, tmp_path):
+    tasks, lines = group(
+        'echo "$KDIST_JOB_TOKEN $TF_NUM_INTRAOP_THREADS $TF_CONFIG"; echo end; exec 1>&- 2>&-; '
+        "sleep 0.2",
+        run_dir="run",
+    )
+    assert tasks.run() == 0
+    [first] = [line for line in lines if line.startswith("[worker 0] t 3 ")]
+    assert '"index": 0' in first
+    assert "[worker 1] end" in lines
+    assert (tmp_path / "run/logs/worker-1.log").read_text().endswith("end\n")
+
+
+def test_a_task_that_fails_ends_the_others(group):
+    tasks, lines = group(
+        'case "$TF_CONFIG" in *\'"index": 1\'*) exit 3;; esac; trap "echo asked; exit 143" TERM; '
+        "while true; do sleep 0.05; done"
+    )
+    assert tasks.run() == 3
+    assert tasks.failed.name == "worker 1"
+    assert "[worker 0] asked" in lines
+
+
+def test_a_lost_actor_is_a_killed_task(group):
+    tasks, lines = group("echo $$; sleep 60")
+    lost = tasks.tasks[1]
+
+    def lose():
+        while not lost.last_lines:
+            time.sleep(0.05)
+        lost.place.is_lost = True
+
+    import threading
+
+    threading.Thread(target=lose).start()
+    assert tasks.run() == 128 + signal.SIGKILL
+    assert tasks.failed is lost
+    assert any("[worker 1] (kdist: the task's actor or its node is gone" in each for each in lines)
+    # In this test the process of the actor still runs, which would have ended its child.
+    pid = int(next(line for line in lost.last_lines if line.isdecimal()))
+    os.kill(pid, signal.SIGKILL)
