@@ -162,13 +162,21 @@ def test_any_program_can_be_a_task_and_makes_a_new_directory(scripts, tmp_path):
     assert (run_dir / "logs" / "worker-1.log").read_text() == "it is me\n"
 
 
-@pytest.mark.parametrize("flag", [["--run_dir=own"], ["--run_dir", "own"], ["-run_dir=own"]])
-def test_logs_go_to_the_programs_own_run_directory(scripts, tmp_path, flag):
+@pytest.mark.parametrize(
+    ("flag", "own"),
+    [
+        (["--run_dir=own"], "own"),
+        (["--run_dir", "own"], "own"),
+        (["-run_dir=own"], "own"),
+        (["--run_dir=gs://bucket/own"], "runs/gs/bucket/own"),
+    ],
+)
+def test_logs_go_to_the_programs_own_run_directory(scripts, tmp_path, flag, own):
     process = launch(
         scripts / "launch.py", "--run_dir=other", "--", "echo", "hi", *flag, directory=tmp_path
     )
     assert process.returncode == 0
-    assert (tmp_path / "own" / "logs" / "worker-0.log").exists()
+    assert (tmp_path / own / "logs" / "worker-0.log").exists()
     assert not (tmp_path / "other").exists()
 
 

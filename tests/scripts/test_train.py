@@ -123,7 +123,11 @@ def test_flags_that_do_not_fit_the_data_are_rejected_with_a_remedy(tmp_path, fla
 
 
 def test_another_run_is_not_overwritten(tmp_path):
-    summary, _ = train(tmp_path / "run", "--model=mlp")
+    mirror = tmp_path / "bucket" / "run"
+    summary, printed = train(tmp_path / "run", "--model=mlp", f"--mirror=file://{mirror}")
+    assert f"run directory: {tmp_path / 'run'}, copied to file://{mirror}\n" in printed
+    for name in ("config.json", "metrics.jsonl", "summary.json", "report.html"):
+        assert (mirror / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
     process = program("train", f"--run_dir={tmp_path / 'run'}", *DIGITS, "--model=mlp")
     assert process.returncode == 1
     assert "already holds a finished run (mlp on digits)" in process.stderr
