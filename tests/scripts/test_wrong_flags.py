@@ -120,6 +120,7 @@ TRAIN = [
     (["--run_dir=on_fallback", *FALLBACK, "--fallback_epochs=30"], "--epochs=20, but now it is 30"),
     (["--run_dir=interrupted", "--epochs=7", "--resume=never"], "already holds another run"),
     (["--resume=nowhere"], "--resume=nowhere: no such checkpoint"),
+    (["--resume=interrupted"], "--resume=interrupted: no such checkpoint"),
     (["--plan=nowhere.json"], "create it with kdist plan --output"),
     (["--plan="], "create it with kdist plan --output"),
     (["--plan=finished"], "create it with kdist plan --output"),

@@ -38,7 +38,8 @@ def check_flags(spec):
     check_data(FLAGS.dataset, FLAGS.fallback_dataset)
     for address in parse_data_workers(FLAGS.data_workers):
         check_answers(address)
-    if FLAGS.resume not in ("auto", "never") and not os.path.exists(FLAGS.resume):
+    state = os.path.join(FLAGS.resume, "state.json")
+    if FLAGS.resume not in ("auto", "never") and not os.path.isfile(state):
         raise FileNotFoundError(
             f"--resume={FLAGS.resume}: no such checkpoint; give the path of one in "
             "RUN_DIR/checkpoints, auto, or never"

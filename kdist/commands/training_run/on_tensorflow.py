@@ -27,7 +27,7 @@ from kdist.commands.training_run.recording import (
 )
 from kdist.commands.training_run.summary import cost, print_summary, run_config
 from kdist.report.records import NO_RECORDS, read_records
-from kdist.run_directory import checkpoint_step
+from kdist.run_directory import RunDirectory, checkpoint_step
 from kdist.strategy_spec import resolve
 from kdist.telemetry.writers.base import write_results
 
@@ -65,10 +65,10 @@ def _train(spec, plan, path, mirror):
         if plan:
             report_data_differences(plan, train)
         print_start(path, resumes, mirror)
-    model = compiled_model(strategy, train)
-    config = run_config(dataset, train.num_examples)
-    recording = start_recording(path, config, model, is_chief, resumes, test, mirror)
-    with says_how_to_continue(recording.run) if is_chief else contextlib.nullcontext():
+    with says_how_to_continue(RunDirectory(path)) if is_chief else contextlib.nullcontext():
+        model = compiled_model(strategy, train)
+        config = run_config(dataset, train.num_examples)
+        recording = start_recording(path, config, model, is_chief, resumes, test, mirror)
         history = model.fit(
             train,
             validation_data=test,
