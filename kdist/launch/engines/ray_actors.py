@@ -324,7 +324,7 @@ class Supervisor:
             code = self._run_once(policy)
             if self._stopped or code in (0, _NO_ROOM) or self._seconds_left() == 0:
                 return code
-            if not policy.wait_before_restart(code):
+            if not policy.wait_before_restart(code) or self._stopped:
                 return code
             self._restarts += 1
 
