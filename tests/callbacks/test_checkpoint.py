@@ -265,7 +265,9 @@ def test_two_resuming_callbacks_are_rejected(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"every_steps": 0}, {"every_minutes": -1.0}, {"keep": 0}], ids=str
+    "arguments",
+    [{"every_steps": 0}, {"every_minutes": -1.0}, {"keep": 0}, {"mirror": "memory://a/b"}],
+    ids=str,
 )
 def test_invalid_arguments(tmp_path, arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):

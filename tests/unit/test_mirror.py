@@ -14,6 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import kdist.report
 from kdist.mirror import Mirror, Store, lease, mirror
 from kdist.mirror.store import check_url, local_directory
+from kdist.report import live
 
 URL = "memory://bucket/a"
 
@@ -270,5 +271,15 @@ def test_reports_read_mirrored_runs(tmp_path):
     assert local.metrics("train").length == run.metrics("train").length == 1
     with pytest.raises(FileNotFoundError, match="memory://bucket/b is no run directory"):
         kdist.report.read_run("memory://bucket/b")
-    before = Store(URL).states(["metrics.jsonl", "summary.json"])
-    assert list(before) == ["metrics.jsonl"]
+
+
+def test_the_live_page_follows_a_mirrored_run(tmp_path, store):
+    mirrored(tmp_path / "first", 10)
+    page = live._LivePage([URL], tmp_path / "page.html", None)
+    page.make()
+    version = page.version
+    page.update()
+    assert page.version == version
+    store.write("config.json", b'{"model": "lenet"}')
+    page.update()
+    assert (page.version != version, page.error) == (True, "")
