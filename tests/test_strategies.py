@@ -1,5 +1,6 @@
 """Strategies created on the devices of this machine."""
 
+import keras
 import pytest
 import tensorflow as tf
 
@@ -69,3 +70,10 @@ def test_strategies_of_two_sizes_live_in_one_process():
 def test_create_strategy_rejects(arguments, message):
     with pytest.raises(ValueError, match=message):
         create_strategy(**arguments)
+
+
+def test_devices_that_do_not_exist_are_refused_before_they_are_waited_for():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:9"]).scope():
+        model = kdist.Model.of(keras.Sequential([keras.layers.Dense(1)]))
+        with pytest.raises(ValueError, match="device CPU:9 does not exist, but CPU:0, CPU:1"):
+            model.compile("sgd", "mse")

@@ -34,10 +34,15 @@ def set_up(
         step_timeout_seconds: see `create_strategy`.
         partitioner: see `create_strategy`. Defaults to the strategy's `variable_partitioner`.
         equalizes_seeds: whether workers with different random seeds receive a common one.
+
+    Raises:
+        ValueError: a `MirroredStrategy` of several devices has one that does not exist.
     """
     extended = strategy.extended
     if hasattr(extended, "_kdist_is_set_up"):
         return
+    if isinstance(strategy, tf.distribute.MirroredStrategy) and strategy.num_replicas_in_sync > 1:
+        _check_devices(extended.worker_devices)
     extended._kdist_is_set_up = True
     if has_parameter_servers(strategy):
         partition_embeddings(strategy, partitioner)
@@ -46,6 +51,21 @@ def set_up(
         set_step_timeout(strategy, step_timeout_seconds)
         if equalizes_seeds and is_multi_worker(strategy):
             _equalize_seeds(strategy)
+
+
+def _check_devices(names):
+    """Raises a ValueError if a device does not exist: the first reduction would wait forever."""
+    existing = [_short_name(device.name) for device in tf.config.list_logical_devices()]
+    if missing := [name for name in map(_short_name, names) if name not in existing]:
+        raise ValueError(
+            f"the strategy's device {missing[0]} does not exist, but {', '.join(existing)}; "
+            "name existing ones, or use kdist.create_strategy('mirrored', devices=2), which "
+            "creates logical CPU devices"
+        )
+
+
+def _short_name(device):
+    return device.rpartition("device:")[2].upper()
 
 
 def random_state() -> int:
