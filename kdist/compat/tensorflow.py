@@ -301,17 +301,21 @@ class _Accessed:
         self.handle = tensor
 
 
-def run_once(strategy: tf.distribute.Strategy, function: Callable[[], Any]) -> Any:
-    """Returns `strategy.run(function)` without TensorFlow's warning that it is slow when eager.
+def run_once(strategy: tf.distribute.Strategy, function: Callable, *args) -> Any:
+    """Returns `strategy.run(function, args)` without TensorFlow's warning that eager runs are slow.
 
-    For calls between epochs, whose duration does not matter.
+    For calls between epochs, whose duration does not matter, and steps that the program runs
+    eagerly on purpose.
 
     Args:
-        strategy: a `MultiWorkerMirroredStrategy` or `MirroredStrategy`.
-        function: function without arguments, which AutoGraph does not convert.
+        strategy: a strategy. Those without the warning run the function as usual.
+        function: the function, which AutoGraph does not convert.
+        *args: its arguments.
     """
+    if not isinstance(strategy.extended, MirroredExtended):
+        return strategy.run(function, args)
     with strategy.scope():
-        return mirrored_run._call_for_each_replica(strategy, function, (), {})
+        return mirrored_run._call_for_each_replica(strategy, function, args, {})
 
 
 def function_of_its_own(python_function: Callable, **options):

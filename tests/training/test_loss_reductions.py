@@ -417,6 +417,49 @@ def test_clipping_with_options(options):
     assert_equal(own_step(LOSSES["sum"], clipped_by_norm, scales=True), 3, **options)
 
 
+def of_both_orders(weights, gradients, tape):
+    """Normalizes first and second derivatives, as Keras's debugging tips do."""
+    second = tape.gradient(gradients, weights, unconnected_gradients="zero")
+    return [
+        0.5 * tf.math.l2_normalize(g) + 0.5 * tf.math.l2_normalize(s)
+        for g, s in zip(gradients, second, strict=True)
+    ]
+
+
+def of_first_order(weights, gradients, tape):
+    return clipped_by_norm(gradients, None)
+
+
+def changed_within_another_tape(change):
+    """Returns a `train_step` that computes gradients while another tape records."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_weights
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = LOSSES["mean"](self, x, y)
+            gradients = inner.gradient(loss, weights)
+        changed = change(weights, gradients, outer)
+        self.optimizer.apply_gradients(zip(changed, weights, strict=True))
+        return {"done": tf.zeros([])}
+
+    return train_step
+
+
+@pytest.mark.parametrize("change", [of_both_orders, of_first_order])
+def test_gradients_within_another_tape_are_changed(change):
+    """They are not reduced before they are changed, because the other tape would record it."""
+    assert_equal(changed_within_another_tape(change), warns="within another")
+
+
+def test_gradients_within_another_tape_are_changed_eagerly():
+    strategy = kdist.create_strategy("mirrored", 2)
+    step = changed_within_another_tape(of_first_order)
+    with pytest.warns(UserWarning, match="within another"):
+        trained(kdist.Model, step, strategy, run_eagerly=True)
+
+
 def test_clipping_in_micro_steps_is_reported():
     strategy = kdist.create_strategy("mirrored", 2)
     with pytest.warns(UserWarning, match="clipnorm"):

@@ -13,7 +13,7 @@ import time
 import tensorflow as tf
 
 from kdist.compat.keras import reduce_per_replica
-from kdist.compat.tensorflow import function_of_its_own
+from kdist.compat.tensorflow import function_of_its_own, run_once
 from kdist.training.groups import clock as clocks
 from kdist.training.groups.inputs import open_rows, with_open_rows, without_slice
 from kdist.training.groups.loop import LazyLogs
@@ -387,6 +387,8 @@ class ReplicatedStep:
 
         on_replica = tf.autograph.experimental.do_not_convert(on_replica)
         with recorded_results([*self._trainer.metrics, *self._trainer._metrics]) as results:
+            if self._trainer.run_eagerly:
+                return run_once(self._strategy, on_replica, data)
             return self._strategy.run(on_replica, args=(data,))
 
     def _step_class(self, rows):

@@ -75,7 +75,8 @@ class Dependence:
         is_sized_by_values: its shape may depend on values of the batch.
         is_of_gradient: it was computed from the gradient of a tape.
         is_of_weights: it was computed from the gradient with respect to variables.
-        is_nonlinear: it is not a linear function of gradients with respect to variables.
+        is_nonlinear: it is not a linear function of gradients with respect to variables, except for
+            reduced ones.
         is_reduced: it was computed from gradients of the whole batch.
         is_over_rows: it has no axis of rows, and was computed from a sum, mean, … over rows.
         mixes_rows: a row was combined with all other rows, or with such a sum or mean.
@@ -699,8 +700,8 @@ def _is_over_rows(kind, inputs):
 
 
 def _changes_gradients(kind, inputs):
-    """Returns True if an operation is not linear in gradients with respect to variables."""
-    places = [place for place, i in enumerate(inputs) if i.is_of_weights]
+    """Returns True if an operation is not linear in gradients that are not of the whole batch."""
+    places = [place for place, i in enumerate(inputs) if i.is_of_weights and not i.is_reduced]
     if not places or kind in _LINEAR_IN_GRADIENTS:
         return False
     if kind in ("Select", "SelectV2"):

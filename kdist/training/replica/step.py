@@ -266,6 +266,8 @@ class ReplicaStep:
         self._note_gradients(flat, found, degree)
         if self._can_reduce_early():
             return self._reduced_early(found, flat)
+        if to_variables and self.reduces_early and any(map(_is_eager, targets)):
+            self._fall_back_on_changed_gradient()  # perhaps another one: there is no graph
         return found
 
     def product_gradient(self, found, target, sources, output_gradients):
@@ -405,6 +407,15 @@ class ReplicaStep:
             'compile(loss_reduction="mean"), or loss_reduction="sum" for a sum',
             "It counts as a mean, whose gradients are averaged over replicas",
         )
+
+    def _fall_back_on_changed_gradient(self):
+        if self.replicas > 1 and self.communicates and self._accumulators is None:
+            self._fall_back(
+                "a gradient is changed, such as by clipping, that is computed within another tape. "
+                "Call `tape.gradient` after the blocks of all tapes, if no derivative of it is "
+                "needed",
+                "Each replica changes the gradient of its own rows",
+            )
 
     def check_outputs(self, outputs):
         """Lets every replica predict the whole batch if predictions combine its rows."""
@@ -727,6 +738,8 @@ class ReplicaStep:
     def _weight_of(self, gradient, is_scaled):
         """Returns the weight of a gradient of this replica's rows in the global one; None for 1."""
         dependence = self._dependence_of_gradient(gradient)
+        if dependence.is_nonlinear:
+            self._fall_back_on_changed_gradient()
         if dependence.is_reduced:
             return self.weight  # equal on all replicas
         is_known = dependence.is_of_gradient and not dependence.may_be_divided
