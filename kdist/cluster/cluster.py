@@ -194,8 +194,12 @@ class Cluster:
             )
 
     def counts(self) -> str:
-        """Returns the number of tasks per role, such as "1 chief, 2 worker, 1 ps"."""
-        return ", ".join(f"{len(self.tasks[role])} {role}" for role in ROLES if role in self.tasks)
+        """Returns the number of tasks per role, such as "1 chief, 2 workers, 1 ps"."""
+        numbers = {role: len(self.tasks[role]) for role in ROLES if role in self.tasks}
+        return ", ".join(
+            f"{number} {role}{'s' * (role == 'worker' and number > 1)}"
+            for role, number in numbers.items()
+        )
 
 
 def _parse_tf_config(text):

@@ -75,7 +75,7 @@ def test_ray_restarts_a_job_whose_task_and_actor_were_killed(short_path, undistu
     assert "no room: the job needs 3 ×" in refusal
     assert seconds < 30
     assert seen["stopped"]
-    assert seen["called"] == ["a", "2 worker", "worker 0", None]
+    assert seen["called"] == ["a", "2 workers", "worker 0", None]
 
 
 def test_compute_engine_creates_preempted_vms_again(tmp_path, undisturbed):

@@ -23,7 +23,7 @@ def test_the_chiefs_result_is_returned(capsys):
         return cluster.name, cluster.counts(), factor * 7, os.getpid()
 
     name, counts, product, pid = kdist.launch.local(place, workers=2, arguments=("this is", 6))
-    assert (name, counts, product) == ("worker 0", "2 worker", 42)
+    assert (name, counts, product) == ("worker 0", "2 workers", 42)
     assert pid != os.getpid()
     shown = capsys.readouterr().out.splitlines()
     assert sorted(shown) == ["[worker 0] this is worker 0", "[worker 1] this is worker 1"]

@@ -80,7 +80,7 @@ def test_a_malformed_tf_config(text):
     [
         ("multi_worker", {"chief": ["a:1"]}, "needs tasks of the role worker; .* 1 chief"),
         ("multi_worker", {**TWO, "ps": ["c:1"]}, "does not use tasks of the role ps"),
-        ("parameter_server", TWO, "role chief and ps; the cluster has 2 worker.*KDIST_PS=1"),
+        ("parameter_server", TWO, "role chief and ps; the cluster has 2 workers.*KDIST_PS=1"),
     ],
 )
 def test_missing_and_unused_roles(strategy, tasks, message):
