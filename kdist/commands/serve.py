@@ -28,6 +28,7 @@ from absl import flags
 
 import kdist
 from kdist import program
+from kdist.mirror.store import is_url
 from kdist.serving.core.model_directory import versions
 from kdist.serving.core.settings import TRUST_MODELS, BatchSettings, Objective, ServerLimits
 from kdist.serving.platforms import PLATFORMS, fetch_models, find_platform
@@ -40,7 +41,9 @@ with program.flag_group("Common"):
     flags.DEFINE_list(
         "model_dir",
         [],
-        "Directories of exported models: DIR or NAME=DIR. By default the one of the --platform.",
+        "Directories of exported models: DIR or NAME=DIR. Those at URLs, such as "
+        "gs://bucket/models/m, are copied when the server starts. By default the one of the "
+        "--platform.",
     )
     flags.DEFINE_enum(
         "platform",
@@ -150,6 +153,7 @@ flags.register_validator(
     lambda text: text == "auto" or re.fullmatch("[0-9]{1,8}", text),
     "must be auto, or an integer from 0 to 99999999",
 )
+program.accept_urls("model_dir")
 program.writes_file("tune")
 
 
@@ -249,17 +253,29 @@ def apply_defaults(platform):
 def directories_to_serve(platform):
     """Yields the value of --model_dir, or the directories in which the platform keeps models.
 
-    A model at a URL is copied to a temporary directory, which is removed in the end.
+    Models at URLs are copied to a temporary directory, which is removed in the end.
     """
-    if FLAGS.model_dir or not platform:
-        yield FLAGS.model_dir
-    elif platform.model_url:
-        with tempfile.TemporaryDirectory(prefix="kdist-") as directory:
-            logging.info("copying %s", platform.model_url)
-            fetch_models(platform.model_url, directory)
-            yield [f"model={directory}"]
-    else:
-        yield platform.model_directories
+    given = FLAGS.model_dir
+    if platform and not given:
+        url = platform.model_url
+        given = [f"model={url}"] if url else platform.model_directories
+    with tempfile.TemporaryDirectory(prefix="kdist-") as directory:
+        yield local_copies(given, directory)
+
+
+def local_copies(directories, parent):
+    """Returns directories, of which those at URLs are copied into the directory `parent`."""
+    found = []
+    for number, each in enumerate(directories):
+        name, _, url = each.rpartition("=") if not is_url(each) else ("", "", each)
+        if is_url(url):
+            logging.info("copying %s", url)
+            copy = os.path.join(parent, str(number))
+            fetch_models(url, copy)
+            name = name or url.rstrip("/").rpartition("/")[2]
+            each = f"{name}={copy}"
+        found.append(each)
+    return found
 
 
 def options(models, platform=None):

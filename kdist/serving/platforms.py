@@ -21,6 +21,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kdist.mirror.store import Store
 from kdist.serving.core.settings import ServerLimits
 
 _HTTP_PORT = 8080  # default of all platforms
@@ -192,18 +193,18 @@ def fetch_models(url: str, directory: str | os.PathLike) -> None:
 
     Args:
         url: directory of the versions, or of one SavedModel, such as `gs://bucket/models/digits`.
-            fsspec opens it, with gcsfs for `gs://`.
         directory: receives the versions. A SavedModel becomes version 1.
 
     Raises:
+        ValueError: `url` is no URL of object storage.
         ImportError: the package that opens the URL is not installed.
-        OSError: the files cannot be read.
+        OSError: there are no files, or they cannot be read.
     """
-    try:
-        import fsspec
-    except ImportError as error:
-        raise ImportError(f"{url} needs fsspec: pip install gcsfs for Google Cloud") from error
-    files, path = fsspec.core.url_to_fs(url.rstrip("/"))
-    is_single = files.exists(f"{path}/saved_model.pb")
-    target = pathlib.Path(directory, "1") if is_single else pathlib.Path(directory)
-    files.get(f"{path}/", f"{target}/", recursive=True)
+    store = Store(url)
+    names = [name for name in store.names() if ".." not in pathlib.PurePosixPath(name).parts]
+    if not names:
+        raise FileNotFoundError(f"{url} has no files")
+    target = pathlib.Path(directory, "1" if "saved_model.pb" in names else "")
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        store.get(name, target / name)

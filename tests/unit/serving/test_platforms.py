@@ -1,7 +1,9 @@
 """Platforms in the environments that they set, and models at a URL."""
 
+import fsspec
 import pytest
 
+from kdist.commands.serve import local_copies
 from kdist.serving.platforms import fetch_models, find_platform
 
 # As the platforms' pages list them; each process has others besides.
@@ -89,7 +91,6 @@ def test_environments_that_are_refused(name, environment, says):
     ("at", "copied"), [("m/3/", "3/saved_model.pb"), ("m/", "1/saved_model.pb")]
 )
 def test_models_are_copied_from_a_url(tmp_path, at, copied):
-    fsspec = pytest.importorskip("fsspec")
     store = fsspec.filesystem("memory")
     for file in ("saved_model.pb", "variables/variables.index"):
         store.pipe(f"/{tmp_path.name}/{at}{file}", b"content")
@@ -97,3 +98,13 @@ def test_models_are_copied_from_a_url(tmp_path, at, copied):
     assert (tmp_path / "m" / copied).read_bytes() == b"content"
     variables = (tmp_path / "m" / copied).parent / "variables" / "variables.index"
     assert variables.read_bytes() == b"content"
+
+
+def test_models_at_urls_are_served_from_copies(tmp_path):
+    url = f"memory://{tmp_path.name}/models/digits"
+    fsspec.filesystem("memory").pipe(f"{url.removeprefix('memory:/')}/7/saved_model.pb", b"content")
+    copies = local_copies(["models/a", url, f"second={url}/"], tmp_path)
+    assert copies == ["models/a", f"digits={tmp_path}/1", f"second={tmp_path}/2"]
+    assert (tmp_path / "2" / "7" / "saved_model.pb").read_bytes() == b"content"
+    with pytest.raises(FileNotFoundError, match="has no files"):
+        local_copies([f"{url}-2"], tmp_path)
