@@ -54,7 +54,7 @@ resnet18: env data ## ResNet-18 on all of Fashion-MNIST, ten epochs
 	$(RUN) -m kdist train --model=resnet18 --dataset=fashion_mnist $(RESNET18_FLAGS)
 
 # Most tests trace graphs in one thread, so several processes end sooner.
-PYTEST := $(RUN) -m pytest --numprocesses=logical --maxprocesses=4 \
+PYTEST := $(RUN) -m pytest --numprocesses=3 \
   --dist=worksteal --durations=25
 
 # Slow tests often wait for the processes that they start, so three of them share two cores. More do
