@@ -53,13 +53,9 @@ train: env data ## a model on Fashion-MNIST, two replicas, by model.fit: within 
 resnet18: env data ## ResNet-18 on all of Fashion-MNIST, ten epochs
 	$(RUN) -m kdist train --model=resnet18 --dataset=fashion_mnist $(RESNET18_FLAGS)
 
-# Most tests trace graphs in one thread, so several processes end sooner.
-PYTEST := $(RUN) -m pytest --numprocesses=3 \
-  --dist=worksteal --durations=25
-
-# Slow tests often wait for the processes that they start, so three of them share two cores. More do
-# not fit into 24 GB of memory.
-PYTEST_SLOW := $(RUN) -m pytest --numprocesses=3 --dist=worksteal --durations=40
+# Most tests trace graphs in one thread, and slow ones often wait for the processes that they start, so
+# three of them share two cores. More do not fit into 24 GB of memory.
+PYTEST := $(RUN) -m pytest --numprocesses=3 --dist=worksteal --durations=40
 
 # Two notebooks at a time take 3 GB. They follow the slow tests, since together they can fill 24 GB.
 NOTEBOOKS := $(RUN) -m pytest --numprocesses=2 --dist=worksteal -p nbmake.pytest_plugin --nbmake \
@@ -74,11 +70,11 @@ test-tensorflow: $(INSTALLED)-test ## tests that use TensorFlow, and short ones 
 	$(PYTEST) -m tensorflow --ignore=tests/unit tests
 
 test-slow: $(INSTALLED)-test ## jobs of several processes, long trainings, and the notebooks
-	$(PYTEST_SLOW) -m "slow and not exhaustive" tests
+	$(PYTEST) -m "slow and not exhaustive" tests
 	$(NOTEBOOKS)
 
 test-exhaustive: $(INSTALLED)-test ## all cases of the large matrices, before a release
-	$(PYTEST_SLOW) -m exhaustive tests
+	$(PYTEST) -m exhaustive tests
 
 # The lowest minors of setup.cfg; constraints.txt pins the highest. They are installed next to the
 # other packages of .venv, and PYTHONPATH puts them first.
