@@ -185,6 +185,6 @@ def test_the_command_names_the_nearest_program():
 
 def test_help_of_one_program_has_its_usage():
     lines = kdist("report", "--help").stdout.splitlines()
-    assert lines[0] == "Usage: kdist report [--flag=value …] <run directories>"
+    assert lines[0] == "Usage: kdist report [--flag=value …] <run directories or URLs>"
     assert lines[2].startswith("Writes ")
     assert "Live page:" in lines
