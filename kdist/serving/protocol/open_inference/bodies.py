@@ -21,7 +21,7 @@ import numpy as np
 
 from kdist.serving.core.signature import SERVING_DEFAULT, Signature, TensorSpec
 from kdist.serving.engine.in_process import VersionKey
-from kdist.serving.engine.served_model import ServedVersion
+from kdist.serving.engine.models import ServedVersion
 from kdist.serving.protocol import json_bodies
 
 # Name of a NumPy type -> name in the protocol. BF16 is in the gRPC specification only.
