@@ -16,8 +16,7 @@ from starlette.exceptions import HTTPException
 
 from kdist.serving.core.errors import RequestError, to_request_error
 from kdist.serving.core.requests import bytes_of_arrays, parse_version
-from kdist.serving.engine.models import Models
-from kdist.serving.engine.models import ServedVersion
+from kdist.serving.engine.models import Models, ServedVersion
 from kdist.serving.protocol import json_bodies
 
 # Requests that take longer check whether their client has disconnected; most are faster.
