@@ -40,8 +40,8 @@ RUN_DIR = "KDIST_RUN_DIR"
 # Directory of runs whose directory is not given.
 RUNS = pathlib.Path("runs")
 
-# A checkpoint's name is this prefix and its step.
-CHECKPOINT_PREFIX = "step-"
+# A checkpoint's name is this prefix and its step. The last of its files makes it complete.
+CHECKPOINT_PREFIX, CHECKSUMS = "step-", "checksums.json"
 
 
 class FileLock:
@@ -386,6 +386,11 @@ class RunDirectory:
             return f"{state} ({config['model']} on {config['dataset']})"
         except (OSError, ValueError, KeyError):
             return state
+
+
+def checkpoint_name(step: int) -> str:
+    """Returns the name of the checkpoint after a step, such as `step-0000000150`."""
+    return f"{CHECKPOINT_PREFIX}{step:010d}"
 
 
 def checkpoint_step(path: pathlib.Path) -> int | None:

@@ -24,7 +24,12 @@ import tensorflow as tf
 
 from kdist.json_text import parse_json
 from kdist.mirror.mirror import Mirror
-from kdist.run_directory import CHECKPOINT_PREFIX, checkpoint_step
+from kdist.run_directory import (
+    CHECKPOINT_PREFIX,
+    CHECKSUMS,
+    checkpoint_name,
+    checkpoint_step,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +38,7 @@ FORMAT_VERSION = 1
 
 _UNFINISHED = "unfinished-"
 _REPLACED = f"{_UNFINISHED}replaced-"
-_STATE, _CHECKSUMS, _TENSORS = "state.json", "checksums.json", "tensors"
+_STATE, _TENSORS = "state.json", "tensors"
 _BLOCK_BYTES = 1 << 20
 # Far above what callbacks save, so that a damaged file does not fill the memory.
 _MAX_JSON_BYTES = 1 << 28
@@ -143,14 +148,14 @@ class CheckpointFiles:
             OSError: the checkpoint cannot be written; existing ones are unchanged.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        target = self.directory / f"{CHECKPOINT_PREFIX}{step:010d}"
+        target = self.directory / checkpoint_name(step)
         unfinished = self.directory / f"{_UNFINISHED}{target.name}"
         try:
             self._repair()
             unfinished.mkdir()
             _write_tensors(unfinished, tensors)
             _write_json(unfinished / _STATE, {**state, "is_best": is_best})
-            _write_json(unfinished / _CHECKSUMS, _checksums(unfinished))
+            _write_json(unfinished / CHECKSUMS, _checksums(unfinished))
             for file in [*unfinished.iterdir(), unfinished]:
                 _sync(file)
             self._put_in_place(unfinished, target)
@@ -184,7 +189,7 @@ class CheckpointFiles:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         for found in mirror.checkpoints():
-            target = self.directory / f"{CHECKPOINT_PREFIX}{found.step:010d}"
+            target = self.directory / checkpoint_name(found.step)
             unfinished = self.directory / f"{_UNFINISHED}{target.name}"
             if found.step <= after:
                 return None
@@ -282,7 +287,7 @@ def open_checkpoint(path: str | os.PathLike) -> SavedCheckpoint:
     """
     path = pathlib.Path(path)
     try:
-        expected = _read_json(path / _CHECKSUMS)
+        expected = _read_json(path / CHECKSUMS)
         state = _read_json(path / _STATE)
         found = _checksums(path)
     except (OSError, ValueError) as error:
@@ -291,7 +296,7 @@ def open_checkpoint(path: str | os.PathLike) -> SavedCheckpoint:
     # A list that lacks a file of tensors is itself damaged.
     listed = {name for name in found if name == _STATE or name.startswith(_TENSORS)}
     if damaged or _STATE not in expected or not listed <= expected.keys():
-        names = ", ".join(damaged or [_CHECKSUMS])
+        names = ", ".join(damaged or [CHECKSUMS])
         raise CheckpointError(f"{path} is damaged: the checksum of {names} does not match")
     return SavedCheckpoint(path, state)
 
@@ -331,7 +336,7 @@ def _regular(path):
 
 
 def _checksums(directory):
-    names = sorted(path.name for path in directory.iterdir() if path.name != _CHECKSUMS)
+    names = sorted(path.name for path in directory.iterdir() if path.name != CHECKSUMS)
     return {name: _checksum(directory / name) for name in names}
 
 

@@ -27,14 +27,19 @@ from typing import Any
 from kdist.json_text import parse_json
 from kdist.mirror.lease import LEASE, Lease
 from kdist.mirror.store import Store
-from kdist.run_directory import RunDirectory, checkpoint_step, replacing
+from kdist.run_directory import (
+    CHECKPOINT_PREFIX,
+    CHECKSUMS,
+    RunDirectory,
+    checkpoint_name,
+    checkpoint_step,
+    replacing,
+)
 
 _logger = logging.getLogger(__name__)
 
 # Local file with the identifier of the run, which the lease has, too.
 _MARK = "mirror.json"
-# The last file of a checkpoint (see kdist/checkpoint/files.py).
-_LAST = "checksums.json"
 _CHECKPOINT = re.compile(r"checkpoints/step-(\d{1,18})(?:\.(\d{1,9}))?/([^/]+)")
 _KEPT_CHECKPOINTS = 3
 _SCRATCH_PREFIX = ".mirror-"
@@ -169,7 +174,7 @@ class Mirror:
         Raises:
             OSError: the store cannot be read.
         """
-        return [each for each in self._checkpoints() if each.names[-1].endswith(f"/{_LAST}")]
+        return [each for each in self._checkpoints() if each.names[-1].endswith(f"/{CHECKSUMS}")]
 
     def fetch(self, checkpoint: MirroredCheckpoint, directory: pathlib.Path):
         """Copies the files of a checkpoint to a local directory, which exists.
@@ -274,20 +279,20 @@ class Mirror:
     def _copy_newest_checkpoint(self):
         """Returns whether there was a checkpoint to copy."""
         path = self._newest_local()
-        state = None if path is None else _state(path / _LAST)
-        if state is None or state == self._copied.get(_LAST):
+        state = None if path is None else _state(path / CHECKSUMS)
+        if state is None or state == self._copied.get(CHECKSUMS):
             return False
         with self._scratch() as scratch:
             with contextlib.suppress(FileNotFoundError):
                 for file in path.iterdir():
                     _link(file, scratch / file.name)
-            if _state(path / _LAST) != state:  # training has replaced or removed it
+            if _state(path / CHECKSUMS) != state:  # training has replaced or removed it
                 self._changed.set()
                 return False
             self._put_checkpoint(scratch, checkpoint_step(path))
-        self._copied[_LAST] = state
+        self._copied[CHECKSUMS] = state
         newest = self._newest_local()
-        if newest is not None and _state(newest / _LAST) != state:
+        if newest is not None and _state(newest / CHECKSUMS) != state:
             self._changed.set()
             # Before and after a validation, checkpoints of the same step follow each other quickly.
             if not self._is_slow and newest.name != path.name:
@@ -301,13 +306,13 @@ class Mirror:
 
     def _put_checkpoint(self, directory, step):
         complete = [each for each in self.checkpoints() if each.step == step]
-        content = (directory / _LAST).read_bytes()
+        content = (directory / CHECKSUMS).read_bytes()
         if complete and self._store.read(complete[0].names[-1]) == content:
             return  # fetched from there, or copied before a restart
-        name = f"checkpoints/step-{step:010d}"
+        name = f"checkpoints/{checkpoint_name(step)}"
         if complete:
             name += f".{complete[0].version + 1}"
-        for file in sorted(directory.iterdir(), key=lambda file: file.name == _LAST):
+        for file in sorted(directory.iterdir(), key=lambda file: file.name == CHECKSUMS):
             self._put(file, f"{name}/{file.name}")
         self._remove_old()
 
@@ -320,13 +325,15 @@ class Mirror:
                 self._store.remove(reversed(each.names))
 
     def _checkpoints(self):
-        """Returns all checkpoints, newest first; the last file of complete ones is `_LAST`."""
+        """Returns all checkpoints, newest first; the last file of complete ones is `CHECKSUMS`."""
         files: dict[tuple[int, int], list[str]] = {}
         for name in self._store.names("checkpoints"):
             if match := _CHECKPOINT.fullmatch(name):
                 files.setdefault((int(match[1]), int(match[2] or 0)), []).append(name)
         found = [
-            MirroredCheckpoint(*number, tuple(sorted(names, key=lambda name: name.endswith(_LAST))))
+            MirroredCheckpoint(
+                *number, tuple(sorted(names, key=lambda name: name.endswith(CHECKSUMS)))
+            )
             for number, names in files.items()
         ]
         return sorted(found, reverse=True)
@@ -347,7 +354,11 @@ class Mirror:
         return [run.config, run.best, run.metrics, run.devices, run.summary, run.report]
 
     def _newest_local(self):
-        found = (path for path in self._run.checkpoints.glob("step-*") if (path / _LAST).exists())
+        found = (
+            path
+            for path in self._run.checkpoints.glob(f"{CHECKPOINT_PREFIX}*")
+            if (path / CHECKSUMS).exists()
+        )
         return max((p for p in found if checkpoint_step(p) is not None), default=None)
 
     @contextlib.contextmanager

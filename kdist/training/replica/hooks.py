@@ -47,6 +47,7 @@ from kdist.compat.tensorflow import (
     merge_between_replicas,
     unpartitioned,
 )
+from kdist.mirror.store import is_url
 from kdist.training.replica import batch_norm, own_metrics, unseeded
 from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import all_reduce_sum
@@ -193,7 +194,7 @@ def _whole_files(path):
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     folder, name = os.path.split(os.path.realpath(text))
-    if not text.endswith(_MODEL_FILES) or "://" in text or not os.access(folder, os.W_OK):
+    if not text.endswith(_MODEL_FILES) or is_url(text) or not os.access(folder, os.W_OK):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as unfinished:
