@@ -6,7 +6,6 @@ code = attend([])                                                # --job=cats --
 
 import dataclasses
 import pathlib
-import re
 import shlex
 import sys
 
@@ -14,7 +13,8 @@ from absl import flags
 
 from kdist import program
 from kdist.launch.engines import ENGINES, Job, MachineType, NoSuchJobError, get_engine
-from kdist.launch.engines.base import check_job_name, similar_machines
+from kdist.launch.engines.base import check_job_name, job_name_of, similar_machines
+from kdist.mirror.store import is_url
 from kdist.planner.plans import Plan, describe, duration, train_command
 from kdist.planner.tables.prices import known_offers
 
@@ -134,7 +134,7 @@ def make_job(command, run_dir):
         command = planned_command(plan, command)
     name = FLAGS.name or default_name(command, run_dir)
     mirror = FLAGS.mirror or ""
-    if "://" in run_dir:  # the program's own: kdist train then has a mirror
+    if is_url(run_dir):  # the program's own: kdist train then has a mirror
         run_dir, mirror = "", mirror or run_dir
     options = {**_pairs("option"), **({"partition": FLAGS.partition} if FLAGS.partition else {})}
     mount = options.get("mount", "/runs") if "claim" in options else "runs"
@@ -245,7 +245,7 @@ def default_name(command, run_dir):
     """
     named = command[1] if command[0] == "kdist" and command[1:] else command[0]
     stem = pathlib.PurePath(run_dir).name or pathlib.PurePath(named).stem
-    name = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")[:40].strip("-")
+    name = job_name_of(stem)[:40].strip("-")
     return name if name[:1].isalpha() else f"job-{name}"[:40].strip("-")
 
 

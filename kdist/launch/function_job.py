@@ -16,7 +16,6 @@ DIRECTORY: the pickled pair (True, returned value) or (False, text of the except
 import os
 import pathlib
 import pickle
-import re
 import secrets
 import signal
 import sys
@@ -198,10 +197,10 @@ def on(
         )
     if engine != "ray":
         raise ValueError(f"{engine!r} calls no functions; use 'ray', 'local', or kdist launch")
-    from kdist.launch.engines.base import Job, MachineType
+    from kdist.launch.engines.base import Job, MachineType, job_name_of
     from kdist.launch.engines.ray import Ray
 
-    letters = re.sub("[^a-z0-9]+", "-", getattr(function, "__name__", "").lower()).strip("-")
+    letters = job_name_of(getattr(function, "__name__", ""))
     job = Job(
         name or f"call-{letters[:24]}-{secrets.token_hex(3)}".replace("--", "-"),
         (letters or "function",),

@@ -18,8 +18,9 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-# Port of the first task of a machine on engines that give each task its own address.
-PORT = 2222
+from kdist.cluster.nodes import CHIEF_VARIABLE, PS_VARIABLE
+from kdist.run_directory import RUN_DIR
+
 # A run may take this multiple of its planned hours, because predictions err and restarts cost time.
 _LIMIT_PER_PLANNED_HOUR = 1.5
 # Letters, digits, and hyphens are valid in names of Kubernetes objects, VMs, and Slurm jobs alike.
@@ -193,9 +194,9 @@ class EngineJob:
     def variables(self) -> dict[str, str]:
         """Environment variables of all tasks, with those that tell `Cluster.resolve` the roles."""
         own = {
-            "KDIST_CHIEF": "1" if self.chief else "",
-            "KDIST_PS": str(self.ps) if self.ps else "",
-            "KDIST_RUN_DIR": self.run_dir,
+            CHIEF_VARIABLE: "1" if self.chief else "",
+            PS_VARIABLE: str(self.ps) if self.ps else "",
+            RUN_DIR: self.run_dir,
             "PYTHONUNBUFFERED": "1",
         }
         return {**{name: value for name, value in own.items() if value}, **self.environment}
@@ -399,6 +400,15 @@ class Engine(abc.ABC):
         return problems
 
 
+def job_name_of(text: str) -> str:
+    """Returns a text in the letters of a job's name; it may begin with a digit, or be too long.
+
+    >>> job_name_of("Cats_2")
+    'cats-2'
+    """
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
 def check_job_name(name: str):
     """Raises ValueError unless all engines accept the name of a job."""
     if not _NAME.fullmatch(name):
@@ -429,6 +439,27 @@ def similar_machines(planned: Any, offers: Iterable[Any], spot: bool) -> list[Ma
         ):
             found.append(MachineType.from_planned(machine, region=offer.region, usd_per_hour=usd))
     return sorted(found, key=lambda each: each.usd_per_hour or 0.0)
+
+
+def show_output(
+    arguments: Sequence[str], show: Callable[[str], None], stderr: int = subprocess.STDOUT
+) -> int:
+    """Runs an engine's command line, and passes each line of its output to a function.
+
+    Args:
+        arguments: The program and its arguments.
+        show: Function of a line.
+        stderr: What to do with standard error, as for `subprocess.Popen`. Defaults to showing it.
+
+    Returns:
+        The exit code.
+    """
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace"
+    ) as process:
+        for line in process.stdout or ():
+            show(line.rstrip("\n"))
+    return process.returncode
 
 
 def call(arguments: Sequence[str], text: str | None = None) -> str:

@@ -25,9 +25,9 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from kdist.cluster.nodes import PORT
 from kdist.exit_codes import TIMED_OUT, Restart, restart_after
 from kdist.launch.engines.base import (
-    PORT,
     CommandError,
     Cost,
     Engine,
@@ -487,8 +487,7 @@ def _create_command(job, machine, zone, names, seconds, files):
         f"--metadata-from-file={','.join(f'{key}={path}' for key, path in files.items())}",
         "--format=json",
     ]
-    if machine.name.startswith("n1-") and machine.num_devices:
-        kind = f"nvidia-tesla-{machine.device.lower()}"
+    if kind := _accelerator(machine):
         command.append(f"--accelerator=type={kind},count={machine.num_devices}")
     if job.mirror.startswith("gs://"):
         command.append("--scopes=storage-rw,logging-write")
@@ -496,6 +495,12 @@ def _create_command(job, machine, zone, names, seconds, files):
         if value := job.options.get(option):
             command.append(f"--{option.replace('_', '-')}={value}")
     return command
+
+
+def _accelerator(machine):
+    """Returns Google's name of the GPUs that are added to a VM; "" if its type includes them."""
+    is_added = machine.name.startswith("n1-") and machine.num_devices
+    return f"nvidia-tesla-{machine.device.lower()}" if is_added else ""
 
 
 def _startup_script(job):
@@ -555,8 +560,8 @@ def _zones(job, machine: MachineType) -> Sequence[str]:
     if job.options.get("zone"):
         return job.options["zone"].split(",")
     kind, name = "machine-types", machine.name
-    if name.startswith("n1-") and machine.num_devices:
-        kind, name = "accelerator-types", f"nvidia-tesla-{machine.device.lower()}"
+    if accelerator := _accelerator(machine):
+        kind, name = "accelerator-types", accelerator
     condition = f"name={name}" + (f" AND zone~/?{machine.region}-" if machine.region else "")
     form = "--format=value(zone.basename())"
     found = call(

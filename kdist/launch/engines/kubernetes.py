@@ -19,9 +19,10 @@ from typing import Any
 
 import yaml
 
+from kdist.cluster.handshake import TOKEN_VARIABLE
+from kdist.cluster.nodes import HOSTS_VARIABLE, PORT
 from kdist.exit_codes import INTERRUPTED, SAVED, TIMED_OUT
 from kdist.launch.engines.base import (
-    PORT,
     Cost,
     Engine,
     Handle,
@@ -29,6 +30,7 @@ from kdist.launch.engines.base import (
     NoSuchJobError,
     Status,
     call,
+    show_output,
 )
 
 _POLL_SECONDS = 2.0
@@ -206,11 +208,7 @@ class KubernetesJob(Handle):
         command = ["kubectl", "logs", "--follow", "--prefix", "--tail=-1", "--ignore-errors"]
         command += ["--max-log-requests=512", "-l", f"{_NAME_LABEL}={self.name}"]
         command += [f"--since-time={since}"] if since else []
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace"
-        ) as process:
-            for line in process.stdout or ():
-                show(line.rstrip("\n"))
+        show_output(command, show, stderr=subprocess.DEVNULL)
 
     def _exit_code(self, status):
         if status.state == "done":
@@ -383,7 +381,7 @@ def _job_spec(job, host):
     if job.num_machines > 1:
         hosts = ",".join(host.format(index) for index in range(job.num_machines))
         (container,) = template["spec"]["containers"]
-        container["env"].append({"name": "KDIST_HOSTS", "value": hosts})
+        container["env"].append({"name": HOSTS_VARIABLE, "value": hosts})
     return {
         "completionMode": "Indexed",
         "completions": job.num_machines,
@@ -466,7 +464,7 @@ def _container(job, mounts):
         "command": command,
         "env": [
             *({"name": name, "value": text} for name, text in job.variables.items()),
-            {"name": "KDIST_JOB_TOKEN", "valueFrom": {"secretKeyRef": token}},
+            {"name": TOKEN_VARIABLE, "valueFrom": {"secretKeyRef": token}},
         ],
         "ports": [{"containerPort": PORT}],
         "resources": {"requests": {"cpu": cores, **memory}, "limits": {**memory, **gpus}},

@@ -12,13 +12,21 @@ import math
 import pathlib
 import re
 import shlex
-import subprocess
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping
 
 from kdist.exit_codes import SAVED
-from kdist.launch.engines.base import Cost, Engine, Handle, Job, NoSuchJobError, Status, call
+from kdist.launch.engines.base import (
+    Cost,
+    Engine,
+    Handle,
+    Job,
+    NoSuchJobError,
+    Status,
+    call,
+    show_output,
+)
 
 # Names of GPUs that SkyPilot names otherwise than kdist's price table.
 _GPUS = {"A100-40GB": "A100"}
@@ -154,12 +162,7 @@ class SkyPilotJob(Handle):
             0 if the job has succeeded, otherwise SkyPilot's exit code, such as 100 for a failure.
         """
         command = ["sky", "jobs", "logs", "--follow", str(self.record()["job_id"])]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        ) as process:
-            for line in process.stdout or ():
-                show(line.rstrip("\n"))
-        return process.returncode
+        return show_output(command, show)
 
     def stop(self):
         """Cancels the job; SkyPilot deletes its VMs."""

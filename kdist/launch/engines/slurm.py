@@ -25,6 +25,7 @@ from kdist.launch.engines.base import (
     Status,
     call,
 )
+from kdist.run_directory import CHECKPOINT_PREFIX
 
 # Slurm may send the signal up to 60 seconds before the time that is asked for; the rest is for
 # tasks that save quickly.
@@ -163,7 +164,7 @@ class Slurm(Engine):
         if job.setup:
             lines.append(job.setup)
         run = shlex.quote(job.run_dir)
-        newest = f"ls -d {run}/checkpoints/step-* 2> /dev/null | sort | tail -n 1"
+        newest = f"ls -d {run}/checkpoints/{CHECKPOINT_PREFIX}* 2> /dev/null | sort | tail -n 1"
         script = _SCRIPT.format(
             newest=newest if job.run_dir else "true",
             finished=f"[ -e {run}/summary.json ]" if job.run_dir else "false",
