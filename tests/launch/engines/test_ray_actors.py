@@ -63,10 +63,12 @@ def test_lines_and_exit_codes_of_tasks(group, tmp_path):
     assert (tmp_path / "run/logs/worker-1.log").read_text().endswith("end\n")
 
 
-def test_a_task_that_fails_ends_the_others(group):
+def test_a_task_that_fails_ends_the_others(group, tmp_path):
+    ready = tmp_path / "ready"  # worker 0 handles SIGTERM from then on
     tasks, lines = group(
-        'case "$TF_CONFIG" in *\'"index": 1\'*) exit 3;; esac; trap "echo asked; exit 143" TERM; '
-        "while true; do sleep 0.05; done"
+        f'if echo "$TF_CONFIG" | grep -q \'"index": 1\'; then '
+        f"until [ -e {ready} ]; do sleep 0.05; done; exit 3; fi; "
+        f'trap "echo asked; exit 143" TERM; touch {ready}; while true; do sleep 0.05; done'
     )
     assert tasks.run() == 3
     assert tasks.failed.name == "worker 1"
