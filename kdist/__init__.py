@@ -23,15 +23,13 @@ import os
 from kdist import log
 from kdist.public_names import import_on_demand
 
-# Hides TensorFlow's start-up messages about oneDNN and missing CUDA drivers. Errors still raise
-# Python exceptions.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # By default TensorFlow uses oneDNN's kernels only on CPUs with AVX512-VNNI or AMX. With AVX2 alone
 # (many AMD CPUs) they train ResNet-18 1.6 times and LeNet 1.5 times as fast. TensorFlow reads this
 # variable when it is imported.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 log.configure()
+log.hide_start_up_messages()
 
 __version__ = "0.1.0"
 

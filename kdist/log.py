@@ -9,8 +9,15 @@ with any logger:
     logging.getLogger("kdist").propagate = True              # also to the root logger's handlers
 """
 
+import contextlib
+import ctypes
+import importlib.machinery
 import logging
+import os
+import pathlib
+import re
 import sys
+import tempfile
 
 
 class _StderrHandler(logging.StreamHandler):
@@ -35,3 +42,61 @@ def configure():
     logger.propagate = False
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)
+
+
+# Libraries that log when they are loaded, before any level can be set: TensorFlow's own, and one
+# that contains a second copy of the logger. Name of a Python module -> file that is loaded first.
+_NOISY_LIBRARIES = {
+    "tensorflow": "libtensorflow_framework.so.2",
+    "tensorflow.python.profiler.internal._pywrap_profiler_plugin": "_pywrap_profiler_plugin.so",
+}
+# Lines of level INFO, such as `I0000 00:00:1795633768.239335    4839 port.cc:153] oneDNN …`.
+_START_UP_LINE = re.compile(
+    rb"I\d{4} [\d:.]+ +\d+ \S+:\d+\] |WARNING: All log messages before absl::InitializeLog\(\)"
+)
+
+
+class _QuietLibraries:
+    """Finder that loads the noisy libraries just before the modules that need them."""
+
+    def find_spec(self, name, path=None, target=None):
+        del target
+        if name in _NOISY_LIBRARIES:
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+            if spec and spec.origin:
+                library = pathlib.Path(spec.origin).with_name(_NOISY_LIBRARIES[name])
+                if library.exists():
+                    with _without_start_up_lines():
+                        ctypes.CDLL(str(library))
+        return None  # Python's own finders import the module.
+
+
+@contextlib.contextmanager
+def _without_start_up_lines():
+    """Holds back what is written to file descriptor 2, and drops lines of TensorFlow's start."""
+    try:
+        original = os.dup(2)
+    except OSError:  # Standard error is closed.
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(original, 2)
+            os.close(original)
+            held.seek(0)
+            for line in held:
+                if not _START_UP_LINE.match(line):
+                    os.write(2, line)
+
+
+def hide_start_up_messages():
+    """Hides what TensorFlow logs on import, unless `TF_CPP_MIN_LOG_LEVEL` is 0.
+
+    TensorFlow 2.21 logs five lines about oneDNN and missing CUDA drivers while its libraries are
+    loaded, before it reads the variable. Errors and all other lines still appear.
+    """
+    if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3") != "0":
+        sys.meta_path.insert(0, _QuietLibraries())

@@ -1,0 +1,34 @@
+import os
+
+from kdist import log
+
+
+def written_while_quiet(capfd, text):
+    with log._without_start_up_lines():
+        os.write(2, text.encode())
+    return capfd.readouterr().err
+
+
+def test_hides_only_lines_of_tensorflows_start(capfd):
+    start = (
+        "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+        "I0000 00:00:1795633768.239335    4839 port.cc:153] oneDNN custom operations are on.\n"
+    )
+    kept = (
+        "E0000 00:00:1795633772.022741    4839 cuda_platform.cc:52] failed call to cuInit\n"
+        "The TensorFlow library was compiled to use AVX512F instructions\n"
+        "I am a user's line\n"
+    )
+    assert written_while_quiet(capfd, start + kept) == kept
+
+
+def test_an_exception_and_its_lines_pass(capfd):
+    try:
+        with log._without_start_up_lines():
+            os.write(2, b"half a line")
+            raise OSError("no such library")
+    except OSError as error:
+        assert "no such library" in str(error)
+    assert capfd.readouterr().err == "half a line"
+    os.write(2, b"after it")
+    assert capfd.readouterr().err == "after it"
