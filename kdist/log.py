@@ -57,7 +57,10 @@ _START_UP_LINE = re.compile(
 
 
 class _QuietLibraries:
-    """Finder that loads the noisy libraries just before the modules that need them."""
+    """Finder that loads the noisy libraries just before the modules that need them.
+
+    It leaves it to Python's own finders to import the modules.
+    """
 
     def find_spec(self, name, path=None, target=None):
         del target
@@ -68,7 +71,6 @@ class _QuietLibraries:
                 if library.exists():
                     with _without_start_up_lines():
                         ctypes.CDLL(str(library))
-        return None  # Python's own finders import the module.
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ def test_nothing_is_logged_by_default():
     assert stderr_of(PROGRAM) == ""
 
 
-@pytest.mark.parametrize("level, shown", [("0", True), ("1", False)])
+@pytest.mark.parametrize(("level", "shown"), [("0", True), ("1", False)])
 def test_the_level_that_a_user_set_counts(level, shown):
     logged = stderr_of(PROGRAM, TF_CPP_MIN_LOG_LEVEL=level)
     assert ("absl::InitializeLog" in logged) == shown
