@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 _MAX_DEVICES = 4096
 _MAX_LINES = 6
 _MAX_ROWS = 20
-# An axis whose largest value is at most this many times the smallest has labels at more digits.
-_NARROW = 20
+# Ratio of the largest and the smallest value on an axis, below which it has labels at these digits.
+_DIGITS: list[tuple[float, tuple[float, ...]]] = [
+    (2, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, *(half / 2 for half in range(4, 20)))),
+    (20, (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)),
+    (float("inf"), (1, 2, 5)),
+]
 
 
 def write(result: RankedPlans, path: str | os.PathLike) -> pathlib.Path:
@@ -116,8 +120,8 @@ def money_plot(result: RankedPlans):
 
 def _log_axis(values):
     """Returns a logarithmic axis whose labels are whole values; Plotly's are single digits."""
-    narrow = max(values) < _NARROW * min(values)
-    digits = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8) if narrow else (1, 2, 5)
+    ratio = max(values) / min(values)
+    digits = next(digits for below, digits in _DIGITS if ratio < below)
     ticks = [digit * 10.0**power for power in range(-6, 9) for digit in digits]
     return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.4g}" for tick in ticks]}
 

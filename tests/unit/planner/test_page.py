@@ -32,6 +32,13 @@ def test_every_plan_is_a_point(planned):
     assert (np.diff(numbers(front["y"])) < 0).all()
 
 
+@pytest.mark.parametrize("values", [(78, 98), (12, 13.5), (1.02, 1.5), (3, 9), (3, 60), (1, 5000)])
+def test_an_axis_has_some_labels(values):
+    low, high = values
+    ticks = [tick for tick in page._log_axis(values)["tickvals"] if low <= tick <= high]
+    assert 2 <= len(ticks) <= 14
+
+
 def test_efficiency_begins_at_one_and_reaches_4096_devices(planned):
     plot = page.efficiency_plot(planned)
     assert plot.data
