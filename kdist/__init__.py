@@ -15,18 +15,11 @@
     model.fit(train, validation_data=test, epochs=10)
 
 Public names are imported on first use; `import kdist` alone imports neither TensorFlow nor Keras.
-Import kdist before them, since it sets environment variables that TensorFlow reads on import.
+Import kdist before them, since it hides messages that TensorFlow logs on import.
 """
-
-import os
 
 from kdist import log
 from kdist.public_names import import_on_demand
-
-# By default TensorFlow uses oneDNN's kernels only on CPUs with AVX512-VNNI or AMX. With AVX2 alone
-# (many AMD CPUs) they train ResNet-18 1.6 times and LeNet 1.5 times as fast. TensorFlow reads this
-# variable when it is imported.
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 log.configure()
 log.hide_start_up_messages()
