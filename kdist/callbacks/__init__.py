@@ -16,6 +16,7 @@ _PUBLIC = {
     "Checkpoint": "checkpoint",
     "EpochCheckpoint": "epoch_checkpoint",
     "EpochSeconds": "epoch_seconds",
+    "LearningRateRange": "learning_rate_range",
     "NonFiniteLossError": "stop_on_nonfinite_loss",
     "Profile": "profile",
     "StopOnNonFiniteLoss": "stop_on_nonfinite_loss",
