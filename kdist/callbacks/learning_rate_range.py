@@ -105,8 +105,8 @@ class LearningRateRange(keras.callbacks.Callback):
         self._restore()
         if len(self._losses) < _MIN_STEPS and not self._has_diverged():
             raise ValueError(
-                f"the data ended after {len(self._losses)} steps; use run(), which repeats them, or "
-                f"pass epochs to fit for at least {_MIN_STEPS} steps"
+                f"the data ended after {len(self._losses)} steps, before {_MIN_STEPS}; use run(), "
+                "which repeats them, or pass more epochs to fit"
             )
         self.losses = np.array(self._losses)
         self.rates = self._sweep[: len(self.losses)]
