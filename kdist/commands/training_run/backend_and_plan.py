@@ -36,7 +36,7 @@ REMEDIES_ON_JAX = {
 }
 # On CPUs with AVX2, oneDNN's kernels train these models 1.4 to 2.5 times as fast, but MobileNetV2
 # 0.57 times as fast: benchmarks/results/2026-11-25-onednn.md.
-FASTER_WITH_ONEDNN = ("lenet", "resnet18", "inception", "transformer")
+FASTER_WITH_ONEDNN = ("lenet", "resnet18", "inception")
 
 
 def choose_backend():
