@@ -34,6 +34,10 @@ COMMANDS = {
         "Recommends a strategy and a machine, with time, memory, and cost.",
         "kdist plan --model=resnet50 --examples=1281167 --epochs=90 --max_usd=100",
     ),
+    "tune": (
+        "Finds the largest batch that fits, and the smallest that is fast.",
+        "kdist tune --model=resnet18 --dataset=fashion_mnist",
+    ),
     "report": (
         "Writes a web page about one or several runs.",
         "kdist report runs/a runs/b",

@@ -182,6 +182,10 @@ ENVIRONMENTS = [
     ([], {"KERAS_BACKEND": "jax"}, "KERAS_BACKEND is jax"),
 ]
 OTHERS = [
+    ("tune", ["--strategy=multi_worker"], "kdist tune measures one machine"),
+    ("tune", ["--run_dir=runs/a"], "--run_dir has no meaning for kdist tune"),
+    ("tune", ["--backend=jax"], "--backend=jax is not supported by kdist tune"),
+    ("tune", ["--memory_gb=nan"], "--memory_gb=nan"),
     ("plan", ["--model=resnet5O", "--examples=9"], "did you mean resnet50"),
     ("plan", ["--model=lenet", "--examples=-3"], "--examples=-3"),
     ("plan", ["--model=lenet", "--examples=1.281.167"], "--examples=1.281.167 is no number"),

@@ -1,0 +1,1 @@
+"""Tunes settings of a training on this machine."""
