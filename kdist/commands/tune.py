@@ -41,6 +41,7 @@ with program.flag_group("Batch size"):
         "Memory that may be used, in GB: of each GPU, or of the whole training on CPUs. By default "
         "all of a GPU, and nine tenths of what is free on this machine.",
         lower_bound=0.1,
+        upper_bound=1e6,
     )
     flags.DEFINE_integer(
         "max_batch", None, "Largest local batch to try; by default the training examples.", 1
