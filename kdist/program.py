@@ -118,6 +118,7 @@ def help_text(positional: str | None = None) -> str:
         arguments = f" <{positional}>" if positional else ""
         parts.insert(0, f"Usage: {sys.argv[0]} [--flag=value …]{arguments}")
     for heading, names in groups.items():
+        names = [name for name in names if name in own]  # others are of an imported program
         if names:
             parts.append("\n".join([f"{heading}:", *(_flag_text(own[name]) for name in names)]))
     parts.append(

@@ -188,3 +188,10 @@ def test_help_of_one_program_has_its_usage():
     assert lines[0] == "Usage: kdist report [--flag=value …] <run directories or URLs>"
     assert lines[2].startswith("Writes ")
     assert "Live page:" in lines
+
+
+def test_help_of_a_program_with_flags_of_another_lists_its_own():
+    process = kdist("tune", "--help")
+    assert process.returncode == 0
+    assert "--max_batch" in process.stdout
+    assert "--optimizer" not in process.stdout  # of `kdist train`

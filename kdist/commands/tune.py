@@ -1,6 +1,6 @@
 """Finds the batch size of a training on this machine: what fits, and what is nearly as fast.
 
-  # with the flags of kdist train; without GPUs, memory is that of the process
+  # all flags of kdist train describe the training; without GPUs, memory is that of the process
   kdist tune --model=resnet18 --dataset=fashion_mnist --num_devices=2
 
   # never more than 8 GB, and local batches up to 512
