@@ -1,0 +1,118 @@
+"""Ends a job in which a task hangs, if no launcher reads the heartbeats of its tasks.
+
+    watch(cluster, collector, limit_seconds())       # in the first task
+    attend(cluster, port, token, ending(cluster))    # in the others
+
+The heartbeats of all tasks arrive at the collector of the first task. That task names the one that
+hangs, by the rules of `kdist.launch.supervision`, and commands all tasks to end with exit code 75.
+The engine then restarts the job. A process that is stopped does not hear the command; its engine
+ends it.
+"""
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from kdist.cluster import Cluster, heartbeat
+from kdist.exit_codes import PEER_HANGS
+from kdist.launch.supervision import (
+    DEFAULT_LIMIT_SECONDS,
+    LIMIT_VARIABLE,
+    SupervisedTask,
+    Supervision,
+)
+from kdist.telemetry.devices.collector import Collector
+from kdist.training.strategy_setup import abort_steps
+
+_logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 1.0
+# Time to release files and copies after the steps have been aborted.
+_SECONDS_TO_END = 30.0
+
+
+def limit_seconds(environment: Mapping[str, str] | None = None) -> float:
+    """Returns the limit of KDIST_HANG_SECONDS, 60 by default; 0 for none.
+
+    Raises:
+        ValueError: If the variable is not a number of at least 0.
+    """
+    environment = os.environ if environment is None else environment
+    text = environment.get(LIMIT_VARIABLE) or str(DEFAULT_LIMIT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"{LIMIT_VARIABLE}={text}; give a number of seconds, or 0 for no limit")
+    return seconds
+
+
+def watch(cluster: Cluster, collector: Collector, limit: float):
+    """Starts to supervise all tasks of a job in its first task, in a background thread.
+
+    Args:
+        cluster: The job, as seen by its first task.
+        collector: Collector of the first task, which the others connect to.
+        limit: Limit of a step and of silence in seconds, see `Supervision`; 0 for none.
+    """
+    if not limit or cluster.is_alone:
+        return
+    tasks = {task.name: SupervisedTask(task) for task in cluster.all_tasks()}
+
+    def note(name, beat):
+        if name not in tasks:
+            return
+        if beat is None:  # disconnected: its own error, or its engine, ends the job
+            tasks[name].returncode = 0
+        else:
+            tasks[name].note_beat(beat)
+
+    heartbeat.add_receiver(tasks[cluster.name].note_beat)
+    collector.pass_heartbeats(note)
+    supervision = Supervision(list(tasks.values()), limit)
+
+    def end(hung, reason):
+        collector.end_tasks(hung, reason)
+        end_process(cluster, hung, reason)
+
+    threading.Thread(
+        target=_supervise, args=(supervision, end), name="kdist-hangs", daemon=True
+    ).start()
+
+
+def ending(cluster: Cluster) -> Callable[[str, str], None]:
+    """Returns the function that ends this task once the first one has found a task that hangs."""
+    return lambda hung, reason: end_process(cluster, hung, reason)
+
+
+def _supervise(supervision, end):
+    found = None
+    while found is None:
+        time.sleep(_POLL_SECONDS)
+        for line in supervision.news():
+            _logger.warning("%s", line)
+        found = supervision.hung()
+    task, reason = found
+    end(task.name, reason)
+
+
+def end_process(cluster: Cluster, hung: str, reason: str):
+    """Ends this process with exit code 75, within half a minute.
+
+    Args:
+        cluster: The job, as seen by this task.
+        hung: Name of the task that hangs. If it is this one, its stack is printed.
+        reason: What it did, such as "was between steps, after step 5 for 60 s".
+    """
+    message = f"{hung} hung: it {reason} (more time: {LIMIT_VARIABLE})"
+    _logger.error("%s; ending %s", message, cluster.name)
+    if hung == cluster.name and sys.__stderr__ is not None:
+        faulthandler.dump_traceback(sys.__stderr__)
+    abort_steps(message)
+    time.sleep(_SECONDS_TO_END)
+    os._exit(PEER_HANGS)
