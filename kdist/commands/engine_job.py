@@ -14,7 +14,7 @@ from absl import flags
 from kdist import program
 from kdist.launch.engines import ENGINES, Job, MachineType, NoSuchJobError, get_engine
 from kdist.launch.engines.base import check_job_name, job_name_of, similar_machines
-from kdist.mirror.store import is_url
+from kdist.mirror.store import is_url, local_directory
 from kdist.planner.plans import Plan, describe, duration, train_command
 from kdist.planner.tables.prices import known_offers
 
@@ -135,7 +135,7 @@ def make_job(command, run_dir):
     name = FLAGS.name or default_name(command, run_dir)
     mirror = FLAGS.mirror or ""
     if is_url(run_dir):  # the program's own: kdist train then has a mirror
-        run_dir, mirror = "", mirror or run_dir
+        run_dir, mirror = str(local_directory(run_dir)), mirror or run_dir
     options = {**_pairs("option"), **({"partition": FLAGS.partition} if FLAGS.partition else {})}
     mount = options.get("mount", "/runs") if "claim" in options else "runs"
     if FLAGS.mirror and command[:2] == ["kdist", "train"]:
@@ -191,7 +191,7 @@ def _of_plan(plan):
     machines = plan.layout.machines
     machine = MachineType.from_planned(
         plan.machine,
-        region=FLAGS.region or "",
+        region=FLAGS.region or plan.region,
         usd_per_hour=plan.usd / plan.hours / machines if plan.usd and plan.hours else None,
     )
     clouds = FLAGS.cloud or [machine.cloud]
@@ -206,7 +206,7 @@ def _of_plan(plan):
         "workers": machines,
         "machine": machine,
         "alternatives": tuple(
-            dataclasses.replace(each, region=FLAGS.region or "")
+            dataclasses.replace(each, region=FLAGS.region or each.region)
             for each in others
             if each.cloud in clouds and each.cloud and each.name != machine.name
         ),

@@ -174,6 +174,7 @@ class Plan:
         spot: Whether the plan is for spot VMs, which may be preempted. Defaults to `False`.
         prices_of: Date of the prices. Defaults to `""`, unknown.
         derivation: How the numbers of a split model were derived. Defaults to `""`.
+        region: Region of the prices; `""`, the default, where unknown.
 
     Raises:
         TypeError: If the local batch is not a whole number.
@@ -197,6 +198,7 @@ class Plan:
     spot: bool = False
     prices_of: str = ""
     derivation: str = ""
+    region: str = ""
 
     def __post_init__(self):
         Batch(self.local_batch)  # checks the number

@@ -13,13 +13,14 @@ is a person, 124 a time limit, 75 a peer that hangs. Other codes are failures, w
 import abc
 import dataclasses
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kdist.cluster.nodes import CHIEF_VARIABLE, PS_VARIABLE
-from kdist.run_directory import RUN_DIR
+from kdist.run_directory import CHECKPOINT_PREFIX, RUN_DIR
 
 # A run may take this multiple of its planned hours, because predictions err and restarts cost time.
 _LIMIT_PER_PLANNED_HOUR = 1.5
@@ -439,6 +440,16 @@ def similar_machines(planned: Any, offers: Iterable[Any], spot: bool) -> list[Ma
         ):
             found.append(MachineType.from_planned(machine, region=offer.region, usd_per_hour=usd))
     return sorted(found, key=lambda each: each.usd_per_hour or 0.0)
+
+
+def newest_checkpoint_command(run_dir: str) -> str:
+    """Returns a shell command that prints the path of a run's newest checkpoint, if there is one.
+
+    >>> newest_checkpoint_command("runs/a")
+    'ls -d runs/a/checkpoints/step-* 2> /dev/null | sort | tail -n 1'
+    """
+    checkpoints = f"{shlex.quote(run_dir)}/checkpoints/{CHECKPOINT_PREFIX}*"
+    return f"ls -d {checkpoints} 2> /dev/null | sort | tail -n 1" if run_dir else "true"
 
 
 def show_output(

@@ -24,8 +24,8 @@ from kdist.launch.engines.base import (
     NoSuchJobError,
     Status,
     call,
+    newest_checkpoint_command,
 )
-from kdist.run_directory import CHECKPOINT_PREFIX
 
 # Slurm may send the signal up to 60 seconds before the time that is asked for; the rest is for
 # tasks that save quickly.
@@ -164,9 +164,8 @@ class Slurm(Engine):
         if job.setup:
             lines.append(job.setup)
         run = shlex.quote(job.run_dir)
-        newest = f"ls -d {run}/checkpoints/{CHECKPOINT_PREFIX}* 2> /dev/null | sort | tail -n 1"
         script = _SCRIPT.format(
-            newest=newest if job.run_dir else "true",
+            newest=newest_checkpoint_command(job.run_dir),
             finished=f"[ -e {run}/summary.json ]" if job.run_dir else "false",
             grace=job.grace_seconds,
             task=shlex.quote(_TASK),

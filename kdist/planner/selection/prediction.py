@@ -105,6 +105,7 @@ class Predictor:
             spot=spot,
             prices_of=offer.as_of,
             derivation=derivation(self.split(layout), layout),
+            region=offer.region,
         )
 
     def _prediction(self, layout, local_batch, offer) -> PredictedCost:

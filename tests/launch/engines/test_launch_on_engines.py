@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from kdist import planner
+from kdist.launch.engines import Job, get_engine
 from kdist.launch.engines.slurm import Slurm
 
 
@@ -122,3 +123,21 @@ def test_a_plan_for_own_machines_is_submitted_followed_and_stopped(plans, state)
     assert launch("--job=cats", "--stop") == "cats: stopped\n"
     assert Slurm().find("cats").status().state == "stopped"
     assert "no job dogs" in launch("--engine=slurm", "--job=dogs", check=False)
+
+
+@pytest.mark.parametrize(
+    ("seconds_ago", "output", "code"), [(None, "60", 0), (10, "50", 0), (60, "", 124)]
+)
+def test_skypilot_limits_the_time_of_all_attempts_together(tmp_path, seconds_ago, output, code):
+    job = Job("cats", ("python",), time_limit_hours=1 / 60)
+    run = yaml.safe_load(get_engine("skypilot").text(job))["run"]
+    for name, text in (("date", "echo 1000"), ("timeout", "echo $2")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
+    if seconds_ago is not None:
+        environment["KDIST_SUBMITTED"] = str(1000 - seconds_ago)
+    done = subprocess.run(
+        ["sh", "-c", run], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout.strip(), done.returncode) == (output, code)
