@@ -127,8 +127,13 @@ class PredictedCost:
         device_memory_bytes: Memory that a device has; `None` if unknown.
         hours: Hours of the whole run.
         usd: Price of the whole run on demand.
-        spot_hours: Hours on spot VMs with expected restarts; `None` without a spot price.
+        spot_hours: Hours on spot VMs with expected saving, lost work, and restarts; `None` without a
+            spot price.
         spot_usd: Price of these hours.
+        checkpoint_bytes: Size of a checkpoint; `None` in plans of earlier versions.
+        save_seconds: Time to save it, so that it survives the loss of its VM.
+        preemptions_per_hour: Rate of all machines together, if they are spot VMs.
+        checkpoint_seconds: Work between two checkpoints on spot VMs; `None` without preemptions.
     """
 
     step_seconds: float
@@ -141,6 +146,10 @@ class PredictedCost:
     usd: float
     spot_hours: float | None = None
     spot_usd: float | None = None
+    checkpoint_bytes: float | None = None
+    save_seconds: float | None = None
+    preemptions_per_hour: float | None = None
+    checkpoint_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +228,12 @@ class Plan:
         """Price of the whole run in US dollars, on the kind of VMs that the plan is for."""
         predicted = self.prediction
         return predicted.spot_usd if self.spot and predicted.spot_usd else predicted.usd
+
+    @property
+    def checkpoint_minutes(self) -> float | None:
+        """Minutes between checkpoints of a plan for spot VMs, with three digits; otherwise `None`."""
+        seconds = self.prediction.checkpoint_seconds
+        return float(f"{seconds / 60:.3g}") if self.spot and seconds else None
 
     @property
     def setup(self) -> Setup:
@@ -351,7 +366,7 @@ def strategy_text(layout: Layout) -> str:
 
 def train_command(plan: Plan) -> str:
     """Returns the command that trains as planned, on each machine of the plan."""
-    layout = plan.layout
+    layout, minutes = plan.layout, plan.checkpoint_minutes
     given = {
         "model": shlex.quote(plan.model),
         "layout": str(layout.degrees) if layout.group_size > 1 else None,
@@ -365,6 +380,7 @@ def train_command(plan: Plan) -> str:
         "optimizer": plan.optimizer,
         "jit_compile": "true" if plan.jit_compile else None,
         "allow_remote": "true" if layout.machines > 1 else None,
+        "checkpoint_minutes": minutes and f"{minutes:g}",
     }
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return " ".join(["kdist train", *flags])
