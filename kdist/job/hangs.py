@@ -1,6 +1,6 @@
 """Ends a job in which a task hangs, if no launcher reads the heartbeats of its tasks.
 
-    watch(cluster, collector, limit_seconds())       # in the first task
+    watch(cluster, collector, limit=60)              # in the first task
     attend(cluster, port, token, ending(cluster))    # in the others
 
 The heartbeats of all tasks arrive at the collector of the first task. That task names the one that
@@ -15,16 +15,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from kdist.cluster import Cluster, heartbeat
 from kdist.exit_codes import PEER_HANGS
-from kdist.launch.supervision import (
-    DEFAULT_LIMIT_SECONDS,
-    LIMIT_VARIABLE,
-    SupervisedTask,
-    Supervision,
-)
+from kdist.launch.supervision import LIMIT_VARIABLE, SupervisedTask, Supervision
 from kdist.telemetry.devices.collector import Collector
 from kdist.training.strategy_setup import abort_steps
 
@@ -33,23 +28,6 @@ _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 1.0
 # Time to release files and copies after the steps have been aborted.
 _SECONDS_TO_END = 30.0
-
-
-def limit_seconds(environment: Mapping[str, str] | None = None) -> float:
-    """Returns the limit of KDIST_HANG_SECONDS, 60 by default; 0 for none.
-
-    Raises:
-        ValueError: If the variable is not a number of at least 0.
-    """
-    environment = os.environ if environment is None else environment
-    text = environment.get(LIMIT_VARIABLE) or str(DEFAULT_LIMIT_SECONDS)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise ValueError(f"{LIMIT_VARIABLE}={text}; give a number of seconds, or 0 for no limit")
-    return seconds
 
 
 def watch(cluster: Cluster, collector: Collector, limit: float):

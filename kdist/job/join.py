@@ -28,6 +28,7 @@ from kdist.cluster.liveness import LivenessProbe
 from kdist.cluster.remote_access import restrict_to_loopback
 from kdist.compat.tensorflow import has_started
 from kdist.job import hangs
+from kdist.launch.supervision import limit_seconds
 from kdist.strategy_spec import StrategySpec
 from kdist.telemetry.devices.collector import Collector, attend, note_collector, task_name
 from kdist.training.evaluator import mark_evaluated_elsewhere, mark_evaluator
@@ -90,7 +91,7 @@ def _agree(spec, settings):
         "the strategy": strategy,
         **settings,
     }
-    is_supervised, hang_seconds = heartbeat.has_launcher(), hangs.limit_seconds()
+    is_supervised, hang_seconds = heartbeat.has_launcher(), limit_seconds(os.environ)
     token = secrets.token_hex(16)
     collector = _collector(cluster, token)
     own = {

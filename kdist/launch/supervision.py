@@ -11,7 +11,7 @@ others wait in one. Only then it is a task that waits in a step.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
 from kdist.cluster import Cluster
@@ -136,6 +136,22 @@ class Supervision(Generic[TaskType]):
             return False
         limit = self._limit * (_LIMIT_FACTOR_FIRST if task.beat.is_first else 1)
         return _seconds(task, now) > max(limit, _LIMIT_PER_LONGEST * task.beat.longest_seconds)
+
+
+def limit_seconds(environment: Mapping[str, str]) -> float:
+    """Returns the limit of KDIST_HANG_SECONDS, 60 by default; 0 for none.
+
+    Raises:
+        ValueError: If the variable is not a number of at least 0.
+    """
+    text = environment.get(LIMIT_VARIABLE) or str(DEFAULT_LIMIT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"{LIMIT_VARIABLE}={text}; give a number of seconds, or 0 for no limit")
+    return seconds
 
 
 def task_state(task: SupervisedTask) -> str:

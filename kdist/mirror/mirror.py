@@ -80,13 +80,16 @@ class Mirror:
     logged once, and copying is tried again until it succeeds.
 
     On a new disk, `open` fetches the files that a resumed run needs first, and
-    `kdist.callbacks.Checkpoint` the newest complete checkpoint. `best.keras` and `report.html` follow
-    in the background. Only one process at a time can write to a URL.
+    `kdist.callbacks.Checkpoint` the newest complete checkpoint. `best.keras` and `report.html`
+    follow in the background. Only one process at a time can write to a URL.
 
     Args:
         url: the URL, such as gs://bucket/runs/a or s3://bucket/runs/a.
         run_directory: the local directory of the run.
         resume: whether the URL may hold the run already, which is then resumed. Defaults to True.
+
+    Attributes:
+        copy_seconds: seconds that copying the last checkpoint took; None before.
 
     Raises:
         ValueError: `url` is no URL of a prefix, or its protocol is unknown.
@@ -112,6 +115,7 @@ class Mirror:
         self._progress_at = 0.0
         self._copied: dict[str, Any] = {}  # name -> size, time, and inode of what was copied
         self._fails = self._is_slow = False
+        self.copy_seconds: float | None = None
 
     def __enter__(self) -> "Mirror":
         self.open()
@@ -245,8 +249,8 @@ class Mirror:
     def _start_to_fetch_rest(self, names):
         """Fetches files that may be large, and that nobody waits for, in the background.
 
-        The other tasks of the job wait for this one. Training may write such a file meanwhile, which
-        is then kept.
+        The other tasks of the job wait for this one. If training writes such a file meanwhile, that
+        file is kept.
         """
         missing = [p for p in self._fetched_later() if p.name in names and not p.exists()]
         if not missing:
@@ -321,6 +325,7 @@ class Mirror:
         state = None if path is None else _state(path / CHECKSUMS)
         if state is None or state == self._copied.get(CHECKSUMS):
             return False
+        began = time.monotonic()
         with self._scratch() as scratch:
             with contextlib.suppress(FileNotFoundError):
                 for file in path.iterdir():
@@ -330,6 +335,7 @@ class Mirror:
                 return False
             self._put_checkpoint(scratch, checkpoint_step(path))
         self._copied[CHECKSUMS] = state
+        self.copy_seconds = time.monotonic() - began
         newest = self._newest_local()
         if newest is not None and _state(newest / CHECKSUMS) != state:
             self._changed.set()

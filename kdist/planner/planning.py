@@ -187,7 +187,9 @@ def plan(
     )
     table = Measurements() if measurements is None else Measurements.read(measurements)
     offers = known_offers() if offers is None else offers
-    return search(Predictor(job, table, spot=preemptions), offers, Constraints(**constraints), ranking)
+    return search(
+        Predictor(job, table, spot=preemptions), offers, Constraints(**constraints), ranking
+    )
 
 
 def search(

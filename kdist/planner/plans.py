@@ -17,7 +17,7 @@ from kdist.batch import Batch
 from kdist.json_text import parse_json
 from kdist.layout import Layout
 from kdist.planner.cost.setup import Gradients, InputWork, Setup
-from kdist.planner.cost.step import Term
+from kdist.planner.cost.step import Spot, Term
 from kdist.planner.tables.machines import Machine
 from kdist.planner.workload.layers import Workload
 
@@ -127,8 +127,8 @@ class PredictedCost:
         device_memory_bytes: Memory that a device has; `None` if unknown.
         hours: Hours of the whole run.
         usd: Price of the whole run on demand.
-        spot_hours: Hours on spot VMs with expected saving, lost work, and restarts; `None` without a
-            spot price.
+        spot_hours: Hours on spot VMs with expected saving, lost work, and restarts; `None` without
+            a spot price.
         spot_usd: Price of these hours.
         checkpoint_bytes: Size of a checkpoint; `None` in plans of earlier versions.
         save_seconds: Time to save it, so that it survives the loss of its VM.
@@ -231,9 +231,31 @@ class Plan:
 
     @property
     def checkpoint_minutes(self) -> float | None:
-        """Minutes between checkpoints of a plan for spot VMs, with three digits; otherwise `None`."""
+        """Minutes between checkpoints, with three digits; `None` if not for spot VMs."""
         seconds = self.prediction.checkpoint_seconds
         return float(f"{seconds / 60:.3g}") if self.spot and seconds else None
+
+    def with_saving(self, checkpoint_bytes: float, save_seconds: float) -> "Plan":
+        """Returns the plan with another size and time of a checkpoint, such as measured ones.
+
+        The interval of checkpoints, and hours and price on spot VMs, are those of `Spot`.
+        """
+        predicted, spot = self.prediction, Spot(self.prediction.preemptions_per_hour or 0.0)
+        save_hours = save_seconds / 3600
+        interval = spot.interval_hours(save_hours, machines=1)  # the rate is that of all machines
+        changes: dict[str, float | None] = {
+            "checkpoint_bytes": checkpoint_bytes,
+            "save_seconds": save_seconds,
+            "checkpoint_seconds": interval and interval * 3600,
+        }
+        if predicted.spot_hours and predicted.spot_usd:
+            hours = spot.expected_hours(predicted.hours, 1, save_hours)
+            changes |= {
+                "spot_hours": hours,
+                "spot_usd": predicted.spot_usd * hours / predicted.spot_hours,
+            }
+        prediction = dataclasses.replace(predicted, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, prediction=prediction)
 
     @property
     def setup(self) -> Setup:

@@ -35,6 +35,7 @@ from kdist.launch.engines.base import (
     Job,
     MachineType,
     NoSuchJobError,
+    Saving,
     Status,
     call,
     newest_checkpoint_command,
@@ -606,4 +607,6 @@ def _job_from(fields):
         "machine": MachineType(**fields["machine"]),
         "alternatives": tuple(MachineType(**each) for each in fields["alternatives"]),
     }
-    return Job(**{**fields, **machines, "command": tuple(fields["command"])})
+    saving = fields.get("saving")
+    others = {"command": tuple(fields["command"]), "saving": saving and Saving(**saving)}
+    return Job(**{**fields, **machines, **others})

@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Mapping
 
@@ -152,6 +153,17 @@ class Slurm(Engine):
                 "change to its directory, or give the whole path"
             )
         return problems
+
+    def notice_seconds(self, job: Job) -> float | None:
+        """Returns the grace time of the job's partition, where Slurm is installed and has one."""
+        partition = job.options.get("partition")
+        if not partition or shutil.which("scontrol") is None:
+            return None
+        try:
+            text = call(["scontrol", "show", "partition", "--oneliner", partition])
+        except RuntimeError:  # `submit` reports what is wrong
+            return None
+        return float(dict(_FIELD.findall(text.strip())).get("GraceTime", 0)) or None
 
     def text(self, job: Job) -> str:
         lines = ["#!/bin/bash", f"# Job {job.name} of kdist; submit this file with sbatch."]

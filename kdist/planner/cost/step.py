@@ -18,8 +18,8 @@ from kdist.planner.cost.setup import Gradients, InputWork, Setup, make_features
 # "The average preemption rate per day per project is between 5% and 15%"
 # (https://cloud.google.com/compute/docs/instances/preemptible): 10 % per day.
 _PREEMPTIONS_PER_HOUR = 0.1 / 24
-# A checkpoint is written to the disk and then to a bucket, each at 125 MiB/s: the throughput of a gp3
-# volume (https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_ModifyVolume.html).
+# A checkpoint is written to the disk and then to a bucket, each at 125 MiB/s: the throughput of a
+# gp3 volume (https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_ModifyVolume.html).
 _SAVE_BYTES_PER_SECOND = 125 * 2**20 / 2
 # Shorter intervals gain nothing: a restart takes minutes.
 _MIN_CHECKPOINT_HOURS = 1 / 60

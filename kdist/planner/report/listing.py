@@ -158,12 +158,14 @@ def checkpoints_text(plan: Plan) -> str:
     predicted = plan.prediction
     if plan.checkpoint_minutes is None:
         return ""
+    save, between = predicted.save_seconds / 3600, 1 / predicted.preemptions_per_hour
+    restarts = predicted.preemptions_per_hour * plan.hours
     return (
         f"A checkpoint every {duration(predicted.checkpoint_seconds / 3600)}: saving "
-        f"{predicted.checkpoint_bytes / 1e9:.3g} GB takes {duration(predicted.save_seconds / 3600)}, "
-        f"and a preemption is expected every {duration(1 / predicted.preemptions_per_hour)} "
-        "(Young's √(2 × the first × the second)). Time and price contain saving, "
-        f"{predicted.preemptions_per_hour * plan.hours:.2g} restarts, and the work that they lose."
+        f"{predicted.checkpoint_bytes / 1e9:.3g} GB takes {duration(save)}, a preemption is "
+        f"expected every {duration(between)}, and √(2 × {duration(save)} × {duration(between)}) "
+        f"costs the least. Time and price contain saving, {restarts:.2g} restarts, "
+        "and the work that they lose."
     )
 
 
@@ -258,15 +260,15 @@ def _price_rows(predictor, plan):
             [
                 "  interval",
                 duration(interval / 3600),
-                f"= √(2 × {predicted.save_seconds:.3g} s × {duration(1 / rate)} between preemptions "
-                f"of {machines} VMs), at least a minute (Young, Daly)",
+                f"= √(2 × {predicted.save_seconds:.3g} s × {duration(1 / rate)} between "
+                f"preemptions of {machines} VMs), at least a minute (Young, Daly)",
             ],
             [
                 "  spot hours",
                 f"{predicted.spot_hours:,.3f}",
-                f"= {predicted.hours:,.3f} h of work + saving {predicted.save_seconds / interval:.2%}"
-                f" + {restarts:.2f} restarts of {duration(spot.restart_hours)}, each after about "
-                f"{duration(interval / 7200)} of lost work",
+                f"= {predicted.hours:,.3f} h of work + {predicted.save_seconds / interval:.2%} for "
+                f"saving + {restarts:.2f} restarts of {duration(spot.restart_hours)}, each after "
+                f"about {duration(interval / 7200)} of lost work",
             ],
         ]
     return rows

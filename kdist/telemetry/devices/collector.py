@@ -269,7 +269,7 @@ class _Clients:
         self._thread.start()
 
     def start(self, records, command):
-        """Sends `command` to all tasks, also to those that connect later; receives their records."""
+        """Sends `command` to all tasks, also those that connect later; receives their records."""
         with self._lock:
             self._starts += 1
             self._records, self._command = records, {**command, "start": self._starts}
@@ -484,7 +484,7 @@ def _attend(cluster, port, token, end):
         sender = _Sender(connection)
         sender.send({"token": token, "host": socket.gethostname(), "task": cluster.name})
         if end is not None:
-            heartbeat.add_receiver(lambda beat: sender.try_to_send({"beat": dataclasses.asdict(beat)}))
+            heartbeat.add_receiver(sender.send_beat)
         _follow_commands(connection, sender, cluster, end)
 
 
@@ -497,6 +497,9 @@ class _Sender:
     def send(self, data):
         with self._lock:
             self._connection.sendall(_line(data))
+
+    def send_beat(self, beat):
+        self.try_to_send({"beat": dataclasses.asdict(beat)})
 
     def try_to_send(self, data):
         with contextlib.suppress(OSError):  # the first task has disconnected

@@ -1,6 +1,7 @@
 """`kdist launch --engine`: from a plan to the text, and to a submitted job and back."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -35,15 +36,21 @@ def plans(tmp_path_factory):
 
 def launch(*flags, check=True):
     """Returns the standard output of `kdist launch`, or its error if it must fail."""
-    done = subprocess.run(
+    done = kdist_launch(*flags)
+    assert (done.returncode == 0) == check, done.stderr
+    return done.stdout if check else done.stderr
+
+
+def kdist_launch(*flags):
+    """Runs `kdist launch` to its end."""
+    return subprocess.run(
         [sys.executable, "-m", "kdist", "launch", *map(str, flags)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=60,
+        check=False,
     )
-    assert (done.returncode == 0) == check, done.stderr
-    return done.stdout if check else done.stderr
 
 
 TRAIN = ("--", "kdist", "train", "--allow_remote", "--run_dir=/runs/cats")
@@ -61,7 +68,8 @@ def test_a_plan_is_what_would_be_rented(plans, state):
         "--accelerator=type=nvidia-tesla-k80,count=4 ",
         "--provisioning-model=SPOT ",
         f"--max-run-duration={int(seconds)}s ",
-        f"# 2 × n1-standard-32 with 4 × K80, ${usd:,.4g} per hour",
+        f"# 2 × n1-standard-32 with 4 × K80 in us-central1, ${usd:,.4g} per hour",
+        f"--checkpoint_minutes={plan.checkpoint_minutes:g} ",
         f"--local_batch_size={plan.local_batch} ",
         f"global batch {plan.batch.global_size}",
         "--mirror=gs://b/cats",
@@ -74,6 +82,10 @@ def test_a_plan_is_what_would_be_rented(plans, state):
     assert task["resources"]["any_of"][0]["instance_type"] == "n1-standard-32"
     assert task["resources"]["any_of"][0]["accelerators"] == "K80:4"
     assert f"--local_batch_size={plan.local_batch} " in task["run"]
+    done = kdist_launch("--engine=gce", *flags, "--checkpoint_mb_per_second=2", *TRAIN)
+    assert "0.205 GB takes 102 s to save, at 2 MB/s, which is longer than" in done.stderr
+    (minutes,) = re.findall(r"--checkpoint_minutes=(\S+)", done.stdout)
+    assert float(minutes) == pytest.approx(plan.checkpoint_minutes * 32.77**0.5, rel=0.01)
     refused = launch("--engine=ray", *flags, *TRAIN, check=False)
     assert "the plan is for machines of gcp" in refused
 

@@ -13,7 +13,7 @@ import pytest
 
 from kdist.launch.engines import Job, MachineType, NoSuchJobError, get_engine
 from kdist.launch.engines import gce as module
-from kdist.launch.engines.base import CommandError
+from kdist.launch.engines.base import CommandError, Saving
 
 SMALL = MachineType("n1-standard-4", "gcp", "us-central1", "K80", 4, 4, 0.5)
 LARGE = dataclasses.replace(SMALL, name="n1-standard-8", cores=8, usd_per_hour=0.6)
@@ -28,6 +28,7 @@ JOB = Job(
     max_restarts=1,
     mirror="gs://bucket/cats",
     image="p/family",
+    saving=Saving(0.66e9, 10.0, 600.0, 0.1),
     plan="2 × gcp n1-standard-4 + 4 x K80, multi_worker on 8 devices, local batch 32",
 )
 ZONES = ["us-central1-a", "us-central1-c"]
