@@ -9,6 +9,7 @@ The engine then restarts the job. A process that is stopped does not hear the co
 ends it.
 """
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -90,7 +91,8 @@ def end_process(cluster: Cluster, hung: str, reason: str):
     message = f"{hung} hung: it {reason} (more time: {LIMIT_VARIABLE})"
     _logger.error("%s; ending %s", message, cluster.name)
     if hung == cluster.name and sys.__stderr__ is not None:
-        faulthandler.dump_traceback(sys.__stderr__)
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or no file
+            faulthandler.dump_traceback(sys.__stderr__)
     abort_steps(message)
     time.sleep(_SECONDS_TO_END)
     os._exit(PEER_HANGS)

@@ -117,7 +117,13 @@ def infer_micro_step_seconds(
 
 @dataclasses.dataclass(frozen=True)
 class Spot:
-    """Preemptions of spot VMs, and restarts of the job on them.
+    """Preemptions of spot VMs, and checkpoints and restarts of the job on them.
+
+    Example:
+
+        >>> spot = Spot(preemptions_per_hour=0.01)
+        >>> round(spot.interval_hours(save_hours=0.005, machines=4), 2)
+        0.5
 
     Attributes:
         preemptions_per_hour: Rate of one VM. Defaults to one preemption in ten days.
