@@ -272,9 +272,11 @@ def planned_command(plan, command):
     command = command or ["kdist", "train"]
     if command[:2] != ["kdist", "train"]:
         if not any(pathlib.Path(FLAGS.plan).name in part for part in command):
+            minutes = plan.checkpoint_minutes
+            saving = f" and a checkpoint every {minutes:g} minutes" if minutes else ""
             sys.stderr.write(
                 f"launch: {command[0]} has to train as planned, with a local batch of "
-                f"{plan.local_batch}: kdist.planner.Plan.load, or flags of its own\n"
+                f"{plan.local_batch}{saving}: kdist.planner.Plan.load, or flags of its own\n"
             )
         return command
     given = {part.lstrip("-").partition("=")[0] for part in command[2:]}

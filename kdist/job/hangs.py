@@ -93,6 +93,8 @@ def end_process(cluster: Cluster, hung: str, reason: str):
     if hung == cluster.name and sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):  # it is closed, or no file
             faulthandler.dump_traceback(sys.__stderr__)
-    abort_steps(message)
-    time.sleep(_SECONDS_TO_END)
-    os._exit(PEER_HANGS)
+    try:
+        abort_steps(message)
+        time.sleep(_SECONDS_TO_END)
+    finally:
+        os._exit(PEER_HANGS)

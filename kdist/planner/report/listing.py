@@ -156,16 +156,16 @@ def notes_text(result: RankedPlans) -> str:
 def checkpoints_text(plan: Plan) -> str:
     """Returns the interval of checkpoints on spot VMs and its derivation; "" on demand."""
     predicted = plan.prediction
-    if plan.checkpoint_minutes is None:
+    size, save = predicted.checkpoint_bytes, predicted.save_seconds
+    interval, rate = predicted.checkpoint_seconds, predicted.preemptions_per_hour
+    if not (plan.spot and size and save and interval and rate):
         return ""
-    save, between = predicted.save_seconds / 3600, 1 / predicted.preemptions_per_hour
-    restarts = predicted.preemptions_per_hour * plan.hours
+    save_text, between_text = duration(save / 3600), duration(1 / rate)
     return (
-        f"A checkpoint every {duration(predicted.checkpoint_seconds / 3600)}: saving "
-        f"{predicted.checkpoint_bytes / 1e9:.3g} GB takes {duration(save)}, a preemption is "
-        f"expected every {duration(between)}, and √(2 × {duration(save)} × {duration(between)}) "
-        f"costs the least. Time and price contain saving, {restarts:.2g} restarts, "
-        "and the work that they lose."
+        f"A checkpoint every {duration(interval / 3600)}: saving {size / 1e9:.3g} GB takes "
+        f"{save_text}, a preemption is expected every {between_text}, and √(2 × {save_text} × "
+        f"{between_text}) costs the least. Time and price contain saving, {rate * plan.hours:.2g} "
+        "restarts, and the work that they lose."
     )
 
 

@@ -59,7 +59,7 @@ TRAIN = ("--", "kdist", "train", "--allow_remote", "--run_dir=/runs/cats")
 def test_a_plan_is_what_would_be_rented(plans, state):
     plan = planner.Plan.load(plans["gcp"])
     flags = (f"--plan={plans['gcp']}", "--setup=pip install kdist", "--write=-")
-    flags = (*flags, "--image=my/cats", "--mirror=gs://b/cats")
+    flags = (*flags, "--image=my/cats", "--mirror=gs://b/cats", "--hang_seconds=90")
     usd, seconds = plan.usd / plan.hours, plan.hours * 1.5 * 3600
     text = launch("--engine=gce", *flags, *TRAIN)
     for part in (
@@ -73,6 +73,7 @@ def test_a_plan_is_what_would_be_rented(plans, state):
         f"--local_batch_size={plan.local_batch} ",
         f"global batch {plan.batch.global_size}",
         "--mirror=gs://b/cats",
+        "export KDIST_HANG_SECONDS=90",
     ):
         assert part in text, part
     text = launch("--engine=skypilot", *flags, *TRAIN)

@@ -9,7 +9,7 @@ import pytest
 import kdist
 from kdist.planner import Plan, make_measurement
 from kdist.planner.measurements import Measurements
-from kdist.planner.plans import train_command
+from kdist.planner.plans import duration, train_command
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +121,13 @@ def test_measured_run_corrects_the_next_prediction(planned, tmp_path):
 
 
 def test_a_measured_checkpoint_changes_the_interval_and_the_price():
-    spot = kdist.plan("resnet50", examples=1_281_167, spot=True, measurements=None).best
+    result = kdist.plan("resnet50", examples=1_281_167, spot=True, measurements=None)
+    spot = result.best
     predicted = spot.prediction
+    assert f"A checkpoint every {duration(spot.prediction.checkpoint_seconds / 3600)}: " in str(
+        result
+    )
+    assert "between preemptions of 1 VMs" in result.explain()
     assert spot.with_saving(predicted.checkpoint_bytes, predicted.save_seconds) == spot
     slow = spot.with_saving(2 * predicted.checkpoint_bytes, 100 * predicted.save_seconds)
     assert slow.checkpoint_minutes == pytest.approx(10 * spot.checkpoint_minutes, rel=1e-2)
