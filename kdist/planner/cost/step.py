@@ -23,6 +23,7 @@ _PREEMPTIONS_PER_HOUR = 0.1 / 24
 _SAVE_BYTES_PER_SECOND = 125 * 2**20 / 2
 # Shorter intervals gain nothing: a restart takes minutes.
 _MIN_CHECKPOINT_HOURS = 1 / 60
+_MAX_EXPONENT = 700.0  # of a float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,8 +192,8 @@ class Spot:
         part = self.interval_hours(save_hours, machines)
         if rate == 0 or part is None:
             return hours
-        restarts = math.expm1(rate * (part + save_hours))
-        return hours / part * (1 / rate + self.restart_hours) * restarts
+        factor = math.expm1(min(rate * (part + save_hours), _MAX_EXPONENT))
+        return hours / part * (1 / rate + self.restart_hours) * factor
 
 
 def on_demand_usd(hours: float, usd_per_hour: float, machines: int = 1) -> float:

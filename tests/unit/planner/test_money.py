@@ -41,6 +41,7 @@ def test_the_interval_has_limits():
     spot = Spot(preemptions_per_hour=1.0)
     assert spot.interval_hours(0.0, 1) == 1 / 60
     assert spot.interval_hours(3.0, 2) == 0.5  # saving takes longer than VMs live
+    assert spot.expected_hours(1.0, 2, save_hours=1e6) > 1e300
     with pytest.raises(ValueError, match="save_bytes_per_second"):
         Spot(save_bytes_per_second=0)
 
