@@ -261,6 +261,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         self._trains = False
+        if self._owns_mirror and self._is_chief:  # the program may read them next
+            with heartbeat.collective("fetching files of the run"):
+                self._mirror.wait_for_files()
 
     # Time of a checkpoint.
 
