@@ -27,8 +27,9 @@ from kdist.training.strategy_setup import abort_steps
 _logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 1.0
-# Time to release files and copies after the steps have been aborted.
-_SECONDS_TO_END = 30.0
+# Time to release files and copies after the steps have been aborted, and that of the task that
+# hangs, which rarely gets to it.
+_SECONDS_TO_END, _SECONDS_TO_END_HUNG = 30.0, 5.0
 
 
 def watch(cluster: Cluster, collector: Collector, limit: float):
@@ -90,11 +91,12 @@ def end_process(cluster: Cluster, hung: str, reason: str):
     """
     message = f"{hung} hung: it {reason} (more time: {LIMIT_VARIABLE})"
     _logger.error("%s; ending %s", message, cluster.name)
-    if hung == cluster.name and sys.__stderr__ is not None:
+    is_this = hung == cluster.name
+    if is_this and sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):  # it is closed, or no file
             faulthandler.dump_traceback(sys.__stderr__)
     try:
         abort_steps(message)
-        time.sleep(_SECONDS_TO_END)
+        time.sleep(_SECONDS_TO_END_HUNG if is_this else _SECONDS_TO_END)
     finally:
         os._exit(PEER_HANGS)

@@ -25,7 +25,8 @@ class ByHand(Run):
             self._popen(
                 command,
                 TF_CONFIG=json.dumps({"cluster": job, "task": {"type": "worker", "index": index}}),
-                KDIST_HANG_SECONDS="6",
+                KDIST_HANG_SECONDS="8",
+                KDIST_STEP_TIMEOUT="600",
                 KDIST_FAULT=fault,
             )
             for index in range(2)
@@ -58,7 +59,7 @@ def test_a_stopped_worker_is_named_by_the_chief(by_hand, record):
     assert "worker 1 has sent no heartbeat for " in run.output()
     assert "Traceback" not in run.output()
     record(
-        "SIGSTOP for good, started by TF_CONFIG, KDIST_HANG_SECONDS=6",
+        "SIGSTOP for good, started by TF_CONFIG, KDIST_HANG_SECONDS=8",
         "multi_worker",
         "named by the chief, which ends with 75",
         seconds,
@@ -72,7 +73,7 @@ def test_a_callback_that_hangs_ends_both_workers(by_hand, record):
     run.wait_for_message("in _sleep")  # its stack
     assert [process.wait(60) for process in run.processes] == [PEER_HANGS] * 2, run.output()
     record(
-        "a callback sleeps forever, started by TF_CONFIG, KDIST_HANG_SECONDS=6",
+        "a callback sleeps forever, started by TF_CONFIG, KDIST_HANG_SECONDS=8",
         "multi_worker",
         "named by the chief; both workers end with 75",
         seconds,
