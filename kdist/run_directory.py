@@ -417,3 +417,16 @@ def finite(value):
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def measured_saving(checkpoints: pathlib.Path) -> tuple[float, float] | None:
+    """Returns bytes and seconds that saving took, as the newest checkpoint of a directory records.
+
+    None if there is no checkpoint, or an earlier version has written it.
+    """
+    steps = [path for path in checkpoints.glob(f"{CHECKPOINT_PREFIX}*") if checkpoint_step(path)]
+    try:
+        saving = parse_json((max(steps, default=checkpoints) / "state.json").read_bytes())["saving"]
+        return float(saving["bytes"]), float(saving["seconds"])
+    except (OSError, ValueError, TypeError, LookupError):
+        return None

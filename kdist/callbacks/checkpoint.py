@@ -261,6 +261,9 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         self._trains = False
+        if self._owns_mirror and self._is_chief:  # the program may read them next
+            with heartbeat.collective("fetching files of the run"):
+                self._mirror.wait_for_files()
 
     # Time of a checkpoint.
 
@@ -348,10 +351,19 @@ class Checkpoint(keras.callbacks.Callback):
             "best": self._best,
             "callbacks": callbacks,
             "generators": host_state.rng_state(),
+            "saving": self._saving(),
         }
         arrays = {f"model/{name}": array for name, array in arrays.items()}
         arrays.update({f"callbacks/{name}": array for name, array in callback_arrays.items()})
         self._writer.put(self._step_offset + position.batch, arrays, state, is_best)
+
+    def _saving(self):
+        """Returns bytes and seconds of the last checkpoint, for plans of spot VMs; None before."""
+        copied = 0.0 if self._mirror is None else self._mirror.copy_seconds
+        if self._writer.written is None or copied is None:
+            return None
+        size, seconds = self._writer.written
+        return {"bytes": size, "seconds": seconds + copied}
 
     def _others(self):
         callbacks = self.model.training_state.callbacks

@@ -8,6 +8,7 @@ writer.close()
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ class BackgroundWriter:
 
     Attributes:
         failed: number of failed writes since the last successful one.
+        written: bytes and seconds of the last successful write; None before.
     """
 
     def __init__(self, files: CheckpointFiles, after_write: Callable[[], Any] | None = None):
@@ -36,6 +38,7 @@ class BackgroundWriter:
         self._queued: tuple[Any, ...] | None = None
         self._is_writing = self._is_closing = False
         self.failed = 0
+        self.written: tuple[int, float] | None = None
         self._thread = threading.Thread(target=self._run, name="kdist-checkpoint", daemon=True)
         self._thread.start()
 
@@ -80,8 +83,10 @@ class BackgroundWriter:
 
     def _write(self, checkpoint):
         try:
-            self._files.write(*checkpoint)
-            self.failed = 0
+            began = time.monotonic()
+            path = self._files.write(*checkpoint)
+            size = sum(file.stat().st_size for file in path.iterdir())
+            self.failed, self.written = 0, (size, time.monotonic() - began)
             if self._after_write is not None:
                 self._after_write()
         except OSError as error:

@@ -5,7 +5,8 @@
 
 A step that takes ten times as long as usual is logged while it lasts. The launcher gives each task
 a pipe, and a `Beat` is one line in it. From the beats of all tasks the launcher finds the one that
-hangs, as opposed to those that wait for it.
+hangs, as opposed to those that wait for it. Without a launcher, the first task of the job does
+(`kdist.job.hangs`).
 """
 
 import atexit
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 _logger = logging.getLogger(__name__)
@@ -82,6 +83,11 @@ class Heartbeat:
         self._reported = 0.0  # start time of the last step logged as slow
         self._thread = None
         self._pipe = None
+        self._receivers: list[Callable[[Beat], None]] = []
+
+    def add_receiver(self, receive: Callable[[Beat], None]):
+        """Passes each beat to a function as well, in the thread."""
+        self._receivers.append(receive)
 
     def start(self):
         """Starts the thread, unless it is running."""
@@ -90,7 +96,7 @@ class Heartbeat:
         self._pipe = _pipe_from_environment()
         if self._pipe is not None:
             _enable_stack_dump()
-            atexit.register(self._send_last)
+        atexit.register(self._send_last)
         self._thread = threading.Thread(target=self._run, name="kdist-heartbeat", daemon=True)
         self._thread.start()
 
@@ -152,6 +158,8 @@ class Heartbeat:
         self._pipe = None
 
     def _send(self, beat):
+        for receive in self._receivers:
+            receive(beat)
         if self._pipe is None:
             return
         try:
@@ -181,6 +189,11 @@ def _enable_stack_dump():
             faulthandler.enable(sys.__stderr__)
 
 
+def has_launcher() -> bool:
+    """Returns whether a launcher reads the heartbeats of this process."""
+    return _pipe_from_environment() is not None
+
+
 def pipe_name(descriptor: int) -> str:
     """Returns a name of a pipe that is invalid where the descriptor is another file."""
     return f"{descriptor}:{os.fstat(descriptor).st_ino}"
@@ -203,3 +216,4 @@ def _pipe_from_environment():
 _process_heartbeat = Heartbeat()
 start, step = _process_heartbeat.start, _process_heartbeat.step
 collective, set_activity = _process_heartbeat.collective, _process_heartbeat.set_activity
+add_receiver = _process_heartbeat.add_receiver

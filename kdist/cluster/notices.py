@@ -26,8 +26,12 @@ from collections.abc import Callable, Mapping
 _logger = logging.getLogger(__name__)
 
 URL_VARIABLE = "KDIST_METADATA_URL"
-# The shortest time between a notice and the end of a VM.
-GRACE_SECONDS = 30.0
+# Time between a notice and the end of a VM, by kdist's name of the cloud in its price table. AWS:
+# docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html. Google Cloud:
+# cloud.google.com/compute/docs/instances/spot#preemption-process. Azure:
+# learn.microsoft.com/azure/virtual-machines/spot-vms.
+NOTICE_SECONDS = {"gcp": 30.0, "aws": 120.0, "azure": 30.0}
+GRACE_SECONDS = min(NOTICE_SECONDS.values())
 
 _URL = "http://169.254.169.254"
 _DMI = pathlib.Path("/sys/class/dmi/id")

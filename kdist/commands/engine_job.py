@@ -13,10 +13,12 @@ from absl import flags
 
 from kdist import program
 from kdist.launch.engines import ENGINES, Job, MachineType, NoSuchJobError, get_engine
-from kdist.launch.engines.base import check_job_name, job_name_of, similar_machines
-from kdist.mirror.store import is_url
+from kdist.launch.engines.base import Saving, check_job_name, job_name_of, similar_machines
+from kdist.launch.supervision import LIMIT_VARIABLE
+from kdist.mirror.store import is_url, local_directory
 from kdist.planner.plans import Plan, describe, duration, train_command
 from kdist.planner.tables.prices import known_offers
+from kdist.run_directory import RunDirectory, measured_saving
 
 FLAGS = flags.FLAGS
 
@@ -27,6 +29,7 @@ _ONLY_ENGINES = {
         (
             *("name", "write", "plan", "partition", "option", "image", "setup", "env", "cloud"),
             *("region", "machine_type", "gpu", "gpus_per_machine", "spot", "disk_gb", "max_usd"),
+            "checkpoint_mb_per_second",
         ),
         _ENGINE,
     ),
@@ -40,7 +43,6 @@ _ONLY_LOCAL = {
     "evaluator": "evaluate in fit, by validation_data",
     "share_gpus": "each task has a machine of its own",
     "timeout_seconds": "use --time_limit_hours",
-    "hang_seconds": "leave it out",
     "wait_seconds": "leave it out",
     "end_seconds": "use --grace_seconds",
 }
@@ -68,6 +70,8 @@ def start(command, run_dir):
     job = make_job(command, run_dir)
     if problems := engine.check(job):
         raise ValueError("\n  ".join([f"--engine={engine.name} would not run the job:", *problems]))
+    if remark := engine.checkpoint_remark(job):
+        sys.stderr.write(f"launch: {remark}\n")
     if FLAGS.write:
         return _write(engine.text(job))
     handle = engine.submit(job)
@@ -129,15 +133,21 @@ def make_job(command, run_dir):
     Raises:
         ValueError: If flags are invalid, or contradict the plan.
     """
-    plan = Plan.load(FLAGS.plan) if FLAGS.plan else None
-    if plan is not None:
-        command = planned_command(plan, command)
-    name = FLAGS.name or default_name(command, run_dir)
+    name = FLAGS.name or default_name(command or ["kdist", "train"], run_dir)
     mirror = FLAGS.mirror or ""
-    if is_url(run_dir):  # the program's own: kdist train then has a mirror
-        run_dir, mirror = "", mirror or run_dir
     options = {**_pairs("option"), **({"partition": FLAGS.partition} if FLAGS.partition else {})}
     mount = options.get("mount", "/runs") if "claim" in options else "runs"
+    if is_url(run_dir):  # the program's own: kdist train then has a mirror
+        mirror = mirror or run_dir
+        run_dir = "" if "claim" in options else str(local_directory(run_dir))
+    # Each restart must find the checkpoints of the last one.
+    run_dir = run_dir or f"{mount}/{name}"
+    plan = Plan.load(FLAGS.plan) if FLAGS.plan else None
+    size, seconds = _size_and_seconds(plan, run_dir)
+    if plan is not None:
+        if size and seconds is not None:
+            plan = plan.with_saving(size, seconds)
+        command = planned_command(plan, command)
     if FLAGS.mirror and command[:2] == ["kdist", "train"]:
         command = [*command, f"--mirror={FLAGS.mirror}"]
     common = {
@@ -147,17 +157,50 @@ def make_job(command, run_dir):
         "max_usd": FLAGS.max_usd,
         "grace_seconds": FLAGS.grace_seconds,
         "disk_gb": FLAGS.disk_gb,
-        # Each restart must find the checkpoints of the last one.
-        "run_dir": run_dir or f"{mount}/{name}",
+        "run_dir": run_dir,
         "mirror": mirror,
         "image": FLAGS.image or "",
         "setup": FLAGS.setup or "",
         "environment": _pairs("env"),
         "options": options,
     }
+    if size and seconds is not None:
+        common["saving"] = _saving(plan, command, size, seconds)
+    if FLAGS["hang_seconds"].present:
+        common["environment"][LIMIT_VARIABLE] = f"{FLAGS.hang_seconds:g}"
     if FLAGS["max_restarts"].present:
         common["max_restarts"] = FLAGS.max_restarts
     return Job(**common, **(_of_plan(plan) if plan else _of_flags()))
+
+
+def _size_and_seconds(plan, run_dir):
+    """Returns the bytes of a checkpoint, and the seconds to save it; None where unknown.
+
+    They are those of an earlier attempt of the run, where this machine sees its directory, or else
+    of the plan. --checkpoint_mb_per_second replaces the rate.
+    """
+    found = measured_saving(RunDirectory(run_dir).checkpoints)
+    if found is None and plan is not None:
+        found = plan.prediction.checkpoint_bytes, plan.prediction.save_seconds
+    size, seconds = found or (None, None)
+    rate = FLAGS.checkpoint_mb_per_second
+    if rate is not None and not rate > 0:
+        raise ValueError(f"--checkpoint_mb_per_second={rate:g}; give a rate above 0")
+    return size, size / (rate * 1e6) if size and rate else seconds
+
+
+def _saving(plan, command, size, seconds):
+    """Returns the `Saving` of the job, with the interval in its command, if there is one."""
+    predicted = plan.prediction if plan is not None else None
+    minutes = [
+        part.partition("=")[2] for part in command if part.startswith("--checkpoint_minutes=")
+    ]
+    return Saving(
+        bytes=size,
+        seconds=seconds,
+        interval_seconds=60 * float(minutes[-1]) if minutes else None,
+        preemptions_per_hour=predicted.preemptions_per_hour if predicted else None,
+    )
 
 
 def _of_flags():
@@ -189,9 +232,11 @@ def _of_plan(plan):
             "task per machine; plan another strategy (kdist plan --strategies)"
         )
     machines = plan.layout.machines
+    # A cluster of Kubernetes stays where it is, wherever prices are from.
+    has_region = FLAGS.engine != "kubernetes"
     machine = MachineType.from_planned(
         plan.machine,
-        region=FLAGS.region or "",
+        region=FLAGS.region or (plan.region if has_region else ""),
         usd_per_hour=plan.usd / plan.hours / machines if plan.usd and plan.hours else None,
     )
     clouds = FLAGS.cloud or [machine.cloud]
@@ -206,7 +251,7 @@ def _of_plan(plan):
         "workers": machines,
         "machine": machine,
         "alternatives": tuple(
-            dataclasses.replace(each, region=FLAGS.region or "")
+            dataclasses.replace(each, region=FLAGS.region or (each.region if has_region else ""))
             for each in others
             if each.cloud in clouds and each.cloud and each.name != machine.name
         ),
@@ -227,12 +272,16 @@ def planned_command(plan, command):
     command = command or ["kdist", "train"]
     if command[:2] != ["kdist", "train"]:
         if not any(pathlib.Path(FLAGS.plan).name in part for part in command):
+            minutes = plan.checkpoint_minutes
+            saving = f" and a checkpoint every {minutes:g} minutes" if minutes else ""
             sys.stderr.write(
                 f"launch: {command[0]} has to train as planned, with a local batch of "
-                f"{plan.local_batch}: kdist.planner.Plan.load, or flags of its own\n"
+                f"{plan.local_batch}{saving}: kdist.planner.Plan.load, or flags of its own\n"
             )
         return command
     given = {part.lstrip("-").partition("=")[0] for part in command[2:]}
+    if "checkpoint_steps" in given:  # an interval as well
+        given.add("checkpoint_minutes")
     planned = shlex.split(train_command(plan))[2:]
     return command + [flag for flag in planned if flag.lstrip("-").partition("=")[0] not in given]
 

@@ -130,6 +130,12 @@ with program.flag_group("Machines of an engine"):
     flags.DEFINE_boolean("spot", False, "Use machines that may be preempted.")
     flags.DEFINE_integer("disk_gb", 100, "Size of the disk of each VM, in gigabytes.", 10, 65536)
     flags.DEFINE_string("mirror", None, "URL of a bucket to which checkpoints are copied.")
+    flags.DEFINE_float(
+        "checkpoint_mb_per_second",
+        None,
+        "Rate at which a checkpoint reaches a place that survives its spot VM. By default that of "
+        "an earlier attempt of the run, or of the plan.",
+    )
 
 with program.flag_group("A submitted job"):
     flags.DEFINE_string("job", None, "Name of a submitted job; prints its state.")

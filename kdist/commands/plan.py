@@ -71,6 +71,18 @@ with program.flag_group("Budget and ranking"):
     flags.DEFINE_boolean(
         "spot", False, "Use spot VMs, including the cost of the restarts to expect."
     )
+    flags.DEFINE_float(
+        "preemptions_per_day",
+        0.1,
+        "Preemptions of one spot VM per day.",
+        lower_bound=0.0,
+    )
+    flags.DEFINE_float(
+        "checkpoint_mb_per_second",
+        None,
+        "Rate at which a checkpoint reaches a place that survives its spot VM; by default 66: to a "
+        "disk and then to a bucket, at 125 MiB/s each.",
+    )
     flags.DEFINE_enum(
         "rank",
         "auto",
@@ -247,6 +259,7 @@ def plan():
         offers=offers(table),
         ranking=FLAGS.rank,
         measurements=FLAGS.measurements or None,
+        preemptions=preemptions(),
         **limits(),
     )
     if table:
@@ -282,6 +295,15 @@ def limits():
     if FLAGS.local_batch_sizes:
         chosen["local_batches"] = program.read_numbers("local_batch_sizes")
     return {**chosen, "strategies": tuple(FLAGS.strategies)}
+
+
+def preemptions():
+    """Returns the behavior of spot VMs that the flags describe."""
+    rate = FLAGS.checkpoint_mb_per_second
+    if rate is not None and not rate > 0:
+        raise ValueError(f"--checkpoint_mb_per_second={rate:g}; give a rate above 0")
+    saving = {} if rate is None else {"save_bytes_per_second": rate * 1e6}
+    return planner.Spot(FLAGS.preemptions_per_day / 24, **saving)
 
 
 def input_work():

@@ -27,6 +27,8 @@ from kdist.cluster.handshake import JobAlreadyRunningError, run_handshake
 from kdist.cluster.liveness import LivenessProbe
 from kdist.cluster.remote_access import restrict_to_loopback
 from kdist.compat.tensorflow import has_started
+from kdist.job import hangs
+from kdist.launch.supervision import limit_seconds
 from kdist.strategy_spec import StrategySpec
 from kdist.telemetry.devices.collector import Collector, attend, note_collector, task_name
 from kdist.training.evaluator import mark_evaluated_elsewhere, mark_evaluator
@@ -89,6 +91,7 @@ def _agree(spec, settings):
         "the strategy": strategy,
         **settings,
     }
+    is_supervised, hang_seconds = heartbeat.has_launcher(), limit_seconds(os.environ)
     token = secrets.token_hex(16)
     collector = _collector(cluster, token)
     own = {
@@ -110,7 +113,10 @@ def _agree(spec, settings):
         keras.utils.set_random_seed(payloads[first.name]["seed"])
     # A task that joins late has no payload of the first task.
     if cluster != first and first.name in payloads:
-        attend(cluster, payloads[first.name]["port"], payloads[first.name]["token"])
+        end = None if is_supervised else hangs.ending(cluster)
+        attend(cluster, payloads[first.name]["port"], payloads[first.name]["token"], end)
+    elif cluster == first and not is_supervised:
+        hangs.watch(cluster, collector, hang_seconds)
     _training_cluster(cluster).publish()
     return collector
 

@@ -11,9 +11,15 @@ others wait in one. Only then it is a task that waits in a step.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
-from kdist.launch.task import Task
+from kdist.cluster import Cluster
+from kdist.cluster.heartbeat import Beat
+
+# Environment variable of the limit, for tasks that no launcher of this machine supervises.
+LIMIT_VARIABLE = "KDIST_HANG_SECONDS"
+DEFAULT_LIMIT_SECONDS = 60.0
 
 # A step may take this multiple of the longest step so far, regardless of the limit.
 _LIMIT_PER_LONGEST = 5
@@ -24,14 +30,53 @@ _LIMIT_FACTOR_FIRST = 10
 _MAX_SILENT_SECONDS = 5.0
 
 
-class Supervision:
+class SupervisedTask:
+    """A task of a job, as its heartbeats show it.
+
+    Attributes:
+        cluster: The job, as seen by the task.
+        beat: Last heartbeat; `None` before the first one.
+        beat_at: Its time, from `time.monotonic`.
+        returncode: `None` until the task has ended.
+    """
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        self.beat: Beat | None = None
+        self.beat_at = 0.0
+        self.returncode: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The task's name, such as "worker 1"."""
+        return self.cluster.name
+
+    @property
+    def only_serves(self) -> bool:
+        """True if the task waits for a coordinator's requests and need not end by itself."""
+        return "ps" in self.cluster.tasks and self.cluster.role in ("ps", "worker")
+
+    @property
+    def trains(self) -> bool:
+        """True if the task runs steps that others wait for."""
+        return self.cluster.role in ("chief", "worker") and not self.only_serves
+
+    def note_beat(self, beat: Beat):
+        """Records a heartbeat that has just arrived."""
+        self.beat, self.beat_at = beat, time.monotonic()
+
+
+TaskType = TypeVar("TaskType", bound=SupervisedTask)
+
+
+class Supervision(Generic[TaskType]):
     """Watches the heartbeats of a job's tasks.
 
     `limit_seconds` is the limit of a step (ten times that for the first step of an epoch, and at
     least five times the longest step) and of silence; 0 for no limit.
     """
 
-    def __init__(self, tasks: Sequence[Task], limit_seconds: float):
+    def __init__(self, tasks: Sequence[TaskType], limit_seconds: float):
         self._tasks, self._limit = tasks, limit_seconds
         self._silent: set[str] = set()
 
@@ -51,7 +96,7 @@ class Supervision:
                 lines.append(f"{task.name} is back: {_activity(task)}")
         return lines
 
-    def hung(self) -> tuple[Task, str] | None:
+    def hung(self) -> tuple[TaskType, str] | None:
         """Returns the task that hangs and the reason, or None."""
         beating = self._beating()
         if not (self._limit and beating):
@@ -93,7 +138,23 @@ class Supervision:
         return _seconds(task, now) > max(limit, _LIMIT_PER_LONGEST * task.beat.longest_seconds)
 
 
-def task_state(task: Task) -> str:
+def limit_seconds(environment: Mapping[str, str]) -> float:
+    """Returns the limit of KDIST_HANG_SECONDS, 60 by default; 0 for none.
+
+    Raises:
+        ValueError: If the variable is not a number of at least 0.
+    """
+    text = environment.get(LIMIT_VARIABLE) or str(DEFAULT_LIMIT_SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:
+        raise ValueError(f"{LIMIT_VARIABLE}={text}; give a number of seconds, or 0 for no limit")
+    return seconds
+
+
+def task_state(task: SupervisedTask) -> str:
     """Returns a task's name and activity, such as "worker 1 (in step 313 for 5 s)"."""
     return f"{task.name} ({_activity(task)})" if task.beat else task.name
 

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from kdist.cluster import Cluster, heartbeat
 from kdist.cluster.heartbeat import Beat
 from kdist.launch.output import LineSplitter
+from kdist.launch.supervision import SupervisedTask
 from kdist.launch.watchdog import signal_group, tied_command
 
 _NUM_LAST_LINES = 15
 _READ_BYTES = 1 << 16
 
 
-class Task:
+class Task(SupervisedTask):
     """A command that runs as a task; it leads its own session and process group.
 
     The command is found on the PATH of the `environment`, which is complete. The output is appended
@@ -31,12 +32,10 @@ class Task:
         environment: Mapping[str, str],
         log: pathlib.Path,
     ):
-        self.cluster, self.log = cluster, log
+        super().__init__(cluster)
+        self.log = log
         self.last_lines: collections.deque[str] = collections.deque(maxlen=_NUM_LAST_LINES)
-        self.returncode: int | None = None
         self._command, self._environment = list(command), dict(environment)
-        self.beat: Beat | None = None  # the last heartbeat
-        self.beat_at = 0.0  # its time, from `time.monotonic`
         self.hung = ""  # why the task was considered hung
         self._beats: int | None = None
         self._splitter = LineSplitter()
@@ -65,11 +64,6 @@ class Task:
         os.set_blocking(self.output, False)
 
     @property
-    def name(self) -> str:
-        """The task's name, such as "worker 1"."""
-        return self.cluster.name
-
-    @property
     def pid(self) -> int | None:
         """The id of the process and of its group; None if it runs on another machine."""
         return self._process.pid
@@ -78,16 +72,6 @@ class Task:
     def output(self) -> int:
         """The file descriptor from which the task's output is read."""
         return self._process.stdout.fileno()
-
-    @property
-    def only_serves(self) -> bool:
-        """True if the task waits for a coordinator's requests and need not end by itself."""
-        return "ps" in self.cluster.tasks and self.cluster.role in ("ps", "worker")
-
-    @property
-    def trains(self) -> bool:
-        """True if the task runs steps that others wait for."""
-        return self.cluster.role in ("chief", "worker") and not self.only_serves
 
     @property
     def exit_code(self) -> int:
@@ -140,7 +124,7 @@ class Task:
         except (BlockingIOError, ValueError):  # no new heartbeat, or no writer left
             return
         if beat := Beat.from_line(line):
-            self.beat, self.beat_at = beat, time.monotonic()
+            self.note_beat(beat)
 
     def close_output(self):
         """Stops reading the output; the process may continue."""

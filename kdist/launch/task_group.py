@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kdist.cluster import notices
 from kdist.exit_codes import PEER_HANGS, SAVED, TIMED_OUT
 from kdist.launch.output import Screen
-from kdist.launch.supervision import Supervision, task_state
+from kdist.launch.supervision import DEFAULT_LIMIT_SECONDS, Supervision, task_state
 from kdist.launch.task import Task
 from kdist.launch.watchdog import Watchdog, processes_of, signal_processes
 
@@ -37,7 +37,7 @@ class Timeouts:
     wait_seconds: float = 30.0  # for the other tasks to end by themselves after the chief has
     timeout_seconds: float | None = None  # of the whole job; None for no limit
     # of a step of kdist's `fit`, and of a task's silence; 0 for no limit
-    hang_seconds: float = 60.0
+    hang_seconds: float = DEFAULT_LIMIT_SECONDS
 
 
 class TaskGroup:

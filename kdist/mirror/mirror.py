@@ -79,13 +79,17 @@ class Mirror:
     directory, if they exist and have changed. Training never waits for the copies. A failure is
     logged once, and copying is tried again until it succeeds.
 
-    On a new disk, `open` fetches the files of the run, and `kdist.callbacks.Checkpoint` its newest
-    complete checkpoint. Only one process at a time can write to a URL.
+    On a new disk, `open` fetches the files that a resumed run needs first, and
+    `kdist.callbacks.Checkpoint` the newest complete checkpoint. `best.keras` and `report.html`
+    follow in the background. Only one process at a time can write to a URL.
 
     Args:
         url: the URL, such as gs://bucket/runs/a or s3://bucket/runs/a.
         run_directory: the local directory of the run.
         resume: whether the URL may hold the run already, which is then resumed. Defaults to True.
+
+    Attributes:
+        copy_seconds: seconds that copying the last checkpoint took; None before.
 
     Raises:
         ValueError: `url` is no URL of a prefix, or its protocol is unknown.
@@ -105,11 +109,13 @@ class Mirror:
         self._resumes = resume
         self._lease = Lease(self._store)
         self._thread: threading.Thread | None = None
+        self._fetching: threading.Thread | None = None
         self._changed = threading.Event()
         self._is_closing = False
         self._progress_at = 0.0
         self._copied: dict[str, Any] = {}  # name -> size, time, and inode of what was copied
         self._fails = self._is_slow = False
+        self.copy_seconds: float | None = None
 
     def __enter__(self) -> "Mirror":
         self.open()
@@ -136,6 +142,7 @@ class Mirror:
             with replacing(self._run.path / _MARK) as file:
                 json.dump({"url": self.url, "run": run}, file)
             self._fetch_files(names)
+            self._start_to_fetch_rest(names)
         except BaseException:
             self._lease.release()
             raise
@@ -149,6 +156,14 @@ class Mirror:
     def copy(self):
         """Starts to copy what has changed, such as a new checkpoint; returns immediately."""
         self._changed.set()
+
+    def wait_for_files(self):
+        """Waits until the files that are fetched in the background are here.
+
+        A file that cannot be fetched is logged, and stays in object storage.
+        """
+        if self._fetching is not None:
+            self._fetching.join()
 
     def close(self):
         """Waits until everything is copied, and releases the URL.
@@ -224,10 +239,38 @@ class Mirror:
             return
         # The configuration marks a run, so it comes last.
         for path in reversed(self._files()):
-            if path.name in names:
-                unfinished = path.with_name(f".{path.name}-fetched")
-                self._store.get(path.name, unfinished)
-                os.replace(unfinished, path)
+            if path.name not in names:
+                continue
+            if path in self._fetched_later():
+                path.unlink(missing_ok=True)  # of an earlier step
+            else:
+                os.replace(self._fetch(path), path)
+
+    def _start_to_fetch_rest(self, names):
+        """Fetches files that may be large, and that nobody waits for, in the background.
+
+        The other tasks of the job wait for this one. If training writes such a file meanwhile, that
+        file is kept.
+        """
+        missing = [p for p in self._fetched_later() if p.name in names and not p.exists()]
+        if not missing:
+            return
+
+        def fetch():
+            for path in missing:
+                try:
+                    _rename_to_new(self._fetch(path), path)
+                except OSError as error:
+                    _logger.warning("%s of %s is not fetched: %s", path.name, self.url, error)
+
+        self._fetching = threading.Thread(target=fetch, name="kdist-fetch", daemon=True)
+        self._fetching.start()
+
+    def _fetch(self, path):
+        """Returns the temporary path of the copy of a file."""
+        unfinished = path.with_name(f".{path.name}-fetched")
+        self._store.get(path.name, unfinished)
+        return unfinished
 
     # Copying, in the thread.
 
@@ -282,6 +325,7 @@ class Mirror:
         state = None if path is None else _state(path / CHECKSUMS)
         if state is None or state == self._copied.get(CHECKSUMS):
             return False
+        began = time.monotonic()
         with self._scratch() as scratch:
             with contextlib.suppress(FileNotFoundError):
                 for file in path.iterdir():
@@ -291,6 +335,7 @@ class Mirror:
                 return False
             self._put_checkpoint(scratch, checkpoint_step(path))
         self._copied[CHECKSUMS] = state
+        self.copy_seconds = time.monotonic() - began
         newest = self._newest_local()
         if newest is not None and _state(newest / CHECKSUMS) != state:
             self._changed.set()
@@ -353,6 +398,9 @@ class Mirror:
         run = self._run
         return [run.config, run.best, run.metrics, run.devices, run.summary, run.report]
 
+    def _fetched_later(self):
+        return [self._run.best, self._run.report]
+
     def _newest_local(self):
         found = (
             path
@@ -373,6 +421,18 @@ def _state(path):
     except OSError:
         return None
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def _rename_to_new(source, target):
+    """Renames a file, or removes it if the target exists."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        if not target.exists():
+            os.replace(source, target)
+    source.unlink(missing_ok=True)
 
 
 def _link(source, target):

@@ -18,6 +18,7 @@ _MODULES = {
     "Plan": "plans",
     "Predictor": "selection.prediction",
     "RankedPlans": "planning",
+    "Spot": "cost.step",
     "Workload": "workload.layers",
     "extrapolate_seconds": "cost.compute",
     "find_gpu": "tables.gpus",

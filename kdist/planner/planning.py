@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kdist.planner.cost.setup import InputWork
+from kdist.planner.cost.step import Spot
 from kdist.planner.measurements import DEFAULT_PATH, Measurements
 from kdist.planner.plans import Job, Plan
 from kdist.planner.report import listing, page
@@ -137,6 +138,7 @@ def plan(
     offers: Iterable[Offer] | None = None,
     ranking: str = "auto",
     measurements: str | os.PathLike | None = DEFAULT_PATH,
+    preemptions: Spot | None = None,
     **constraints: Any,
 ) -> RankedPlans:
     """Recommends strategies, machines, and batches for a training, with time, memory, and price.
@@ -161,6 +163,8 @@ def plan(
         ranking: `"time"`, `"money"`, `"both"`, or `"auto"`, see `kdist.planner.search`.
         measurements: The user's table of measured runs; `None` for none. Defaults to
             `~/.kdist/measurements.csv`.
+        preemptions: Preemptions of spot VMs, and the rate at which checkpoints are saved. Defaults
+            to `kdist.planner.Spot()`.
         **constraints: Fields of `kdist.planner.Constraints`, such as `max_usd`, `max_hours`,
             `max_machines`.
 
@@ -183,7 +187,9 @@ def plan(
     )
     table = Measurements() if measurements is None else Measurements.read(measurements)
     offers = known_offers() if offers is None else offers
-    return search(Predictor(job, table), offers, Constraints(**constraints), ranking)
+    return search(
+        Predictor(job, table, spot=preemptions), offers, Constraints(**constraints), ranking
+    )
 
 
 def search(

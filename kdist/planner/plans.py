@@ -17,7 +17,7 @@ from kdist.batch import Batch
 from kdist.json_text import parse_json
 from kdist.layout import Layout
 from kdist.planner.cost.setup import Gradients, InputWork, Setup
-from kdist.planner.cost.step import Term
+from kdist.planner.cost.step import Spot, Term
 from kdist.planner.tables.machines import Machine
 from kdist.planner.workload.layers import Workload
 
@@ -127,8 +127,13 @@ class PredictedCost:
         device_memory_bytes: Memory that a device has; `None` if unknown.
         hours: Hours of the whole run.
         usd: Price of the whole run on demand.
-        spot_hours: Hours on spot VMs with expected restarts; `None` without a spot price.
+        spot_hours: Hours on spot VMs with expected saving, lost work, and restarts; `None` without
+            a spot price.
         spot_usd: Price of these hours.
+        checkpoint_bytes: Size of a checkpoint; `None` in plans of earlier versions.
+        save_seconds: Time to save it, so that it survives the loss of its VM.
+        preemptions_per_hour: Rate of all machines together, if they are spot VMs.
+        checkpoint_seconds: Work between two checkpoints on spot VMs; `None` without preemptions.
     """
 
     step_seconds: float
@@ -141,6 +146,10 @@ class PredictedCost:
     usd: float
     spot_hours: float | None = None
     spot_usd: float | None = None
+    checkpoint_bytes: float | None = None
+    save_seconds: float | None = None
+    preemptions_per_hour: float | None = None
+    checkpoint_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +183,7 @@ class Plan:
         spot: Whether the plan is for spot VMs, which may be preempted. Defaults to `False`.
         prices_of: Date of the prices. Defaults to `""`, unknown.
         derivation: How the numbers of a split model were derived. Defaults to `""`.
+        region: Region of the prices; `""`, the default, where unknown.
 
     Raises:
         TypeError: If the local batch is not a whole number.
@@ -197,6 +207,7 @@ class Plan:
     spot: bool = False
     prices_of: str = ""
     derivation: str = ""
+    region: str = ""
 
     def __post_init__(self):
         Batch(self.local_batch)  # checks the number
@@ -217,6 +228,34 @@ class Plan:
         """Price of the whole run in US dollars, on the kind of VMs that the plan is for."""
         predicted = self.prediction
         return predicted.spot_usd if self.spot and predicted.spot_usd else predicted.usd
+
+    @property
+    def checkpoint_minutes(self) -> float | None:
+        """Minutes between checkpoints, with three digits; `None` if not for spot VMs."""
+        seconds = self.prediction.checkpoint_seconds
+        return float(f"{seconds / 60:.3g}") if self.spot and seconds else None
+
+    def with_saving(self, checkpoint_bytes: float, save_seconds: float) -> "Plan":
+        """Returns the plan with another size and time of a checkpoint, such as measured ones.
+
+        The interval of checkpoints, and hours and price on spot VMs, are those of `Spot`.
+        """
+        predicted, spot = self.prediction, Spot(self.prediction.preemptions_per_hour or 0.0)
+        save_hours = save_seconds / 3600
+        interval = spot.interval_hours(save_hours, machines=1)  # the rate is that of all machines
+        changes: dict[str, float | None] = {
+            "checkpoint_bytes": checkpoint_bytes,
+            "save_seconds": save_seconds,
+            "checkpoint_seconds": interval and interval * 3600,
+        }
+        if predicted.spot_hours and predicted.spot_usd:
+            hours = spot.expected_hours(predicted.hours, 1, save_hours)
+            changes |= {
+                "spot_hours": hours,
+                "spot_usd": predicted.spot_usd * hours / predicted.spot_hours,
+            }
+        prediction = dataclasses.replace(predicted, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(self, prediction=prediction)
 
     @property
     def setup(self) -> Setup:
@@ -349,7 +388,7 @@ def strategy_text(layout: Layout) -> str:
 
 def train_command(plan: Plan) -> str:
     """Returns the command that trains as planned, on each machine of the plan."""
-    layout = plan.layout
+    layout, minutes = plan.layout, plan.checkpoint_minutes
     given = {
         "model": shlex.quote(plan.model),
         "layout": str(layout.degrees) if layout.group_size > 1 else None,
@@ -363,6 +402,7 @@ def train_command(plan: Plan) -> str:
         "optimizer": plan.optimizer,
         "jit_compile": "true" if plan.jit_compile else None,
         "allow_remote": "true" if layout.machines > 1 else None,
+        "checkpoint_minutes": minutes and f"{minutes:g}",
     }
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return " ".join(["kdist train", *flags])

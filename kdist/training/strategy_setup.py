@@ -12,11 +12,14 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.tensorflow import abort_collectives, reuse_collective_keys
+from kdist.exit_codes import PEER_HANGS
 from kdist.training.parameter_server.variables import Partitioner, partition_embeddings
 from kdist.training.replica.reduction import sums_over_replicas
 from kdist.training.scopes import has_parameter_servers, is_multi_worker
 
 _CHECKS_PER_LIMIT = 20
+# Reasons of `abort_steps`.
+_abort_reasons: list[str] = []
 
 
 def set_up(
@@ -107,6 +110,16 @@ def step_timeout_of(strategy: tf.distribute.Strategy):
     return contextlib.nullcontext() if limit is None else limit.running()
 
 
+def abort_steps(reason: str):
+    """Ends training in this process: a step that waits for other workers exits with code 75.
+
+    Args:
+        reason: what has happened.
+    """
+    _abort_reasons.append(reason)
+    abort_collectives(reason)
+
+
 class StepTimeout:
     """Aborts collectives that take longer than `seconds`.
 
@@ -126,6 +139,10 @@ class StepTimeout:
         self._began = time.monotonic()
         try:
             yield
+        except tf.errors.OpError:
+            if _abort_reasons:  # logged before
+                raise SystemExit(PEER_HANGS) from None
+            raise
         finally:
             self._began = None
 

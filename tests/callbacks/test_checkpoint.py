@@ -12,7 +12,7 @@ import pytest
 import kdist
 from kdist.callbacks import Checkpoint, Telemetry
 from kdist.checkpoint import CheckpointError, CheckpointFiles
-from kdist.run_directory import RunDirectory
+from kdist.run_directory import RunDirectory, measured_saving
 from kdist.strategies import create_strategy
 from kdist.testing.metadata import metadata_server
 from tests.forked import python_tasks
@@ -474,3 +474,22 @@ def test_with_parameter_servers_it_saves_between_steps(tmp_path):
         assert (result["iterations"], result["epochs"]) == (30, 3)
     assert chief["one after the other"]["difference"] == 0
     assert chief["one after the other"]["same history"]
+
+
+def test_size_and_time_of_checkpoints_are_known_before_and_recorded_after(tmp_path):
+    """For plans of spot VMs: a checkpoint has to fit into the notice of a preemption."""
+    from kdist.planner.cost.memory import checkpoint_bytes
+
+    class WaitForCheckpoint(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            deadline = time.monotonic() + 60
+            while epoch and not list(tmp_path.glob("step-*")) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+    callbacks = [Checkpoint(tmp_path), WaitForCheckpoint()]
+    strategy = create_strategy("one_device")
+    model, _ = fit(strategy, callbacks, epochs=2, validates=False, units=4096)
+    size, seconds = measured_saving(tmp_path)
+    workload = kdist.planner.resolve_workload(model)
+    assert size == pytest.approx(checkpoint_bytes(workload, "adam"), rel=0.05)
+    assert seconds > 0

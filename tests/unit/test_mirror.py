@@ -79,6 +79,36 @@ def test_a_run_is_copied_and_fetched_on_a_new_disk(tmp_path, kind):
         assert (first / "metrics.jsonl").read_text() == '{"kind": "train", "step": 12}\n'
 
 
+@pytest.mark.parametrize("is_written_meanwhile", [False, True])
+def test_a_large_file_does_not_delay_what_resuming_needs(
+    tmp_path, monkeypatch, is_written_meanwhile
+):
+    first = write_run(tmp_path / "first", 10)
+    (first / "best.keras").write_text("from the bucket")
+    mirrored(first, 10)
+    get, may_fetch = Store.get, threading.Event()
+
+    def slow_get(store, name, path):
+        assert name != "best.keras" or may_fetch.wait(20)
+        get(store, name, path)
+
+    monkeypatch.setattr(Store, "get", slow_get)
+    second = tmp_path / "second"
+    with Mirror(URL, second) as copy:
+        assert (second / "config.json").exists()
+        assert not (second / "best.keras").exists()
+        write_run(second, 12)
+        copy.copy()
+        wait_until(lambda: copy.checkpoints()[0].step == 12)
+        if is_written_meanwhile:
+            (second / "best.keras").write_text("a better one")
+        may_fetch.set()
+        copy.wait_for_files()
+        expected = "a better one" if is_written_meanwhile else "from the bucket"
+        assert (second / "best.keras").read_text() == expected
+    assert not [name for name in os.listdir(second) if name.startswith(".")]
+
+
 def test_the_last_file_of_a_checkpoint_is_written_last(tmp_path, monkeypatch):
     written = []
     put = Store.put

@@ -103,6 +103,8 @@ def apply_plan():
                 "the flag out, or create a new plan with kdist plan"
             )
         FLAGS[name].value = value
+    if plan.checkpoint_minutes and not FLAGS["checkpoint_minutes"].present:
+        FLAGS.checkpoint_minutes = plan.checkpoint_minutes
     if plan.epochs != int(plan.epochs):
         raise ValueError(f"{FLAGS.plan} is for {plan.epochs} epochs; plan a whole number")
     if FLAGS.devices:

@@ -78,6 +78,8 @@ def _train(spec, plan, path, mirror):
         ).history
     if not is_chief:
         return
+    if mirror is not None:
+        mirror.wait_for_files()
     summary = {
         **recording.telemetry.summary(),
         "model": FLAGS.model,

@@ -20,6 +20,7 @@ from kdist.launch.engines.base import (
     Job,
     MachineType,
     NoSuchJobError,
+    Saving,
     Status,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "Job",
     "MachineType",
     "NoSuchJobError",
+    "Saving",
     "Status",
     "get_engine",
 ]

@@ -13,13 +13,15 @@ is a person, 124 a time limit, 75 a peer that hangs. Other codes are failures, w
 import abc
 import dataclasses
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kdist.cluster.nodes import CHIEF_VARIABLE, PS_VARIABLE
-from kdist.run_directory import RUN_DIR
+from kdist.cluster.notices import NOTICE_SECONDS
+from kdist.run_directory import CHECKPOINT_PREFIX, RUN_DIR
 
 # A run may take this multiple of its planned hours, because predictions err and restarts cost time.
 _LIMIT_PER_PLANNED_HOUR = 1.5
@@ -90,6 +92,36 @@ class MachineType:
 
 
 @dataclasses.dataclass(frozen=True)
+class Saving:
+    """Size of a job's checkpoints and the time to save one, before anything is rented.
+
+    Example:
+
+        >>> Saving(bytes=13.2e9, seconds=200.0).describe()
+        'a checkpoint of 13.2 GB takes 200 s to save, at 66 MB/s'
+
+    Attributes:
+        bytes: Size of a checkpoint.
+        seconds: Time until it is where the loss of a machine does not matter.
+        interval_seconds: Work between two checkpoints; `None` where unknown.
+        preemptions_per_hour: Rate of all machines together; `None` where unknown.
+    """
+
+    bytes: float
+    seconds: float
+    interval_seconds: float | None = None
+    preemptions_per_hour: float | None = None
+
+    def describe(self) -> str:
+        """Returns the size, the time, and the rate in words."""
+        rate = self.bytes / max(self.seconds, 1e-3) / 1e6
+        return (
+            f"a checkpoint of {self.bytes / 1e9:.3g} GB takes {self.seconds:,.3g} s to save, at "
+            f"{rate:,.3g} MB/s"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineJob:
     """Description of a job, independent of the engine that runs it. One task runs per machine.
 
@@ -126,6 +158,7 @@ class EngineJob:
         environment: Environment variables of all tasks, in addition to the engine's own.
         options: Options of the engine, such as `{"partition": "gpu"}`.
         plan: The plan in a sentence, for comments and annotations. Defaults to `""`.
+        saving: Size and time of a checkpoint. Defaults to `None`, unknown.
 
     Raises:
         ValueError: If a name, a number, or the command is invalid.
@@ -152,6 +185,7 @@ class EngineJob:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     plan: str = ""
+    saving: Saving | None = None
 
     def __post_init__(self):
         check_job_name(self.name)
@@ -371,6 +405,33 @@ class Engine(abc.ABC):
             RuntimeError: If the engine does not answer.
         """
 
+    def notice_seconds(self, job: Job) -> float | None:
+        """Returns the time to save before a machine is taken away.
+
+        An engine whose machines are not those of `Job.machines` overrides it.
+
+        Returns:
+            The shortest time of the job's clouds; `None` if it is unknown, or no machine is.
+        """
+        clouds = {machine.cloud for machine in job.machines} if job.spot else set()
+        return min(map(NOTICE_SECONDS.__getitem__, clouds & NOTICE_SECONDS.keys()), default=None)
+
+    def checkpoint_remark(self, job: Job) -> str:
+        """Returns whether a checkpoint fits into the notice of a preemption; "" if unknown."""
+        saving, notice = job.saving, self.notice_seconds(job)
+        if saving is None or notice is None:
+            return ""
+        if saving.seconds <= notice:
+            return f"{saving.describe()}, and fits into the notice of {notice:g} s"
+        lost = ""
+        if saving.interval_seconds:
+            lost = f", up to {saving.interval_seconds / 60:,.3g} min"
+        return (
+            f"warning: {saving.describe()}, which is longer than the notice of {notice:g} s; each "
+            f"preemption loses the work since the last checkpoint{lost}. State a faster store with "
+            "--checkpoint_mb_per_second, or save more often with --checkpoint_minutes"
+        )
+
     def is_installed(self) -> bool:
         """Returns whether the engine's own command line is on the PATH."""
         return shutil.which(self.program) is not None
@@ -393,6 +454,14 @@ class Engine(abc.ABC):
                     "the tasks are on several machines: add --allow_remote to kdist train, and let "
                     "only these machines connect to each other"
                 )
+        saving = job.saving
+        if job.spot and saving and saving.seconds * (saving.preemptions_per_hour or 0.0) >= 3600:
+            problems.append(
+                f"{saving.describe()}, and a preemption is expected every "
+                f"{3600 / (saving.preemptions_per_hour or 1.0):,.3g} s, so the job would hardly "
+                "progress; use machines on demand, or fewer of them, or state a faster store "
+                "(--checkpoint_mb_per_second)"
+            )
         unknown = [name for name in job.options if name not in self.options]
         if unknown:
             known = ", ".join(self.options) or "none"
@@ -439,6 +508,16 @@ def similar_machines(planned: Any, offers: Iterable[Any], spot: bool) -> list[Ma
         ):
             found.append(MachineType.from_planned(machine, region=offer.region, usd_per_hour=usd))
     return sorted(found, key=lambda each: each.usd_per_hour or 0.0)
+
+
+def newest_checkpoint_command(run_dir: str) -> str:
+    """Returns a shell command that prints the path of a run's newest checkpoint, if there is one.
+
+    >>> newest_checkpoint_command("runs/a")
+    'ls -d runs/a/checkpoints/step-* 2> /dev/null | sort | tail -n 1'
+    """
+    checkpoints = f"{shlex.quote(run_dir)}/checkpoints/{CHECKPOINT_PREFIX}*"
+    return f"ls -d {checkpoints} 2> /dev/null | sort | tail -n 1" if run_dir else "true"
 
 
 def show_output(

@@ -35,8 +35,10 @@ from kdist.launch.engines.base import (
     Job,
     MachineType,
     NoSuchJobError,
+    Saving,
     Status,
     call,
+    newest_checkpoint_command,
 )
 
 # Values of a VM's metadata have at most 256 KB.
@@ -57,6 +59,7 @@ _NO_CAPACITY = re.compile(
     r"EXHAUSTED|STOCKOUT|resource_availability|not\s+have\s+enough\s+resources|QUOTA", re.I
 )
 _STARTING, _ENDED = "kdist: starting", "kdist: exit code "
+_NEWEST = "kdist: newest checkpoint "
 
 # It runs as root at each boot of a VM.
 _STARTUP_SCRIPT = """\
@@ -93,6 +96,8 @@ trap stop TERM
 (meta "preempted?wait_for_change=true" | grep -q TRUE && echo "kdist: preempted" && stop) &
 wait $child; code=$?
 while kill -0 $child 2> /dev/null; do wait $child; code=$?; done
+checkpoint=$({checkpoint})
+echo "{newest}${{checkpoint##*/}}"
 echo "{ended}$code"
 # Time for kdist launch to read the output. A VM that is off costs only its disk.
 sleep 600; poweroff
@@ -197,7 +202,7 @@ class ComputeEngine(Engine):
                 f"no VM has the label kdist-job={name}; gcloud compute instances list"
             )
         # VMs that were created again know of later restarts.
-        return max(found, key=lambda each: each.restarts)
+        return max(found, key=lambda each: each.progress)
 
 
 @dataclasses.dataclass
@@ -211,7 +216,8 @@ class State:
         zone: Zone of the VMs.
         hours_before: Machine hours on earlier machines.
         usd_before: US dollars on earlier machines.
-        restarts: Number of counted restarts.
+        restarts: Number of counted restarts since the last new checkpoint.
+        checkpoint: Name of the newest checkpoint at the last counted restart.
     """
 
     submitted: float
@@ -221,6 +227,7 @@ class State:
     hours_before: float = 0.0
     usd_before: float = 0.0
     restarts: int = 0
+    checkpoint: str = ""
 
 
 class ComputeEngineJob(Handle):
@@ -234,12 +241,18 @@ class ComputeEngineJob(Handle):
         self._names = vm_names(job)
         self._offsets: dict[str, int] = {}
         self._codes: dict[str, int | None] = {}
+        self._newest = state.checkpoint
         self._project = _project(job)
 
     @property
     def restarts(self) -> int:
-        """Number of restarts that count."""
+        """Number of counted restarts since the last new checkpoint."""
         return self._state.restarts
+
+    @property
+    def progress(self) -> tuple[str, int]:
+        """Name of the newest checkpoint, and the restarts after it; it only grows."""
+        return self._state.checkpoint, self._state.restarts
 
     def status(self) -> Status:
         """Returns the state of the job, from its VMs and their output."""
@@ -369,11 +382,14 @@ class ComputeEngineJob(Handle):
         decisions = {restart_after(code): name for name, code in failed.items()}
         if not missing and Restart.FREE not in decisions:
             name = decisions.get(Restart.NEVER) or next(iter(failed))
-            code, is_last = failed[name], self._state.restarts >= self._job.max_restarts
+            state = self._state
+            if self._newest != state.checkpoint:
+                state.checkpoint, state.restarts = self._newest, 0
+            code, is_last = failed[name], state.restarts >= self._job.max_restarts
             if Restart.NEVER in decisions or is_last:
                 show(f"{name} exited with {code}; not started again")
                 return code
-            self._state.restarts += 1
+            state.restarts += 1
         what = [*(f"{name} is gone" for name in missing)]
         what += [f"{name} exited with {code}" for name, code in failed.items()]
         show(f"{', '.join(what)}; starting the job again")
@@ -444,6 +460,9 @@ class ComputeEngineJob(Handle):
     def _note(self, name, line):
         if line.startswith(_STARTING):
             self._codes[name] = None
+        elif line.startswith(_NEWEST):
+            # Names of later checkpoints compare as greater. Tasks without any print "".
+            self._newest = max(self._newest, line.removeprefix(_NEWEST))
         elif line.startswith(_ENDED):
             with contextlib.suppress(ValueError):
                 self._codes[name] = int(line.removeprefix(_ENDED))
@@ -523,6 +542,8 @@ def _startup_script(job):
         setup=job.setup,
         starting=_STARTING,
         ended=_ENDED,
+        newest=_NEWEST,
+        checkpoint=newest_checkpoint_command(job.run_dir),
         ready_port=_READY_PORT,
         hosts=" ".join(hosts),
         command=shlex.join(job.arguments("python3")),
@@ -586,4 +607,6 @@ def _job_from(fields):
         "machine": MachineType(**fields["machine"]),
         "alternatives": tuple(MachineType(**each) for each in fields["alternatives"]),
     }
-    return Job(**{**fields, **machines, "command": tuple(fields["command"])})
+    saving = fields.get("saving")
+    others = {"command": tuple(fields["command"]), "saving": saving and Saving(**saving)}
+    return Job(**{**fields, **machines, **others})

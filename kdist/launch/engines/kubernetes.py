@@ -129,6 +129,11 @@ class Kubernetes(Engine):
             problems.append(f"Google has no GPU {device}; it has {', '.join(_GKE_GPUS)}")
         return problems
 
+    def notice_seconds(self, job: Job) -> float | None:
+        """Returns the notice of the cloud, or less if its pods have less time to end."""
+        notice = super().notice_seconds(job)
+        return None if notice is None else min(notice, job.grace_seconds)
+
     def text(self, job: Job) -> str:
         return yaml.dump_all(
             manifests(job), Dumper=_Dumper, sort_keys=False, width=100, allow_unicode=True

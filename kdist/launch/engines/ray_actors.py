@@ -32,6 +32,7 @@ from kdist.launch.engines.ray import bundle, room_seconds, strategy
 from kdist.launch.local_engine import command_of, reserve_ports, share_threads
 from kdist.launch.output import Screen
 from kdist.launch.restarts import RestartPolicy
+from kdist.launch.supervision import limit_seconds
 from kdist.launch.task import Task
 from kdist.launch.task_group import TaskGroup, Timeouts, failure_report
 from kdist.launch.watchdog import MARKS_VARIABLE, Watchdog
@@ -366,7 +367,11 @@ class Supervisor:
             RayTask(place, cluster, job, token, self._call)
             for place, cluster in zip(places, clusters, strict=True)
         ]
-        timeouts = Timeouts(float(job.grace_seconds), timeout_seconds=self._seconds_left())
+        timeouts = Timeouts(
+            float(job.grace_seconds),
+            timeout_seconds=self._seconds_left(),
+            hang_seconds=limit_seconds(job.variables),
+        )
         # No process of this machine has the mark.
         mark, screen = uuid.uuid4().hex, _Lines(self._add)
         tasks = TaskGroup(ray_tasks, mark, screen, timeouts, policy.may_replace)

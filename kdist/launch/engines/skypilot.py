@@ -14,9 +14,10 @@ import re
 import shlex
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable, Mapping
 
-from kdist.exit_codes import SAVED
+from kdist.exit_codes import SAVED, TIMED_OUT
 from kdist.launch.engines.base import (
     Cost,
     Engine,
@@ -30,6 +31,8 @@ from kdist.launch.engines.base import (
 
 # Names of GPUs that SkyPilot names otherwise than kdist's price table.
 _GPUS = {"A100-40GB": "A100"}
+# Environment variable of the job's tasks: the time of its submission, which recoveries keep.
+_SUBMITTED = "KDIST_SUBMITTED"
 _STATES = {
     "PENDING": "pending",
     "SUBMITTED": "pending",
@@ -104,7 +107,7 @@ class SkyPilot(Engine):
         ]
         if job.setup:
             lines += ["setup: |", textwrap.indent(job.setup, "  ")]
-        return "\n".join([*lines, "run: |", f"  {_command(job)}", ""])
+        return "\n".join([*lines, "run: |", textwrap.indent(_command(job), "  "), ""])
 
     def submit(self, job: Job) -> "SkyPilotJob":
         """Submits the task.
@@ -120,9 +123,9 @@ class SkyPilot(Engine):
         with tempfile.TemporaryDirectory(prefix="kdist-") as directory:
             path = pathlib.Path(directory) / "task.yaml"
             path.write_text(self.text(job))
-            call(
-                ["sky", "jobs", "launch", "--yes", "--detach-run", f"--name={job.name}", str(path)]
-            )
+            submitted = f"--env={_SUBMITTED}={time.time():.0f}"
+            command = ["sky", "jobs", "launch", "--yes", "--detach-run", f"--name={job.name}"]
+            call([*command, submitted, str(path)])
         return SkyPilotJob(job.name, job.machine.usd_per_hour)
 
     def find(self, name: str) -> "SkyPilotJob":
@@ -200,12 +203,16 @@ def _machine_line(job, machine):
 
 
 def _command(job):
-    """Returns the line that runs the program, ended at the time limit."""
-    command = job.arguments("python3")
-    if job.time_limit_hours is not None:
-        seconds = math.ceil(job.time_limit_hours * 3600)
-        command = ["timeout", f"--kill-after={job.grace_seconds}", str(seconds), *command]
-    return shlex.join(command)
+    """Returns the lines that run the program, ended at the time limit of the whole job."""
+    command = shlex.join(job.arguments("python3"))
+    if job.time_limit_hours is None:
+        return command
+    seconds = math.ceil(job.time_limit_hours * 3600)
+    return (
+        f"left=$((${{{_SUBMITTED}:-$(date +%s)}} + {seconds} - $(date +%s)))\n"
+        f"[ $left -gt 0 ] || exit {TIMED_OUT}\n"
+        f"timeout --kill-after={job.grace_seconds} $left {command}"
+    )
 
 
 def _records(name):

@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Mapping
 
@@ -24,8 +25,8 @@ from kdist.launch.engines.base import (
     NoSuchJobError,
     Status,
     call,
+    newest_checkpoint_command,
 )
-from kdist.run_directory import CHECKPOINT_PREFIX
 
 # Slurm may send the signal up to 60 seconds before the time that is asked for; the rest is for
 # tasks that save quickly.
@@ -153,6 +154,17 @@ class Slurm(Engine):
             )
         return problems
 
+    def notice_seconds(self, job: Job) -> float | None:
+        """Returns the grace time of the job's partition, where Slurm is installed and has one."""
+        partition = job.options.get("partition")
+        if not partition or shutil.which("scontrol") is None:
+            return None
+        try:
+            text = call(["scontrol", "show", "partition", "--oneliner", partition])
+        except RuntimeError:  # `submit` reports what is wrong
+            return None
+        return float(dict(_FIELD.findall(text.strip())).get("GraceTime", 0)) or None
+
     def text(self, job: Job) -> str:
         lines = ["#!/bin/bash", f"# Job {job.name} of kdist; submit this file with sbatch."]
         if job.plan:
@@ -164,9 +176,8 @@ class Slurm(Engine):
         if job.setup:
             lines.append(job.setup)
         run = shlex.quote(job.run_dir)
-        newest = f"ls -d {run}/checkpoints/{CHECKPOINT_PREFIX}* 2> /dev/null | sort | tail -n 1"
         script = _SCRIPT.format(
-            newest=newest if job.run_dir else "true",
+            newest=newest_checkpoint_command(job.run_dir),
             finished=f"[ -e {run}/summary.json ]" if job.run_dir else "false",
             grace=job.grace_seconds,
             task=shlex.quote(_TASK),

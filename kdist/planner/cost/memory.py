@@ -177,6 +177,17 @@ def estimate_memory(
     )
 
 
+def checkpoint_bytes(workload: Workload, optimizer: str, precision: str | None = None) -> float:
+    """Returns the size of a checkpoint: all weights, and the slots of the optimizer.
+
+    Raises:
+        ValueError: If the optimizer is unknown.
+    """
+    _check_optimizer(optimizer)
+    trained = OPTIMIZERS[optimizer].slots * workload.trainable_parameters
+    return (workload.parameters + trained) * variable_bytes(precision or workload.precision)
+
+
 def variable_bytes(precision: str) -> int:
     """Returns the bytes of one weight under a Keras dtype policy."""
     return 4 if precision.startswith("mixed_") else bits(precision) // 8
@@ -251,12 +262,16 @@ def _check(local_batch, accumulate, devices, update, device, optimizer):
     for name, value in numbers.items():
         if not value >= 1:
             raise ValueError(f"{name} has to be 1 or more, not {value}")
+    _check_optimizer(optimizer)
+    if update not in ("all_reduce", "parameter_servers"):
+        raise ValueError(f"update is 'all_reduce' or 'parameter_servers', not {update!r}")
+    if device not in BATCHES_AHEAD:
+        raise ValueError(f"device is 'cpu' or 'gpu', not {device!r}")
+
+
+def _check_optimizer(optimizer):
     if optimizer not in OPTIMIZERS:
         raise ValueError(
             f"the memory of the optimizer {optimizer!r} is not known; known are "
             f"{', '.join(OPTIMIZERS)}"
         )
-    if update not in ("all_reduce", "parameter_servers"):
-        raise ValueError(f"update is 'all_reduce' or 'parameter_servers', not {update!r}")
-    if device not in BATCHES_AHEAD:
-        raise ValueError(f"device is 'cpu' or 'gpu', not {device!r}")

@@ -149,7 +149,24 @@ def notes_text(result: RankedPlans) -> str:
         f"Global batches up to {result.global_batch_limit:,} (--max_global_batch): larger ones "
         "need other learning rates."
     )
-    return " ".join(filter(None, (result.best.derivation, batch, result.prices)))
+    notes = (result.best.derivation, checkpoints_text(result.best), batch, result.prices)
+    return " ".join(filter(None, notes))
+
+
+def checkpoints_text(plan: Plan) -> str:
+    """Returns the interval of checkpoints on spot VMs and its derivation; "" on demand."""
+    predicted = plan.prediction
+    size, save = predicted.checkpoint_bytes, predicted.save_seconds
+    interval, rate = predicted.checkpoint_seconds, predicted.preemptions_per_hour
+    if not (plan.spot and size and save and interval and rate):
+        return ""
+    save_text, between_text = duration(save / 3600), duration(1 / rate)
+    return (
+        f"A checkpoint every {duration(interval / 3600)}: saving {size / 1e9:.3g} GB takes "
+        f"{save_text}, a preemption is expected every {between_text}, and √(2 × {save_text} × "
+        f"{between_text}) costs the least. Time and price contain saving, {rate * plan.hours:.2g} "
+        "restarts, and the work that they lose."
+    )
 
 
 def arithmetic_text(predictor: Predictor, plan: Plan) -> str:
@@ -213,8 +230,8 @@ def _compute_rows(computed, correction):
 
 def _price_rows(predictor, plan):
     """Returns the prices on demand and on spot VMs, where they are known."""
-    predicted, machines = plan.prediction, plan.layout.machines
-    restarts = predictor.spot.expected_restarts(predicted.hours, machines)
+    predicted, machines, spot = plan.prediction, plan.layout.machines, predictor.spot
+    restarts = (predicted.spot_hours or 0.0) * predicted.preemptions_per_hour
     rows = []
     for name, hours, usd, suffix in (
         ("on demand", predicted.hours, predicted.usd, ""),
@@ -229,6 +246,31 @@ def _price_rows(predictor, plan):
             price = usd / hours / machines
             how = f"= {hours:,.3f} h × {machines} × {price:,.2f} $/h{suffix}"
             rows.append([name, dollars(usd), how])
+    if predicted.spot_hours and predicted.checkpoint_seconds:
+        interval, rate = predicted.checkpoint_seconds, predicted.preemptions_per_hour
+        job = predictor.job
+        rows += [
+            [
+                "  checkpoint",
+                f"{predicted.checkpoint_bytes / 1e9:.3f} GB",
+                f"= all weights and the slots of {job.optimizer}, saved in "
+                f"{duration(predicted.save_seconds / 3600)} at "
+                f"{spot.save_bytes_per_second / 1e6:,.0f} MB/s",
+            ],
+            [
+                "  interval",
+                duration(interval / 3600),
+                f"= √(2 × {predicted.save_seconds:.3g} s × {duration(1 / rate)} between "
+                f"preemptions of {machines} VMs), at least a minute (Young, Daly)",
+            ],
+            [
+                "  spot hours",
+                f"{predicted.spot_hours:,.3f}",
+                f"= {predicted.hours:,.3f} h of work + {predicted.save_seconds / interval:.2%} for "
+                f"saving + {restarts:.2f} restarts of {duration(spot.restart_hours)}, each after "
+                f"about {duration(interval / 7200)} of lost work",
+            ],
+        ]
     return rows
 
 

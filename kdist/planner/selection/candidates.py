@@ -83,7 +83,7 @@ def priced_candidates(
     all_hours = (predictor.job.trained_examples / rates / 3600).tolist()
     if spot:
         all_hours = [
-            predictor.spot.expected_hours(hours, layout.machines)
+            predictor.spot.expected_hours(hours, layout.machines, predictor.save_hours)
             for hours, (layout, *_) in zip(all_hours, priced, strict=True)
         ]
     return [

@@ -11,7 +11,7 @@ from kdist.layout import Layout
 from kdist.planner.cost import update
 from kdist.planner.cost.compute import ComputeTime, compute_seconds, micro_step_time
 from kdist.planner.cost.constants import Constants, known_compute_constants, known_constants
-from kdist.planner.cost.memory import Memory, estimate_memory
+from kdist.planner.cost.memory import Memory, checkpoint_bytes, estimate_memory
 from kdist.planner.cost.setup import Gradients, Setup, make_features, stack_features
 from kdist.planner.cost.split import (
     ModelParts,
@@ -53,6 +53,10 @@ class Predictor:
         measurements: `Measurements` of the user's own runs. Defaults to none.
         constants: Constants of the scaling model. Defaults to those fitted to published rates.
         spot: Behavior of spot VMs. Defaults to `Spot()`.
+
+    Attributes:
+        checkpoint_bytes: Size of a checkpoint.
+        save_hours: Time to save it.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class Predictor:
         self.constants = constants or known_constants()
         self._measurements = measurements or Measurements()
         self._gradients, self._input_work = job.gradients, job.host_work
+        self.checkpoint_bytes = checkpoint_bytes(job.workload, job.optimizer, job.precision)
+        self.save_hours = self.spot.save_hours(self.checkpoint_bytes)
         self._splits: dict[tuple, ModelParts | None] = {}
         self._split_times: dict[tuple, SplitTime] = {}
         self._steps: dict[tuple, StepTime] = {}
@@ -105,6 +111,7 @@ class Predictor:
             spot=spot,
             prices_of=offer.as_of,
             derivation=derivation(self.split(layout), layout),
+            region=offer.region,
         )
 
     def _prediction(self, layout, local_batch, offer) -> PredictedCost:
@@ -113,8 +120,9 @@ class Predictor:
         hours = self.job.trained_examples / step.rate / 3600
         spot_hours = spot_usd = None
         if offer.spot_usd_per_hour is not None:
-            spot_hours = self.spot.expected_hours(hours, layout.machines)
+            spot_hours = self.spot.expected_hours(hours, layout.machines, self.save_hours)
             spot_usd = on_demand_usd(spot_hours, offer.spot_usd_per_hour, layout.machines)
+        interval = self.spot.interval_hours(self.save_hours, layout.machines)
         gpu = required_gpu(offer.machine.gpu)
         return PredictedCost(
             step_seconds=step.total,
@@ -127,6 +135,10 @@ class Predictor:
             usd=on_demand_usd(hours, offer.usd_per_hour, layout.machines),
             spot_hours=spot_hours,
             spot_usd=spot_usd,
+            checkpoint_bytes=self.checkpoint_bytes,
+            save_seconds=self.save_hours * 3600,
+            preemptions_per_hour=self.spot.preemptions_per_hour * layout.machines,
+            checkpoint_seconds=interval and interval * 3600,
         )
 
     def rates(self, layouts: Sequence[tuple[Layout, int, Machine]]) -> np.ndarray:

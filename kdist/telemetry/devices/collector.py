@@ -5,11 +5,15 @@ token to the others, which connect and wait (`attend`). When training starts, it
 sample, and they send a line of JSON per record. When training ends, it commands them to stop. All
 of this happens in background threads. A task that disconnects is ignored from then on.
 
+The same connections carry the heartbeats of the tasks, and the command to end after one of them has
+hung, for `kdist.job.hangs`.
+
 The first task listens only on the host of its own address in the job. It drops connections without
 the token.
 """
 
 import contextlib
+import dataclasses
 import hmac
 import json
 import logging
@@ -20,8 +24,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kdist.cluster import Cluster
+from kdist.cluster import Cluster, heartbeat
 from kdist.cluster.handshake import parse_address
+from kdist.cluster.heartbeat import Beat
 from kdist.telemetry.devices.sampler import DeviceSampler
 
 if TYPE_CHECKING:
@@ -35,6 +40,8 @@ _SECONDS_TO_CONNECT = 30.0
 _SECONDS_TO_STOP = 2.0
 
 _Write = Callable[[dict[str, Any]], None]
+# Receives the name of a task, and its heartbeat or, once it has disconnected, None.
+_NoteBeat = Callable[[str, Beat | None], None]
 
 _logger = logging.getLogger(__name__)
 
@@ -146,6 +153,21 @@ class Collector:
         others = self._clients.overhead_share if self._clients is not None else 0.0
         return self._sampler.overhead_share + others
 
+    def pass_heartbeats(self, note: _NoteBeat):
+        """Passes the heartbeats of the other tasks to a function, in a background thread.
+
+        Args:
+            note: receives the name of a task, such as "worker 1", and its heartbeat; None instead
+                of a heartbeat once the task has disconnected.
+        """
+        if self._clients is not None:
+            self._clients.note_beat = note
+
+    def end_tasks(self, hung: str, reason: str):
+        """Commands the other tasks to end because the task named `hung` hangs."""
+        if self._clients is not None:
+            self._clients.send_to_all({"end": hung, "reason": reason})
+
     def start(self, write: _Write, every_seconds: float = 5.0, began: float | None = None):
         """Starts to sample and to collect, and returns at once; does nothing if it is running.
 
@@ -224,67 +246,87 @@ class _UniqueSources:
 
 
 class _Clients:
-    """The connections of the other tasks, served by a thread."""
+    """The connections of the other tasks, served by a thread until they are closed."""
 
     def __init__(self, listener, token):
         self._listener, self._token = listener, token
         self.port = listener.getsockname()[1]
         listener.setblocking(False)
-        self._clients = []
-        self._thread = None
-        self._stopping = False
-        self._starts = 0
+        self.note_beat: _NoteBeat = lambda name, beat: None
         self.overhead_share = 0.0
-
-    def start(self, records, command):
-        """Starts the thread, which sends `command` to the tasks and receives their records."""
-        self._stopping = False
-        self._starts += 1
-        command = {**command, "start": self._starts}
+        self._clients = []
+        self._starts = 0
+        self._command = None  # to sample; None before and after a training
+        self._is_closing = False
+        self._lock = threading.RLock()  # of everything that the thread shares
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
         self._wake_up, woken = socket.socketpair()
+        self._selector.register(woken, selectors.EVENT_READ)
         self._thread = threading.Thread(
-            target=self._run, args=(records, command, woken), name="kdist-collector", daemon=True
+            target=self._run, args=[woken], name="kdist-collector", daemon=True
         )
         self._thread.start()
 
+    def start(self, records, command):
+        """Sends `command` to all tasks, also those that connect later; receives their records."""
+        with self._lock:
+            self._starts += 1
+            self._records, self._command = records, {**command, "start": self._starts}
+            # Host name -> the client that samples its cores, disks, and network; self for this one.
+            self._host_samplers = {socket.gethostname(): self}
+            self._began, self._cpu_began = time.monotonic(), None
+            for client in self._authenticated():
+                self._start_sampling(client)
+
     def stop(self):
-        """Commands the tasks to stop, and ends the thread."""
-        self._stopping = True
+        """Commands the tasks to stop sampling, and ignores their later records."""
+        # A write that does not return must not hold up the training.
+        if not self._lock.acquire(timeout=_SECONDS_TO_STOP):
+            return
+        self._command = None
+        self.send_to_all({"stop": True})
+        self._lock.release()
+
+    def send_to_all(self, command):
+        """Sends a command to all tasks."""
+        with self._lock:
+            for client in self._authenticated():
+                self._send(client, command)
+
+    def close(self):
+        self._is_closing = True
         self._wake_up.close()
         self._thread.join(_SECONDS_TO_STOP)
 
-    def close(self):
-        self._listener.close()
-        for client in self._clients:
-            client.close()
+    def _authenticated(self):
+        return [client for client in self._clients if client.host is not None]
 
-    # The methods below run in the thread.
+    # The methods below run in the thread, or hold the lock.
 
-    def _run(self, records, command, woken):
-        began, cpu_began = time.monotonic(), time.thread_time()
-        self._records, self._command = records, command
-        # Host name -> the client that samples its cores, disks, and network; self for this host.
-        self._host_samplers = {socket.gethostname(): self}
-        with selectors.DefaultSelector() as selector, woken:
-            self._selector = selector
-            selector.register(woken, selectors.EVENT_READ)
-            selector.register(self._listener, selectors.EVENT_READ)
-            for client in list(self._clients):
-                selector.register(client.connection, selectors.EVENT_READ, client)
-                if client.host is not None:
-                    self._start_sampling(client)
-            while not self._stopping:
-                for key, _ in selector.select(1.0):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.data is not None:
-                        self._receive(key.data)
-                self._drop_unauthenticated()
-                seconds = time.monotonic() - began
-                self.overhead_share = (time.thread_time() - cpu_began) / seconds
-            for client in list(self._clients):
-                if client.host is not None:
-                    self._send(client, {"stop": True})
+    def _run(self, woken):
+        with self._selector, self._listener, woken:
+            while not self._is_closing:
+                ready = self._selector.select(1.0)
+                with self._lock:
+                    for key, _ in ready:
+                        if key.fileobj is self._listener:
+                            self._accept()
+                        elif key.data is not None:
+                            self._receive(key.data)
+                    self._drop_unauthenticated()
+                    self._measure_overhead()
+            for client in self._clients:
+                client.close()
+
+    def _measure_overhead(self):
+        """Updates the share of this thread's CPU time since the start of the training."""
+        if self._command is None:
+            return
+        if self._cpu_began is None:
+            self._cpu_began = time.thread_time()
+        seconds = max(time.monotonic() - self._began, 1e-3)
+        self.overhead_share = (time.thread_time() - self._cpu_began) / seconds
 
     def _accept(self):
         try:
@@ -301,6 +343,8 @@ class _Clients:
             for message in client.receive():
                 if client.host is None:
                     self._authenticate(client, message)
+                elif "beat" in message:
+                    self.note_beat(client.task, Beat(**message["beat"]))
                 else:
                     self._write(client, message)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -311,14 +355,16 @@ class _Clients:
         record = message["record"]
         if record["host"] != client.host:
             raise ValueError("a record of another host")
-        if message["start"] == self._starts:  # else it was sent before the last training ended
+        # Otherwise it was sent before the last training ended.
+        if self._command is not None and message["start"] == self._starts:
             client.write(record)
 
     def _authenticate(self, client, message):
         if not hmac.compare_digest(message["token"].encode(), self._token.encode()):
             raise ValueError("wrong token")
-        client.host = str(message["host"])
-        self._start_sampling(client)
+        client.host, client.task = str(message["host"]), str(message.get("task", ""))
+        if self._command is not None:
+            self._start_sampling(client)
 
     def _start_sampling(self, client):
         client.write = self._records.writer_of(client)
@@ -340,12 +386,16 @@ class _Clients:
         self._clients.remove(client)
         self._selector.unregister(client.connection)
         client.close()
+        if client.host is not None:
+            self.note_beat(client.task, None)
+        if self._command is None:
+            return
         self._records.forget(client)
         if self._host_samplers.get(client.host) is client:
             del self._host_samplers[client.host]
             same_host = (other for other in self._clients if other.host == client.host)
             successor = next(same_host, None)
-            if successor is not None and not self._stopping:
+            if successor is not None:
                 self._start_sampling(successor)
 
     def _drop_unauthenticated(self):
@@ -358,12 +408,12 @@ class _Clients:
 
 
 class _Client:
-    """One connection; `host` is known once the client has sent the token."""
+    """One connection; `host` and `task` are known once the client has sent the token."""
 
     def __init__(self, connection):
         self.connection = connection
         self.connected_at = time.monotonic()
-        self.host = None
+        self.host = self.task = None
         self.write = None
         self._received = b""
 
@@ -392,21 +442,27 @@ class _Client:
 # The clients, in the other tasks.
 
 
-def attend(cluster: Cluster, port: int | None, token: str):
+def attend(
+    cluster: Cluster,
+    port: int | None,
+    token: str,
+    end: Callable[[str, str], None] | None = None,
+):
     """Samples this task's devices whenever the first task commands it, in a background thread.
 
     It returns at once. The thread ends with the connection, and logs a warning if the first task
     cannot be reached. The first task's collector listens on `port` of its host, or not at all
-    (None).
+    (None). With `end`, heartbeats are sent as well, and the command to end calls it with the name
+    of the task that hangs, and the reason.
     """
     if port is None:
         return
     threading.Thread(
-        target=_attend, args=(cluster, port, token), name="kdist-attend", daemon=True
+        target=_attend, args=(cluster, port, token, end), name="kdist-attend", daemon=True
     ).start()
 
 
-def _attend(cluster, port, token):
+def _attend(cluster, port, token, end):
     first = cluster.first_task
     host, _ = parse_address(first.address)
     try:
@@ -425,22 +481,47 @@ def _attend(cluster, port, token):
     with connection, contextlib.suppress(OSError):
         connection.settimeout(None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.sendall(_line({"token": token, "host": socket.gethostname()}))
-        _follow_commands(connection, task_name(cluster), node_of(cluster))
+        sender = _Sender(connection)
+        sender.send({"token": token, "host": socket.gethostname(), "task": cluster.name})
+        if end is not None:
+            heartbeat.add_receiver(sender.send_beat)
+        _follow_commands(connection, sender, cluster, end)
 
 
-def _follow_commands(connection, task, node):
+class _Sender:
+    """Sends lines from several threads, one at a time."""
+
+    def __init__(self, connection):
+        self._connection, self._lock = connection, threading.Lock()
+
+    def send(self, data):
+        with self._lock:
+            self._connection.sendall(_line(data))
+
+    def send_beat(self, beat):
+        self.try_to_send({"beat": dataclasses.asdict(beat)})
+
+    def try_to_send(self, data):
+        with contextlib.suppress(OSError):  # the first task has disconnected
+            self.send(data)
+
+
+def _follow_commands(connection, sender, cluster, end):
     """Starts and stops sampling as commanded, until the first task disconnects."""
     sampler = None
     try:
         with connection.makefile("rb") as lines:
             while line := lines.readline(_MAX_LINE_BYTES):
                 command = json.loads(line)
+                if "end" in command:
+                    if end is not None:
+                        end(command["end"], command["reason"])
+                    continue
                 if sampler is not None:
                     sampler.stop()
                     sampler = None
                 if "every_seconds" in command:
-                    sampler = _sampler(connection, task, node, command)
+                    sampler = _sampler(sender, cluster, command)
                     sampler.start()
     except ValueError:
         return  # an incomplete line: the first task was killed
@@ -449,16 +530,12 @@ def _follow_commands(connection, task, node):
             sampler.stop()
 
 
-def _sampler(connection, task, node, command: Mapping[str, Any]):
-    def send(record):
-        with contextlib.suppress(OSError):  # the first task has disconnected
-            connection.sendall(_line({"start": command["start"], "record": record}))
-
+def _sampler(sender, cluster, command: Mapping[str, Any]):
     return DeviceSampler(
-        send,
+        lambda record: sender.try_to_send({"start": command["start"], "record": record}),
         command["every_seconds"],
-        task,
-        node=node,
+        task_name(cluster),
+        node=node_of(cluster),
         samples_host=command["samples_host"],
         began=command["began"],
         ahead_seconds=time.time() - command["now"],

@@ -1,6 +1,7 @@
 """`kdist launch --engine`: from a plan to the text, and to a submitted job and back."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from kdist import planner
+from kdist.launch.engines import Job, get_engine
 from kdist.launch.engines.slurm import Slurm
 
 
@@ -34,15 +36,21 @@ def plans(tmp_path_factory):
 
 def launch(*flags, check=True):
     """Returns the standard output of `kdist launch`, or its error if it must fail."""
-    done = subprocess.run(
+    done = kdist_launch(*flags)
+    assert (done.returncode == 0) == check, done.stderr
+    return done.stdout if check else done.stderr
+
+
+def kdist_launch(*flags):
+    """Runs `kdist launch` to its end."""
+    return subprocess.run(
         [sys.executable, "-m", "kdist", "launch", *map(str, flags)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=60,
+        check=False,
     )
-    assert (done.returncode == 0) == check, done.stderr
-    return done.stdout if check else done.stderr
 
 
 TRAIN = ("--", "kdist", "train", "--allow_remote", "--run_dir=/runs/cats")
@@ -51,7 +59,7 @@ TRAIN = ("--", "kdist", "train", "--allow_remote", "--run_dir=/runs/cats")
 def test_a_plan_is_what_would_be_rented(plans, state):
     plan = planner.Plan.load(plans["gcp"])
     flags = (f"--plan={plans['gcp']}", "--setup=pip install kdist", "--write=-")
-    flags = (*flags, "--image=my/cats", "--mirror=gs://b/cats")
+    flags = (*flags, "--image=my/cats", "--mirror=gs://b/cats", "--hang_seconds=90")
     usd, seconds = plan.usd / plan.hours, plan.hours * 1.5 * 3600
     text = launch("--engine=gce", *flags, *TRAIN)
     for part in (
@@ -60,10 +68,12 @@ def test_a_plan_is_what_would_be_rented(plans, state):
         "--accelerator=type=nvidia-tesla-k80,count=4 ",
         "--provisioning-model=SPOT ",
         f"--max-run-duration={int(seconds)}s ",
-        f"# 2 × n1-standard-32 with 4 × K80, ${usd:,.4g} per hour",
+        f"# 2 × n1-standard-32 with 4 × K80 in us-central1, ${usd:,.4g} per hour",
+        f"--checkpoint_minutes={plan.checkpoint_minutes:g} ",
         f"--local_batch_size={plan.local_batch} ",
         f"global batch {plan.batch.global_size}",
         "--mirror=gs://b/cats",
+        "export KDIST_HANG_SECONDS=90",
     ):
         assert part in text, part
     text = launch("--engine=skypilot", *flags, *TRAIN)
@@ -73,6 +83,10 @@ def test_a_plan_is_what_would_be_rented(plans, state):
     assert task["resources"]["any_of"][0]["instance_type"] == "n1-standard-32"
     assert task["resources"]["any_of"][0]["accelerators"] == "K80:4"
     assert f"--local_batch_size={plan.local_batch} " in task["run"]
+    done = kdist_launch("--engine=gce", *flags, "--checkpoint_mb_per_second=2", *TRAIN)
+    assert "0.205 GB takes 102 s to save, at 2 MB/s, which is longer than" in done.stderr
+    (minutes,) = re.findall(r"--checkpoint_minutes=(\S+)", done.stdout)
+    assert float(minutes) == pytest.approx(plan.checkpoint_minutes * 32.77**0.5, rel=0.01)
     refused = launch("--engine=ray", *flags, *TRAIN, check=False)
     assert "the plan is for machines of gcp" in refused
 
@@ -122,3 +136,21 @@ def test_a_plan_for_own_machines_is_submitted_followed_and_stopped(plans, state)
     assert launch("--job=cats", "--stop") == "cats: stopped\n"
     assert Slurm().find("cats").status().state == "stopped"
     assert "no job dogs" in launch("--engine=slurm", "--job=dogs", check=False)
+
+
+@pytest.mark.parametrize(
+    ("seconds_ago", "output", "code"), [(None, "60", 0), (10, "50", 0), (60, "", 124)]
+)
+def test_skypilot_limits_the_time_of_all_attempts_together(tmp_path, seconds_ago, output, code):
+    job = Job("cats", ("python",), time_limit_hours=1 / 60)
+    run = yaml.safe_load(get_engine("skypilot").text(job))["run"]
+    for name, text in (("date", "echo 1000"), ("timeout", "echo $2")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
+    if seconds_ago is not None:
+        environment["KDIST_SUBMITTED"] = str(1000 - seconds_ago)
+    done = subprocess.run(
+        ["sh", "-c", run], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout.strip(), done.returncode) == (output, code)

@@ -34,8 +34,8 @@ def group(monkeypatch, tmp_path):
     monkeypatch.setattr(ray_actors.ray, "get", lambda value: value)
     monkeypatch.chdir(tmp_path)
 
-    def make(shell, run_dir=""):
-        command = ("sh", "-c", shell)
+    def make(shell, run_dir="", **limits):
+        command = ("bash", "-c", shell)
         options = {"directory": str(tmp_path), "cpus": "3"}
         job = Job("cats", command, workers=2, run_dir=run_dir, options=options)
         addresses = {"worker": ["127.0.0.1:1", "127.0.0.1:2"]}
@@ -45,7 +45,7 @@ def group(monkeypatch, tmp_path):
             tasks.append(RayTask(actor, cluster, job, {"KDIST_JOB_TOKEN": "t"}, None))
         screen = ray_actors._Lines(lines.append)
         assert isinstance(screen, Screen)
-        return TaskGroup(tasks, "no process", screen, Timeouts(end_seconds=10)), lines
+        return TaskGroup(tasks, "no process", screen, Timeouts(end_seconds=10, **limits)), lines
 
     return make
 
@@ -73,6 +73,19 @@ def test_a_task_that_fails_ends_the_others(group, tmp_path):
     assert tasks.run() == 3
     assert tasks.failed.name == "worker 1"
     assert "[worker 0] asked" in lines
+
+
+def test_a_task_that_hangs_is_named_and_ended(group):
+    tasks, lines = group(
+        """beat() { echo '{"doing": "in step 3", "in_step": true}' >&"${KDIST_HEARTBEAT%%:*}"; }
+        beat
+        if echo "$TF_CONFIG" | grep -q '"index": 1'; then exec sleep 600; fi
+        while sleep 0.1; do beat; done""",
+        hang_seconds=3,
+    )
+    assert tasks.run() == 128 + signal.SIGABRT
+    assert tasks.failed.name == "worker 1"
+    assert any("worker 1 hung: it sent no heartbeat for 3 s" in line for line in lines)
 
 
 def test_a_lost_actor_is_a_killed_task(group):

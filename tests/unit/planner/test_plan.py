@@ -9,7 +9,7 @@ import pytest
 import kdist
 from kdist.planner import Plan, make_measurement
 from kdist.planner.measurements import Measurements
-from kdist.planner.plans import train_command
+from kdist.planner.plans import duration, train_command
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +118,22 @@ def test_measured_run_corrects_the_next_prediction(planned, tmp_path):
     table = Measurements.read(path)
     assert table.correction("resnet18", plan.machine.gpu, "float32") > 1
     assert same[0].prediction.examples_per_second == pytest.approx(rate, rel=0.01)
+
+
+def test_a_measured_checkpoint_changes_the_interval_and_the_price():
+    result = kdist.plan("resnet50", examples=1_281_167, spot=True, measurements=None)
+    spot = result.best
+    predicted = spot.prediction
+    assert f"A checkpoint every {duration(spot.prediction.checkpoint_seconds / 3600)}: " in str(
+        result
+    )
+    assert "between preemptions of 1 VMs" in result.explain()
+    assert spot.with_saving(predicted.checkpoint_bytes, predicted.save_seconds) == spot
+    slow = spot.with_saving(2 * predicted.checkpoint_bytes, 100 * predicted.save_seconds)
+    assert slow.checkpoint_minutes == pytest.approx(10 * spot.checkpoint_minutes, rel=1e-2)
+    assert f"--checkpoint_minutes={slow.checkpoint_minutes:g}" in train_command(slow)
+    assert slow.hours > spot.hours
+    assert slow.usd / slow.hours == pytest.approx(spot.usd / spot.hours)
+    on_demand = dataclasses.replace(spot, spot=False)
+    assert on_demand.checkpoint_minutes is None
+    assert "checkpoint" not in train_command(on_demand)

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kdist.cluster import Cluster
+from kdist.cluster.heartbeat import Beat
 from kdist.telemetry.devices import collector as collector_module
 from kdist.telemetry.devices.collector import Collector, attend
 from tests.telemetry.waiting import wait_until
@@ -242,6 +243,28 @@ def test_stopping_is_fast(collector, call):
     began = time.monotonic()
     collector.stop()
     assert time.monotonic() - began < 1
+
+
+def test_heartbeats_and_the_end_of_a_connection_are_passed_on(collector, call):
+    beats = []
+    collector.pass_heartbeats(lambda *beat: beats.append(beat))
+    line = json.dumps({"token": TOKEN, "host": "a", "task": "worker 1"}).encode()
+    task = call(line=line + b'\n{"beat": {"doing": "in step 3"}}\n')
+    wait_until(lambda: beats)  # also while nothing is sampled
+    task.connection.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: len(beats) == 2)
+    assert beats == [("worker 1", Beat("in step 3")), ("worker 1", None)]
+
+
+def test_a_task_ends_on_command(collector, job):
+    ends = []
+    attend(job[1], collector.port, TOKEN, lambda *end: ends.append(end))
+    collector.start(print, every_seconds=0.1)
+    wait_until(lambda: len(sampling_threads()) == 2)  # it has connected
+    collector.end_tasks("worker 2", "was between steps")
+    wait_until(lambda: ends == [("worker 2", "was between steps")])
+    collector.stop()
+    wait_until(lambda: not sampling_threads())  # commands are still followed
 
 
 def sampling_threads():

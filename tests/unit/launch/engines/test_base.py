@@ -6,7 +6,7 @@ import pytest
 
 from kdist import planner
 from kdist.launch.engines import ENGINES, Cost, Job, MachineType, Status, get_engine
-from kdist.launch.engines.base import similar_machines
+from kdist.launch.engines.base import Saving, similar_machines
 
 
 def test_parameter_servers_add_a_chief():
@@ -33,6 +33,45 @@ def test_parameter_servers_add_a_chief():
 def test_jobs_that_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Job(**{"name": "cats", "command": ("train.py",), **fields})
+
+
+@pytest.mark.parametrize(
+    ("engine", "cloud", "options", "notice"),
+    [
+        ("gce", "gcp", {}, 30),
+        ("skypilot", "aws", {}, 120),
+        ("skypilot", "lambda", {}, None),
+        ("kubernetes", "aws", {}, 60),  # the grace time of pods
+        ("kubernetes", "azure", {}, 30),
+        ("ray", "", {}, None),
+    ],
+)
+def test_notices_of_preemptions(engine, cloud, options, notice):
+    machine = MachineType("m", cloud)
+    job = Job("cats", ("train.py",), machine=machine, spot=True, options=options)
+    assert get_engine(engine).notice_seconds(job) == notice
+    assert get_engine(engine).notice_seconds(dataclasses.replace(job, spot=False)) is None
+
+
+def test_the_notice_is_the_shortest_of_all_clouds():
+    machines = {"machine": MachineType("a", "aws"), "alternatives": (MachineType("b", "gcp"),)}
+    job = Job("cats", ("train.py",), **machines, spot=True)
+    assert get_engine("skypilot").notice_seconds(job) == 30
+
+
+def test_a_checkpoint_has_to_fit_into_the_notice():
+    machine = MachineType("n1-standard-8", "gcp")
+    job = Job("cats", ("train.py",), machine=machine, spot=True)
+    engine = get_engine("gce")
+    assert engine.checkpoint_remark(job) == ""
+    fits = dataclasses.replace(job, saving=Saving(0.66e9, 10.0, 600.0, 0.1))
+    assert "0.66 GB takes 10 s to save, at 66 MB/s, and fits" in engine.checkpoint_remark(fits)
+    late = dataclasses.replace(job, saving=Saving(6.6e9, 100.0, 600.0, 0.1))
+    assert "longer than the notice of 30 s" in engine.checkpoint_remark(late)
+    assert "up to 10 min" in engine.checkpoint_remark(late)
+    hopeless = dataclasses.replace(job, saving=Saving(660e9, 10000.0, 10000.0, 0.4))
+    assert any("hardly progress" in each for each in engine.check(hopeless))
+    assert not any("hardly progress" in each for each in engine.check(late))
 
 
 def test_the_time_limit_follows_the_plan():

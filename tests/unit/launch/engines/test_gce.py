@@ -13,7 +13,7 @@ import pytest
 
 from kdist.launch.engines import Job, MachineType, NoSuchJobError, get_engine
 from kdist.launch.engines import gce as module
-from kdist.launch.engines.base import CommandError
+from kdist.launch.engines.base import CommandError, Saving
 
 SMALL = MachineType("n1-standard-4", "gcp", "us-central1", "K80", 4, 4, 0.5)
 LARGE = dataclasses.replace(SMALL, name="n1-standard-8", cores=8, usd_per_hour=0.6)
@@ -28,6 +28,7 @@ JOB = Job(
     max_restarts=1,
     mirror="gs://bucket/cats",
     image="p/family",
+    saving=Saving(0.66e9, 10.0, 600.0, 0.1),
     plan="2 × gcp n1-standard-4 + 4 x K80, multi_worker on 8 devices, local batch 32",
 )
 ZONES = ["us-central1-a", "us-central1-c"]
@@ -75,7 +76,8 @@ class Cloud:
             return json.dumps({"contents": text[start:], "next": str(len(text.encode()))})
         return ""
 
-    def exits(self, **codes):
+    def exits(self, checkpoint="", **codes):
+        self.output["cats-worker-0"].append(f"kdist: newest checkpoint {checkpoint}")
         for index, code in codes.items():
             self.output[f"cats-worker-{index[1:]}"].append(f"kdist: exit code {code}")
 
@@ -194,6 +196,24 @@ def test_preemptions_are_free_of_charge_and_failures_are_counted(cloud, follow):
     assert lines[-1] == "cats-worker-1 exited with 1; not started again"
     assert cloud.calls.count(("reset", "cats-worker-0", "cats-worker-1")) == 1
     assert not cloud.vms
+
+
+def test_restarts_are_counted_since_the_last_new_checkpoint(cloud, follow):
+    handle = get_engine("gce").submit(JOB)
+
+    def fail_after(step):
+        def fail():
+            for name in cloud.output:
+                cloud.output[name].append("kdist: starting")
+            cloud.exits(f"step-{step:010d}", _1=1)
+
+        return fail
+
+    # One restart is allowed after each new checkpoint.
+    code, lines = follow(handle, *map(fail_after, (100, 200, 1000, 1000)))
+    assert code == 1
+    assert handle.progress == ("step-0000001000", 1)
+    assert sum("starting the job again" in line for line in lines) == 3
 
 
 @pytest.mark.parametrize("code", [130, 124])

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from kdist.launch.engines import Job, MachineType
+from kdist.launch.engines import slurm as module
 from kdist.launch.engines.slurm import Slurm, _exit_code, _status
 
 V100 = MachineType(device="V100 SXM2 16GB", num_devices=4, cores=32, usd_per_hour=1.25)
@@ -99,3 +100,15 @@ def test_states_of_other_jobs():
     assert str(pending) == "pending, 2 restarts: PENDING Resources"
     assert not pending.is_over
     assert _status({"JobState": "COMPLETING", "Reason": "None"}).state == "running"
+
+
+@pytest.mark.parametrize(("grace", "notice"), [("120", 120), ("0", None)])
+def test_the_notice_is_the_grace_time_of_the_partition(monkeypatch, grace, notice):
+    job = Job("cats", ("train.py",), options={"partition": "low"})
+    monkeypatch.setattr(module.shutil, "which", lambda program: program)
+    shown = f"PartitionName=low AllowGroups=ALL GraceTime={grace} Hidden=NO\n"
+    asked = []
+    monkeypatch.setattr(module, "call", lambda command: asked.append(command) or shown)
+    assert Slurm().notice_seconds(job) == notice
+    assert asked == [["scontrol", "show", "partition", "--oneliner", "low"]]
+    assert Slurm().notice_seconds(dataclasses.replace(job, options={})) is None
