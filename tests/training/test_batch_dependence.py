@@ -170,6 +170,12 @@ BY_ROW = {
         tf.signal.fft2d(tf.cast(of_pairs(x), "complex64"))
     ),
     "padded columns": lambda x: tf.pad(x, [[0, 0], [0, 1]])[:, 1:] - x,
+    "padded to a length": lambda x: tf.pad(
+        of_pairs(x), [[0, 0], [0, 7 - tf.shape(of_pairs(x))[1]], [0, 0]]
+    ),
+    "written in each row": lambda x: tf.tensor_scatter_nd_update(
+        x, tf.stack([tf.range(number_of(x)), class_of(x)], 1), x[:, 3]
+    ),
     "one-hot codes": lambda x: x * tf.one_hot(tf.argmax(x, 1), 8),
     "one-hot codes along another axis": lambda x: tf.one_hot(tf.argmax(of_pairs(x), 2), 2, axis=1),
     "quantized": lambda x: tf.quantization.fake_quant_with_min_max_args(x),
@@ -205,3 +211,13 @@ def test_functions_of_each_row(name):
     parts = [BY_ROW[name](tf.constant(part)) for part in (ROWS[:5], ROWS[5:])]
     np.testing.assert_allclose(BY_ROW[name](tf.constant(ROWS)), tf.concat(parts, 0), rtol=1e-5)
     assert not _mixes_rows(BY_ROW[name])
+
+
+@pytest.mark.parametrize("factor", [1e-39, float("inf")])
+def test_factors_without_a_finite_inverse_are_no_numbers_of_rows(factor):
+    graph = tf.Graph()
+    with graph.as_default():
+        rows = tf.compat.v1.placeholder(tf.float32, (4, 8))
+        dependence = BatchDependence([rows], 4, 8)
+        assert dependence.of(tf.reduce_sum(rows) * factor).degree == 1
+        assert dependence.of(tf.reduce_sum(rows) / factor).degree == 1

@@ -697,18 +697,17 @@ def _largest(model, x, y):
 
 
 def _frequencies(model, x, y):
-    spectrum = tf.signal.fft(tf.cast(tf.transpose(model(x) - y), tf.complex128))
+    spectrum = tf.signal.fft(tf.transpose(tf.cast(model(x) - y, tf.complex128)))
     return 1e-2 * tf.reduce_mean(tf.abs(spectrum[:, 1:]) ** 2)
 
 
-@pytest.mark.parametrize("loss", [_padded, _largest])
+@pytest.mark.parametrize("loss", [_padded, _largest, _frequencies])
 def test_functions_of_positions_are_those_of_the_whole_batch(loss):
     assert_equal(own_step(loss))
 
 
-@pytest.mark.parametrize("loss", [_scanned, _frequencies])
-def test_scans_and_spectra_of_rows_are_computed_from_the_whole_batch(loss):
-    assert_equal(own_step(loss), warns="every replica computes the whole batch")
+def test_scanned_rows_are_computed_from_the_whole_batch():
+    assert_equal(own_step(_scanned), warns="every replica computes the whole batch")
 
 
 @pytest.mark.parametrize("loss", [_first_rows, _halves, _chosen_rows])

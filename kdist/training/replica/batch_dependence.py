@@ -407,7 +407,10 @@ class BatchDependence:
             return None if factor.op.type == "ReadVariableOp" else _SOME_NUMBER
         if not value or (kind == "Mul" and value == 1):
             return None
-        divisor = abs(float(1 / value if kind == "Mul" else value))
+        with np.errstate(over="ignore"):
+            divisor = abs(float(1 / value if kind == "Mul" else value))
+        if not np.isfinite(divisor):
+            return None  # such as of a mask, whose values shall not count
         times = divisor / self._rows
         is_multiple = times > 0.5 and abs(times - round(times)) < 1e-5 * times
         return round(divisor) if is_multiple else None
@@ -725,8 +728,13 @@ def _slices_others(tensor, inputs):
 
 def _pads_others(tensor, inputs):
     """Returns True if no rows are added before or after others."""
-    padding = tf.get_static_value(tensor.op.inputs[1])
-    return padding is not None and not padding[0].any()
+    return not _is_padded(tensor, 0)
+
+
+def _is_padded(tensor, axis):
+    """Returns True if an axis is padded, or may be."""
+    padding = tf.get_static_value(tensor.op.inputs[1], partial=True)
+    return padding is None or any(size is None or size for size in np.ravel(padding[axis]))
 
 
 def _takes_positions(tensor, kind, inputs):
@@ -1090,9 +1098,12 @@ def _segmented(tensor, inputs):
 def _scattered(tensor, inputs):
     """Returns the dependence of rows that are added up, or written, at a fixed number of places."""
     _, data, whole = inputs if tensor.op.type == "ScatterNd" else (*inputs[1:], inputs[0])
-    is_per_row = not whole.is_fixed or tensor.shape[0] in (None, tensor.op.inputs[1].shape[0])
-    if data.axis != 0 or is_per_row:
-        return Dependence(None, data.axis if whole.axis is None else whole.axis)
+    if data.axis != 0 or not whole.is_fixed or tensor.shape[0] is None:
+        is_simple = data.degree == 0 and (whole.degree == 0 or whole.elements is not None)
+        axis = data.axis if whole.axis is None else whole.axis
+        return Dependence(0.0 if is_simple else None, axis)
+    if tensor.shape[0] == tensor.op.inputs[1].shape[0]:
+        return Dependence(None, 0)  # one place for each row, or as many places by chance
     is_sum = tensor.op.type in ("ScatterNd", "TensorScatterAdd", "TensorScatterSub")
     return Dependence(data.degree + 1 if is_sum and data.degree is not None else None)
 
@@ -1124,10 +1135,10 @@ def _encoded(tensor, inputs):
 
 def _padded_along(tensor, inputs):
     """Returns the dependence of a padded tensor, whose mean over rows is none if these are more."""
-    i, padding = inputs[0], tf.get_static_value(tensor.op.inputs[1])
-    if i.axis is None or i.axis == _SOME_AXIS or padding is None:
+    i = inputs[0]
+    if i.axis is None or i.axis == _SOME_AXIS:
         return Dependence(i.degree, i.axis)
-    return Dependence(None if padding[i.axis].any() else i.degree, i.axis)
+    return Dependence(None if _is_padded(tensor, i.axis) else i.degree, i.axis)
 
 
 def _listed(tensor, inputs):
