@@ -105,7 +105,7 @@ def test_sparse_and_ragged_rows():
     assert second.to_list() == ragged[2:].to_list()
 
 
-class _TwoParts(kdist.Model):
+class TwoParts(kdist.Model):
     """Model whose step takes more unlabeled rows than labeled ones."""
 
     def train_step(self, data):
@@ -126,7 +126,7 @@ def _trained_on_two_parts(known, strategy=None, **options):
     keras.utils.set_random_seed(1)
     with strategy.scope() if strategy else contextlib.nullcontext():
         inputs = keras.Input((1,))
-        model = _TwoParts(inputs, keras.layers.Dense(1)(inputs))
+        model = TwoParts(inputs, keras.layers.Dense(1)(inputs))
         model.compile(keras.optimizers.SGD(0.1), **options)
     model.fit(tf.data.Dataset.zip(batches(4), batches(12)), verbose=0)
     return model.get_weights()
