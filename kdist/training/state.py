@@ -22,6 +22,7 @@ import keras
 
 from kdist.cluster import heartbeat
 from kdist.training.groups.monitors import AsynchronousMonitor, LossMonitor, Staleness
+from kdist.training.replica.row_shares import DifferentRowsError
 from kdist.training.replica.step import WholeBatchError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class TrainingState:
             error: what the step raised on one replica's rows.
         """
         self.repeated_steps.add(name)
-        if isinstance(error, WholeBatchError):
+        if isinstance(error, WholeBatchError | DifferentRowsError):
             reason = str(error)
         else:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]

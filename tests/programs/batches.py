@@ -247,6 +247,58 @@ def attributes_of_a_step():
     return outcome(history, model)
 
 
+@program(
+    differs={
+        "accumulate": "labeled and unlabeled rows are not divided",
+        "workers": "labeled and unlabeled rows are not divided",
+    }
+)
+def labeled_and_unlabeled():
+    """Semi-supervised contrastive learning: more unlabeled rows in a batch than labeled ones."""
+
+    class Semisupervised(_Trains):
+        def __init__(self):
+            super().__init__()
+            self.probe = layers.Dense(2)
+            self.matches = keras.metrics.SparseCategoricalAccuracy("matches")
+            self.probe_loss = keras.metrics.Mean("probe_loss")
+
+        def train_step(self, data):
+            unlabeled, (labeled, labels) = data
+            x = ops.concatenate([unlabeled, labeled])
+            with tf.GradientTape() as tape:
+                one, two = self(x), self(x + 0.1 * ops.sin(x))
+                scores = ops.matmul(one, ops.transpose(two))
+                numbers = ops.arange(ops.shape(scores)[0])
+                losses = keras.losses.sparse_categorical_crossentropy(
+                    numbers, scores, from_logits=True
+                )
+            weights = self.dense.trainable_variables
+            self.optimizer.apply(tape.gradient(losses, weights), weights)
+            with tf.GradientTape() as tape:
+                logits = self.probe(self(labeled))
+                loss = ops.mean(
+                    keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+                )
+            weights = self.probe.trainable_variables
+            self.probe_optimizer.apply(tape.gradient(loss, weights), weights)
+            self.matches.update_state(numbers, scores)
+            self.probe_loss.update_state(loss)
+            return {m.name: m.result() for m in (self.matches, self.probe_loss)}
+
+    model = Semisupervised()
+    model.dense.build((None, 3))
+    model.probe.build((None, 3))
+    model.probe_optimizer = keras.optimizers.Adam(0.05)
+    labeled = tf.data.Dataset.from_tensor_slices((_data(10, seed=1), np.arange(10) % 2))
+    unlabeled = tf.data.Dataset.from_tensor_slices(_data(30))
+    data = tf.data.Dataset.zip(
+        unlabeled.batch(10, drop_remainder=True), labeled.batch(3, drop_remainder=True)
+    )
+    model.compile(keras.optimizers.SGD(0.05))
+    return outcome(model.fit(data, epochs=2, verbose=0), model)
+
+
 @program(differs=ACROSS_ROWS)
 def metrics_across_rows():
     """Own metrics of pairs of rows, of a mean plus a sum, of two batches, and of the first row."""

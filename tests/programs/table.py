@@ -34,6 +34,7 @@ strategy; those of kdist after `kdist.patch_keras()`.
 - –: not run in this mode.
 
 Remake the page with `python -m tests.programs.table --again --markdown=docs/evidence/programs.md`.
+Programs that are not in the repository are on [a page of their own](unseen_programs.md).
 
 """
 

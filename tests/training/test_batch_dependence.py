@@ -22,6 +22,20 @@ def number_of(x):
     return tf.shape(x)[0]
 
 
+def in_a_loop(x):
+    """Returns a sum that a loop takes over rows by their positions."""
+    return tf.while_loop(
+        lambda n, _: n < number_of(x),
+        lambda n, total: (n + 1, 0.5 * total + x[n]),
+        (0, tf.zeros(8)),
+    )[1]
+
+
+def three_times(x):
+    """Returns what a loop computes that does not run over rows."""
+    return tf.while_loop(lambda n, _: n < 3, lambda n, y: (n + 1, 0.5 * y + x), (0, x))[1]
+
+
 ACROSS = {
     "mean broadcast to rows": lambda x: tf.broadcast_to(tf.reduce_mean(x), tf.shape(x)) + 0 * x,
     "tiled mean": lambda x: tf.tile(tf.reduce_mean(x, 0, keepdims=True), [number_of(x), 1]),
@@ -46,6 +60,80 @@ ACROSS = {
         tf.math.bincount(class_of(x), minlength=2, maxlength=2), class_of(x)
     ),
     "singular values": lambda x: tf.linalg.svd(x, compute_uv=False),
+    "scanned rows": lambda x: tf.scan(lambda before, row: 0.5 * before + row, x),
+    "folded rows": lambda x: x * tf.foldl(lambda before, row: 0.5 * before + row, x),
+    "scanned rows by Keras": lambda x: ops.scan(lambda before, row: (before + row,) * 2, x[0], x)[
+        1
+    ],
+    "rows in a loop": lambda x: x * in_a_loop(x),
+    "weights by position": lambda x: x * tf.cast(tf.range(number_of(x)), "float32")[:, None],
+    "codes of positions": lambda x: (
+        x + tf.gather(tf.sin(tf.range(64.0))[:, None], tf.range(number_of(x)))
+    ),
+    "position of each row": lambda x: tf.concat(
+        [x, tf.cast(tf.range(number_of(x)), "float32")[:, None]], 1
+    ),
+    "Fourier transform": lambda x: tf.math.real(
+        tf.transpose(tf.signal.fft(tf.transpose(tf.cast(x, "complex64"))))
+    ),
+    "real Fourier transform": lambda x: tf.abs(tf.signal.rfft(tf.transpose(x))),
+    "Fourier transform of two axes": lambda x: tf.math.real(
+        tf.signal.fft2d(tf.cast(x, "complex64"))
+    ),
+    "next row": lambda x: tf.pad(x, [[0, 1], [0, 0]])[1:] - x,
+    "row before": lambda x: ops.pad(x, [[1, 0], [0, 0]])[:-1] - x,
+    "one-hot codes of the largest row": lambda x: (
+        x * tf.one_hot(tf.argmax(x, 0), number_of(x), axis=0)
+    ),
+    "equal to the largest row": lambda x: (
+        x
+        * tf.cast(
+            tf.equal(tf.argmax(x, 0)[None], tf.range(tf.shape(x, tf.int64)[0])[:, None]), "float32"
+        )
+    ),
+    "scattered by class": lambda x: tf.gather(
+        tf.scatter_nd(class_of(x)[:, None], x, [2, 8]), class_of(x)
+    ),
+    "added at classes": lambda x: tf.gather(
+        tf.tensor_scatter_nd_add(tf.zeros((2, 8)), class_of(x)[:, None], x), class_of(x)
+    ),
+    "size of each class": lambda x: (
+        x
+        / tf.cast(
+            tf.gather(tf.unique_with_counts(class_of(x)).count, tf.unique(class_of(x)).idx)[
+                :, None
+            ],
+            "float32",
+        )
+    ),
+    "quantized in the range of the batch": lambda x: tf.quantization.fake_quant_with_min_max_vars(
+        x, tf.reduce_min(x), tf.reduce_max(x)
+    ),
+    "quantized in the range of columns": (
+        lambda x: tf.quantization.fake_quant_with_min_max_vars_per_channel(
+            x, tf.reduce_min(x, 0), tf.reduce_max(x, 0)
+        )
+    ),
+    "quantized in the range of the batch's values": lambda x: (
+        tf.quantization.quantize_and_dequantize_v2(x, 0.0, 0.0, range_given=False)
+    ),
+    "a function of Python": lambda x: tf.numpy_function(
+        lambda rows: rows - rows.mean(), [x], x.dtype
+    ),
+    "clipped to the mean": lambda x: tf.clip_by_value(x, -1e9, tf.reduce_mean(x)),
+    "between neighbors": lambda x: tf.nn.conv1d(
+        tf.transpose(x)[..., None], tf.ones((3, 1, 1)), 1, "SAME"
+    ),
+    "attention over rows": lambda x: tf.nn.softmax(x, axis=0) * x,
+    "sorted by bucket": lambda x: tf.cast(tf.searchsorted(tf.sort(x[:, 0]), x[:, 0]), "float32"),
+    "median": lambda x: x - ops.median(x, axis=0),
+    "quantile": lambda x: x - ops.quantile(x, 0.3, axis=0),
+    "differences": lambda x: ops.diff(x, axis=0),
+    "rolled": lambda x: x - ops.roll(x, 1, axis=0),
+    "band of all pairs": lambda x: tf.linalg.band_part(tf.matmul(x, x, transpose_b=True), 0, -1),
+    "in segments": lambda x: tf.math.segment_sum(x, tf.range(number_of(x)) // 2),
+    "trace": lambda x: x * tf.linalg.trace(x),
+    "diagonal": lambda x: x * tf.reduce_sum(tf.linalg.diag_part(x)),
 }
 BY_ROW = {
     "running sums": lambda x: ops.cumsum(x, 1),
@@ -61,6 +149,46 @@ BY_ROW = {
         [tf.concat([x, 0.5 * x], 0)[: number_of(x)], x], 1
     ),
     "chosen columns": lambda x: tf.gather(x, tf.argmax(x, 1), axis=1, batch_dims=1),
+    "columns at positions": lambda x: tf.gather_nd(
+        x, tf.stack([tf.range(number_of(x)), class_of(x)], 1)
+    ),
+    "columns in a flat tensor": lambda x: tf.gather(
+        tf.reshape(x, [-1]), 8 * tf.range(number_of(x)) + class_of(x)
+    ),
+    "scattered in each row": lambda x: tf.scatter_nd(
+        tf.stack([tf.range(number_of(x)), class_of(x)], 1), x[:, 0], [number_of(x), 2]
+    ),
+    "a function of each row": lambda x: tf.map_fn(lambda row: tf.cumsum(row), x),
+    "a loop over columns": lambda x: tf.transpose(
+        tf.scan(lambda before, column: 0.5 * before + column, tf.transpose(x))
+    ),
+    "weights of columns": lambda x: x * tf.range(8.0),
+    "positions of words": lambda x: of_pairs(x) + tf.gather(tf.ones((9, 2)), tf.range(4)),
+    "Fourier transform": lambda x: tf.math.real(tf.signal.fft(tf.cast(x, "complex64"))),
+    "real Fourier transform": lambda x: tf.abs(tf.signal.rfft(x)),
+    "Fourier transform of two axes": lambda x: tf.math.real(
+        tf.signal.fft2d(tf.cast(of_pairs(x), "complex64"))
+    ),
+    "padded columns": lambda x: tf.pad(x, [[0, 0], [0, 1]])[:, 1:] - x,
+    "padded to a length": lambda x: tf.pad(
+        of_pairs(x), [[0, 0], [0, 7 - tf.shape(of_pairs(x))[1]], [0, 0]]
+    ),
+    "written in each row": lambda x: tf.tensor_scatter_nd_update(
+        x, tf.stack([tf.range(number_of(x)), class_of(x)], 1), x[:, 3]
+    ),
+    "one-hot codes": lambda x: x * tf.one_hot(tf.argmax(x, 1), 8),
+    "one-hot codes along another axis": lambda x: tf.one_hot(tf.argmax(of_pairs(x), 2), 2, axis=1),
+    "quantized": lambda x: tf.quantization.fake_quant_with_min_max_args(x),
+    "quantized in a range": lambda x: tf.quantization.quantize_and_dequantize_v2(
+        x, -1.0, 1.0, range_given=True
+    ),
+    "clipped": lambda x: tf.clip_by_value(x, -1.0, tf.constant(0.5)),
+    "neighbors of columns": lambda x: tf.nn.conv1d(x[..., None], tf.ones((3, 1, 1)), 1, "SAME"),
+    "median": lambda x: x - ops.median(x, axis=1, keepdims=True),
+    "differences": lambda x: ops.diff(x, axis=1),
+    "a loop with a fixed number of steps": lambda x: three_times(x),
+    "triangles": lambda x: tf.linalg.band_part(of_pairs(x), 0, -1),
+    "buckets": lambda x: tf.cast(tf.searchsorted([-1.0, 0.0, 1.0], x[:, 0]), "float32"),
 }
 
 
@@ -83,3 +211,13 @@ def test_functions_of_each_row(name):
     parts = [BY_ROW[name](tf.constant(part)) for part in (ROWS[:5], ROWS[5:])]
     np.testing.assert_allclose(BY_ROW[name](tf.constant(ROWS)), tf.concat(parts, 0), rtol=1e-5)
     assert not _mixes_rows(BY_ROW[name])
+
+
+@pytest.mark.parametrize("factor", [1e-39, float("inf")])
+def test_factors_without_a_finite_inverse_are_no_numbers_of_rows(factor):
+    graph = tf.Graph()
+    with graph.as_default():
+        rows = tf.compat.v1.placeholder(tf.float32, (4, 8))
+        dependence = BatchDependence([rows], 4, 8)
+        assert dependence.of(tf.reduce_sum(rows) * factor).degree == 1
+        assert dependence.of(tf.reduce_sum(rows) / factor).degree == 1

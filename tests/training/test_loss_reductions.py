@@ -453,11 +453,12 @@ def test_gradients_within_another_tape_are_changed(change):
     assert_equal(changed_within_another_tape(change), warns="within another")
 
 
-def test_gradients_within_another_tape_are_changed_eagerly():
+def test_gradients_within_another_tape_are_refused_or_of_the_whole_batch_eagerly():
     strategy = kdist.create_strategy("mirrored", 2)
     step = changed_within_another_tape(of_first_order)
-    with pytest.warns(UserWarning, match="within another"):
+    with pytest.raises(ValueError, match='within another tape.*gather_batch="step"'):
         trained(kdist.Model, step, strategy, run_eagerly=True)
+    assert_equal(step, run_eagerly=True, gather_batch="step")
 
 
 def test_clipping_in_micro_steps_is_reported():
@@ -671,6 +672,42 @@ def _halves_of_outputs(model, x, y):
 
 def _chosen_rows(model, x, y):
     return tf.reduce_mean(squares(model, tf.gather(x, [0, 2]), tf.gather(y, [0, 2])))
+
+
+def _scanned(model, x, y):
+    rows = tf.scan(lambda before, row: 0.5 * before + row, model(x))
+    return tf.reduce_mean((rows - y) ** 2)
+
+
+def _padded(model, x, y):
+    """Returns a mean over more rows than the batch has, and weights rows by their positions."""
+    padded = tf.pad(squares(model, x, y), [[1, 2], [0, 0]])
+    weights = tf.cast(tf.range(tf.shape(x)[0]), x.dtype)[:, None]
+    joined = tf.concat([tf.ones((1, 1), x.dtype), model(x)], 0)
+    return tf.reduce_mean(padded) + tf.reduce_mean(weights * squares(model, x, y) * joined[1:])
+
+
+def _largest(model, x, y):
+    """Returns the errors of the row that has the largest output, and of its class."""
+    outputs = model(x)
+    chosen = tf.one_hot(tf.argmax(outputs, 0), tf.shape(x)[0], axis=0, dtype=x.dtype)
+    classes = tf.cast(x[:, 0] > 0, tf.int32)
+    sums = tf.scatter_nd(classes[:, None], outputs, [2, 1])
+    return tf.reduce_mean((chosen * (outputs - y)) ** 2 + (tf.gather(sums, classes) - y) ** 2)
+
+
+def _frequencies(model, x, y):
+    spectrum = tf.signal.fft(tf.transpose(tf.cast(model(x) - y, tf.complex128)))
+    return 1e-2 * tf.reduce_mean(tf.abs(spectrum[:, 1:]) ** 2)
+
+
+@pytest.mark.parametrize("loss", [_padded, _largest, _frequencies])
+def test_functions_of_positions_are_those_of_the_whole_batch(loss):
+    assert_equal(own_step(loss))
+
+
+def test_scanned_rows_are_computed_from_the_whole_batch():
+    assert_equal(own_step(_scanned), warns="every replica computes the whole batch")
 
 
 @pytest.mark.parametrize("loss", [_first_rows, _halves, _chosen_rows])

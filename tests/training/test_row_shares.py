@@ -1,9 +1,12 @@
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import kdist
+from kdist.testing import assert_same_weights
 from kdist.training.replica.row_shares import BatchDivision, WorkerSlice, number_of_rows
 
 
@@ -102,20 +105,55 @@ def test_sparse_and_ragged_rows():
     assert second.to_list() == ragged[2:].to_list()
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_tensors_with_different_numbers_of_rows_are_refused(known, steps):
-    """Semi-supervised programs take more unlabeled rows than labeled ones."""
+class TwoParts(kdist.Model):
+    """Model whose step takes more unlabeled rows than labeled ones."""
+
+    def train_step(self, data):
+        labeled, unlabeled = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(labeled) - 1) ** 2) + tf.reduce_sum(self(unlabeled)) / 12
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
+def _trained_on_two_parts(known, strategy=None, **options):
+    """Returns the weights after two steps, each with 4 labeled and 12 unlabeled rows."""
 
     def batches(rows):
-        return tf.data.Dataset.from_tensor_slices(tf.ones([2 * rows, 1])).batch(rows, known)
+        data = np.linspace(0, 1, 2 * rows, dtype="float32")[:, None]
+        return tf.data.Dataset.from_tensor_slices(data).batch(rows, known)
 
-    with kdist.create_strategy("mirrored", 2).scope():
-        model = kdist.Model(*[keras.Input((1,))] * 2)
-        model.compile("sgd", "mse", steps_per_execution=steps)
-    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="numbers of rows"):
-        model.fit(tf.data.Dataset.zip(batches(4), batches(12)), verbose=0)
-    model.fit(tf.data.Dataset.zip(batches(4), batches(4)), verbose=0)
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        inputs = keras.Input((1,))
+        model = TwoParts(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.1), **options)
+    model.fit(tf.data.Dataset.zip(batches(4), batches(12)), verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"run_eagerly": True}, {"steps_per_execution": 2}], ids=str
+)
+def test_parts_with_different_numbers_of_rows_are_those_of_the_whole_batch(options):
+    """Nothing tells which rows of one part belong to those of the other."""
+    strategy = kdist.create_strategy("mirrored", 2)
+    with pytest.warns(UserWarning, match="numbers of rows.*gather_batch"):
+        weights = _trained_on_two_parts(True, strategy, **options)
+    assert_same_weights(weights, _trained_on_two_parts(True), 1e-6)
+
+
+def test_unknown_different_numbers_of_rows_are_refused_unless_the_batch_is_whole():
+    strategy = kdist.create_strategy("mirrored", 2)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='gather_batch="step"'):
+        _trained_on_two_parts(False, strategy)
+    weights = _trained_on_two_parts(False, strategy, gather_batch="step")
+    assert_same_weights(weights, _trained_on_two_parts(False), 1e-6)
+
+
+def test_parts_with_different_numbers_of_rows_have_no_micro_steps():
+    with pytest.raises(ValueError, match="numbers of rows"):
+        _trained_on_two_parts(True, kdist.create_strategy("mirrored", 2), accumulate=2)
 
 
 def test_every_replica_receives_data_without_rows():

@@ -23,7 +23,7 @@ from kdist.training.local_sgd import LocalStep
 from kdist.training.parameter_server.central_step import CentralStep
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
 from kdist.training.replica.reduction import attributes_of_replica
-from kdist.training.replica.row_shares import BatchDivision, is_distributed
+from kdist.training.replica.row_shares import BatchDivision, DifferentRowsError, is_distributed
 from kdist.training.replica.step import (
     KnownRowsError,
     ReplicaStep,
@@ -334,9 +334,7 @@ class ReplicatedStep:
         self.may_repeat &= worker_slice is None and not is_distributed(data)
         if self.is_repeated and not self.may_repeat:
             raise ValueError(self._refusal or _NEEDS_WHOLE_BATCH)
-        division = BatchDivision.of(
-            data, self._strategy, self._micro_steps, worker_slice, self.is_repeated
-        )
+        division = self._division(data, worker_slice)
         last = self._micro_steps - 1
         run = functools.partial(self._micro_step, data, division)
         if self._trainer.run_eagerly:
@@ -353,6 +351,19 @@ class ReplicatedStep:
             with tf.control_dependencies([done]):
                 data = tf.nest.map_structure(clocks.identity, data, expand_composites=True)
         return self._micro_step(data, division, last, is_last=True)
+
+    def _division(self, data, worker_slice):
+        """Returns the `BatchDivision` of a batch, which may have to remain undivided."""
+        divide = functools.partial(
+            BatchDivision.of, data, self._strategy, self._micro_steps, worker_slice
+        )
+        try:
+            return divide(self.is_repeated)
+        except DifferentRowsError as error:
+            if not self.may_repeat:
+                raise
+            self._repeat(error)
+        return divide(is_repeated=True)
 
     def _micro_step(self, data, division, number, is_last=False):
         own_objects = _objects_of_program(self._trainer)

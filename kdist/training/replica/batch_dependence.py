@@ -34,11 +34,17 @@ _POWERS |= {"Sign": 0.0}
 _REDUCTIONS = {"All", "Any", "EuclideanNorm", "L2Loss", "Max", "Mean", "Min", "Prod", "Sum"}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 # Operations whose result has a shape that depends on values.
-_SIZED_BY_VALUES = {"RaggedTensorToTensor", "Unique", "UniqueV2", "UniqueWithCounts", "Where"}
+_UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
+_SIZED_BY_VALUES = {"RaggedTensorToTensor", "Where", *_UNIQUE}
 # Operations whose rows depend on their positions, or on which other rows there are.
 _BY_POSITION = {"DynamicPartition", "DynamicStitch", "GatherNd", "ListDiff", "Range", "ScatterNd"}
 _SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentSum"}
-_BY_POSITION |= {"ParallelDynamicStitch", "TensorScatterUpdate", *_SEGMENTS, *_SIZED_BY_VALUES}
+_TENSOR_SCATTERS = {f"TensorScatter{name}" for name in ("Add", "Max", "Min", "Sub", "Update")}
+_BY_POSITION |= {"ParallelDynamicStitch", *_TENSOR_SCATTERS, *_SEGMENTS, *_SIZED_BY_VALUES}
+# Operations that combine rows which have the same number, and follow each other.
+_OF_SORTED_SEGMENTS = {f"Segment{name}" for name in ("Max", "Mean", "Min", "Prod", "Sum")}
+_OF_SORTED_SEGMENTS |= {f"{name}V2" for name in ("SegmentMax", "SegmentMin", "SegmentProd")}
+_OF_SORTED_SEGMENTS |= {"SegmentSumV2", "SparseSegmentMean", "SparseSegmentSum"}
 # Operations that commute with a sum over replicas, if their other inputs are not gradients.
 _LINEAR_IN_GRADIENTS = {"BroadcastTo", "ConcatV2", "ExpandDims", "GatherV2", "Mean", "Pack"}
 _LINEAR_IN_GRADIENTS |= {"Reshape", "Split", "SplitV", "StridedSlice", "Sum", "Tile", "Transpose"}
@@ -58,8 +64,27 @@ _OF_COUNTS |= {"Size", "Squeeze", "StridedSlice"}
 # Operations on the last two axes.
 _OF_MATRICES = {"Cholesky", "LogMatrixDeterminant", "MatrixDeterminant", "MatrixInverse"}
 _OF_MATRICES |= {"MatrixSolve", "MatrixTriangularSolve", "Qr", "SelfAdjointEigV2", "Svd"}
+# Fourier transforms, and the number of their last axes that they combine.
+_FOURIER = {
+    f"{kind}FFT{suffix}": axes
+    for kind in ("", "I", "R", "IR")
+    for suffix, axes in (("", 1), ("2D", 2), ("3D", 3))
+}
+# Operations that combine neighbors along all axes but the first one.
+_OF_NEIGHBORS = {"AvgPool", "AvgPool3D", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "Dilation2D"}
+_OF_NEIGHBORS |= {"ExtractImagePatches", "LRN", "MaxPool", "MaxPool3D", "MaxPoolV2"}
+_OF_NEIGHBORS |= {"ResizeBicubic", "ResizeBilinear", "ResizeNearestNeighbor"}
+_OF_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
+_PADDING = {"MirrorPad", "Pad", "PadV2"}
+# Other operations that may leave no axis of rows.
+_SUMMARIES = {"ArgMax", "ArgMin", "ScatterNd", "StridedSlice", *_TENSOR_SCATTERS, *_UNIQUE}
 _COUNTING = {"Bincount", "DenseBincount", "HistogramFixedWidth"}
-_CONTROL_FLOW = {"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"}
+_BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
+_LOOPS = {"StatelessWhile", "While"}
+_CONTROL_FLOW = {*_BRANCHES, *_LOOPS}
+# Operations that do not compute with their inputs, but choose or collect them.
+_COLLECTING = {"ConcatV2", "IdentityN", "Pack", "TensorListFromTensor", "TensorListPushBack"}
+_COLLECTING |= {"TensorListSetItem", *_CALLS, *_CONTROL_FLOW}
 _STATEFUL_AND_FIXED = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"}
 
 
@@ -81,6 +106,8 @@ class Dependence:
         is_over_rows: it has no axis of rows, and was computed from a sum, mean, … over rows.
         mixes_rows: a row was combined with all other rows, or with such a sum or mean.
         is_permuted: its rows have other positions than in the batch.
+        is_position: it consists of the positions of rows, or was computed from these: integers or
+            truth values.
         is_random: it was computed from random numbers.
         is_by_row: its first axis is that of rows, and each is computed from the same row of the
             batch, so that the rows of all replicas together are those of one device.
@@ -99,6 +126,7 @@ class Dependence:
     is_over_rows: bool = False
     mixes_rows: bool = False
     is_permuted: bool = False
+    is_position: bool = False
     is_random: bool = False
     is_by_row: bool = False
     elements: tuple["Dependence", ...] | None = None
@@ -297,6 +325,7 @@ class BatchDependence:
             is_over_rows=result.axis is None and _is_over_rows(kind, inputs),
             mixes_rows=any(i.mixes_rows for i in inputs) or _mixes_rows(tensor, kind, inputs),
             is_permuted=result.axis is not None and _is_permuted(tensor, kind, inputs),
+            is_position=result.axis is not None and _is_position(tensor, kind, inputs),
             is_random=any(i.is_random for i in inputs),
             is_by_row=result.axis == 0 and self._is_by_row(tensor, kind, inputs),
         )
@@ -378,7 +407,10 @@ class BatchDependence:
             return None if factor.op.type == "ReadVariableOp" else _SOME_NUMBER
         if not value or (kind == "Mul" and value == 1):
             return None
-        divisor = abs(float(1 / value if kind == "Mul" else value))
+        with np.errstate(over="ignore"):
+            divisor = abs(float(1 / value if kind == "Mul" else value))
+        if not np.isfinite(divisor):
+            return None  # such as of a mask, whose values shall not count
         times = divisor / self._rows
         is_multiple = times > 0.5 and abs(times - round(times)) < 1e-5 * times
         return round(divisor) if is_multiple else None
@@ -544,14 +576,20 @@ def _mixes_rows(tensor, kind, inputs):
     Rows that are taken by their positions in the batch count as well: the first of each replica are
     not those of the batch.
     """
-    if _takes_positions(tensor, kind, inputs):
+    if _takes_positions(tensor, kind, inputs) or _uses_positions(tensor, kind, inputs):
         return True
     if kind == "Tile" and not inputs[1].is_fixed:
         return _repeats_over_rows(kind, inputs)
     if kind in (*_ELEMENTWISE, *_COMPARISONS) and _has_pairs(tensor, inputs):
         return True
     is_with_rows = any(i.axis is not None for i in inputs)
-    if kind in ("Case", "If", "StatelessCase", "StatelessIf"):
+    if kind in _LOOPS:
+        return _passes_rows_on(tensor.op, inputs)
+    if kind in _OF_ALL_ROWS:
+        return _OF_ALL_ROWS[kind](tensor, inputs)
+    if kind == "OneHot" and inputs[0].is_over_rows and inputs[1].degree == 1:
+        return True  # such as of the row that has the largest value
+    if kind in _BRANCHES:
         is_check = tensor.op.inputs[0].op.type in ("All", "Any")  # such as of the labels of hinge
         return is_with_rows and inputs[0].is_over_rows and not is_check
     if kind in _OF_MATRICES:
@@ -569,6 +607,8 @@ def _mixes_rows(tensor, kind, inputs):
         return is_with_sums or (len(inputs) == 2 and _multiplies_pairs(tensor, kind, inputs))
     if kind in ("GatherV2", "ResourceGather"):
         table, indices = inputs[:2]
+        if table.is_by_row and indices.is_over_rows and not _gathers_by_row(tensor, inputs):
+            return True  # such as the row that has the largest value
         return table.is_over_rows and indices.axis is not None
     if kind in ("Mean", "Sum") and inputs[0].is_sized_by_values and inputs[0].axis == 0:
         return _adds_padding(tensor)
@@ -578,13 +618,69 @@ def _mixes_rows(tensor, kind, inputs):
         place = tf.get_static_value(tensor.op.inputs[1])
         return place is not None and inputs[0].axis == place % tensor.shape.rank
     return (
-        kind in (*_ELEMENTWISE, *_COMPARISONS)
+        kind not in _COLLECTING
         and is_with_rows
         and any(
             i.is_over_rows and (operand.dtype.is_floating or kind == "SelectV2")
             for i, operand in zip(inputs, tensor.op.inputs, strict=True)
         )
     )
+
+
+def _is_position(tensor, kind, inputs):
+    """Returns True for integers or truth values that depend on the positions of rows."""
+    if tensor.dtype.is_floating:
+        return False
+    if kind == "Range":
+        return any(i.degree == 1 for i in inputs)
+    is_chosen = kind.startswith(("Gather", "Resource", "Scatter", "TensorScatter"))
+    return not is_chosen and any(i.is_position for i in inputs)
+
+
+def _uses_positions(tensor, kind, inputs):
+    """Returns True if numbers are computed from the positions of rows.
+
+    These count from 0 on each replica. They are the same on all devices where they only choose
+    something from each row.
+    """
+    if kind in ("LinSpace", "Range"):
+        return tensor.dtype.is_floating and any(i.degree == 1 for i in inputs)
+    if kind in ("GatherV2", "ResourceGather"):
+        return inputs[1].is_position and inputs[0].axis is None
+    places = {"Select": [0], "SelectV2": [0], "Cast": [0], "OneHot": [0]}.get(kind, ())
+    return tensor.dtype.is_floating and any(inputs[place].is_position for place in places)
+
+
+def _passes_rows_on(operation, inputs):
+    """Returns True for a loop over rows that passes what it computes from one to the next."""
+    lists = [place for place, given in enumerate(operation.inputs) if given.dtype == tf.variant]
+    rows = {place for place in lists if inputs[place].axis == 0}
+    if not rows:
+        return False
+    body = operation.graph._get_function(operation.get_attr("body").name).graph
+    places = {tensor.name: place for place, tensor in enumerate(body.inputs)}
+    sources = [_inputs_of(output, places) for output in body.outputs]
+    for _ in sources:  # over several iterations
+        sources = [found.union(*(sources[place] for place in found)) for found in sources]
+    return any(
+        place in found and found & rows and output is not given and place not in lists
+        for place, (found, output, given) in enumerate(
+            zip(sources, body.outputs, body.inputs, strict=True)
+        )
+    )
+
+
+def _inputs_of(tensor, places):
+    """Returns the places of the inputs of a function from which a tensor is computed."""
+    found, waiting, seen = set(), [tensor], set()
+    while waiting:
+        one = waiting.pop()
+        if one.name in places:
+            found.add(places[one.name])
+        elif one.name not in seen:
+            seen.add(one.name)
+            waiting.extend(one.op.inputs)
+    return found
 
 
 def _repeats_over_rows(kind, inputs):
@@ -628,6 +724,17 @@ def _slices_others(tensor, inputs):
     is_whole = all(masks) and strides is not None and strides[0] == 1
     others = operation.get_attr("shrink_axis_mask") | operation.get_attr("new_axis_mask")
     return (is_whole and not others & 1) or bool(operation.get_attr("ellipsis_mask") & 1)
+
+
+def _pads_others(tensor, inputs):
+    """Returns True if no rows are added before or after others."""
+    return not _is_padded(tensor, 0)
+
+
+def _is_padded(tensor, axis):
+    """Returns True if an axis is padded, or may be."""
+    padding = tf.get_static_value(tensor.op.inputs[1], partial=True)
+    return padding is None or any(size is None or size for size in np.ravel(padding[axis]))
 
 
 def _takes_positions(tensor, kind, inputs):
@@ -694,7 +801,7 @@ def _takes_joined_rows(tensor, kind, inputs):
 
 def _is_over_rows(kind, inputs):
     """Returns True for a result without rows that comes from a reduction over these."""
-    reduces = kind in (*_REDUCTIONS, *_BILINEAR, *_COUNTING, *_SEGMENTS, "StridedSlice")
+    reduces = kind in (*_REDUCTIONS, *_BILINEAR, *_COUNTING, *_SEGMENTS, *_SUMMARIES)
     has_rows = any(i.axis not in (None, _SOME_AXIS) for i in inputs)
     return (reduces and has_rows) or any(i.is_over_rows for i in inputs)
 
@@ -904,6 +1011,12 @@ def _concatenated(tensor, inputs):
     axes = {i.axis for i in inputs if i.axis is not None}
     axis = axes.pop() if len(axes) == 1 else (_SOME_AXIS if axes else None)
     degrees = {i.degree for i in inputs[:-1]}
+    if (
+        axis == 0
+        and any(i.is_fixed for i in inputs[:-1])
+        and not _is_along_others(-1)(tensor, inputs)
+    ):
+        return Dependence(None, axis)  # a mean over these is none over the rows of the batch
     return Dependence(degrees.pop() if len(degrees) == 1 else None, axis)
 
 
@@ -923,9 +1036,12 @@ def _sliced(tensor, inputs):
     if i.axis is None or i.axis == _SOME_AXIS:
         return Dependence(i.degree, i.axis if tensor.shape.rank != 0 else None)
     if operation.get_attr("ellipsis_mask"):
-        same = tensor.shape.rank == operation.inputs[0].shape.rank or i.axis == 0
-        starts_new = operation.get_attr("new_axis_mask") & 1
-        return Dependence(i.degree, i.axis if same and not starts_new else _SOME_AXIS)
+        rank, new = operation.inputs[0].shape.rank, operation.get_attr("new_axis_mask")
+        same = tensor.shape.rank == rank or i.axis == 0
+        if operation.get_attr("ellipsis_mask") == 1 and rank is not None:
+            others = (operation.inputs[1].shape[0] or rank) - 1 - bin(new).count("1")
+            same |= i.axis < rank - others
+        return Dependence(i.degree, i.axis if same and not new & 1 else _SOME_AXIS)
     new, passed, axis = operation.get_attr("new_axis_mask"), 0, 0
     for place in range(operation.inputs[1].shape[0] or 0):
         if new >> place & 1:
@@ -977,6 +1093,57 @@ def _segmented(tensor, inputs):
         return Dependence(None, data.axis)
     is_sum = tensor.op.type == "UnsortedSegmentSum"
     return Dependence(None if data.degree is None else data.degree + is_sum)
+
+
+def _scattered(tensor, inputs):
+    """Returns the dependence of rows that are added up, or written, at a fixed number of places."""
+    _, data, whole = inputs if tensor.op.type == "ScatterNd" else (*inputs[1:], inputs[0])
+    if data.axis != 0 or not whole.is_fixed or tensor.shape[0] is None:
+        is_simple = data.degree == 0 and (whole.degree == 0 or whole.elements is not None)
+        axis = data.axis if whole.axis is None else whole.axis
+        return Dependence(0.0 if is_simple else None, axis)
+    if tensor.shape[0] == tensor.op.inputs[1].shape[0]:
+        return Dependence(None, 0)  # one place for each row, or as many places by chance
+    is_sum = tensor.op.type in ("ScatterNd", "TensorScatterAdd", "TensorScatterSub")
+    return Dependence(data.degree + 1 if is_sum and data.degree is not None else None)
+
+
+def _distinct(tensor, inputs):
+    """Returns the dependence of distinct values and their numbers, or of each row's place."""
+    is_of_batch = inputs[0].is_by_row and tensor.value_index != 1
+    return Dependence(None) if is_of_batch else Dependence(0.0, inputs[0].axis)
+
+
+def _extreme(tensor, inputs):
+    """Returns the dependence of the position of the largest or smallest number."""
+    i, rank = inputs[0], tensor.op.inputs[0].shape.rank
+    place = tf.get_static_value(tensor.op.inputs[1])
+    if i.axis in (None, _SOME_AXIS) or place is None or rank is None:
+        return Dependence(0.0, i.axis if tensor.shape.rank else None)
+    place = int(place) % rank
+    return Dependence(0.0, None if place == i.axis else i.axis - (place < i.axis))
+
+
+def _encoded(tensor, inputs):
+    """Returns the dependence of one-hot codes."""
+    i, rank = inputs[0], tensor.shape.rank
+    place = tensor.op.get_attr("axis") % rank
+    if i.axis is None:
+        return Dependence(0.0, place if inputs[1].degree == 1 else None)
+    return Dependence(0.0, i.axis if i.axis == _SOME_AXIS else i.axis + (place <= i.axis))
+
+
+def _padded_along(tensor, inputs):
+    """Returns the dependence of a padded tensor, whose mean over rows is none if these are more."""
+    i = inputs[0]
+    if i.axis is None or i.axis == _SOME_AXIS:
+        return Dependence(i.degree, i.axis)
+    return Dependence(None if _is_padded(tensor, i.axis) else i.degree, i.axis)
+
+
+def _listed(tensor, inputs):
+    """Returns the dependence of a list, which is that of the tensor whose parts it contains."""
+    return Dependence(inputs[0].degree, inputs[0].axis)
 
 
 def _counted(tensor, inputs):
@@ -1052,6 +1219,31 @@ def _contracted(tensor, inputs):
     return Dependence(degree)
 
 
+def _transforms_rows(axes):
+    """Returns a function: True if the rows are along one of the last `axes` axes."""
+
+    def transforms_rows(tensor, inputs):
+        axis = inputs[0].axis
+        return axis is not None and axis >= tensor.op.inputs[0].shape.rank - axes
+
+    return transforms_rows
+
+
+def _finds_range(tensor, inputs):
+    """Returns True if numbers are quantized in the range that they have in the batch."""
+    is_given = tensor.op.get_attr("range_given")
+    return not is_given and inputs[0].axis not in (None, tensor.op.node_def.attr["axis"].i)
+
+
+# Operations that may combine rows, and functions that tell.
+_OF_ALL_ROWS: dict[str, Callable] = {
+    **{kind: _transforms_rows(axes) for kind, axes in _FOURIER.items()},
+    **dict.fromkeys(_OF_NEIGHBORS, lambda tensor, inputs: (inputs[0].axis or 0) > 0),
+    **dict.fromkeys(_OF_PYTHON, lambda tensor, inputs: any(i.axis is not None for i in inputs)),
+    **dict.fromkeys(_OF_SORTED_SEGMENTS, lambda tensor, inputs: inputs[0].is_by_row),
+    **{f"QuantizeAndDequantizeV{version}": _finds_range for version in (2, 3, 4)},
+}
+
 # Whether a result is by row if its inputs are.
 _KEEPS_ROWS: dict[str, Callable] = {
     "ArgMax": _is_along_others(1),
@@ -1060,6 +1252,7 @@ _KEEPS_ROWS: dict[str, Callable] = {
     **dict.fromkeys(_CUMULATIVE, _is_along_others(1)),
     "GatherV2": _gathers_by_row,
     "LogSoftmax": lambda tensor, inputs: tensor.shape.rank != 1,
+    **dict.fromkeys(_PADDING, _pads_others),
     "ReverseV2": _is_along_others(1),
     "Roll": _is_along_others(2),
     "Slice": _slices_others,
@@ -1075,21 +1268,27 @@ _KEEPS_ROWS: dict[str, Callable] = {
 _RULES: dict[str, Callable] = {
     "BatchMatMulV2": _product_of_matrices,
     "ConcatV2": _concatenated,
+    **dict.fromkeys(("ArgMax", "ArgMin"), _extreme),
     "Cumsum": _cumulated,
     "Einsum": _contracted,
     "ExpandDims": _expanded,
     "GatherV2": _gathered,
     "MatMul": _product_of_matrices,
+    "OneHot": _encoded,
     "Pack": _packed,
     "Pow": _power,
     "RaggedTensorToTensor": _padded,
-    "Range": _ranged,
+    **dict.fromkeys(("LinSpace", "Range"), _ranged),
     "Reshape": _reshaped,
     "ResourceGather": _gathered,
     "SquaredDifference": _squared_difference,
     "StridedSlice": _sliced,
     "Tile": _tiled,
     "Transpose": _transposed,
+    "TensorListFromTensor": _listed,
+    **dict.fromkeys(("ScatterNd", *_TENSOR_SCATTERS), _scattered),
     **dict.fromkeys(_COUNTING, _counted),
+    **dict.fromkeys(_PADDING, _padded_along),
+    **dict.fromkeys(_UNIQUE, _distinct),
     **dict.fromkeys(_SEGMENTS, _segmented),
 }

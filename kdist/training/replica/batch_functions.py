@@ -251,6 +251,8 @@ def _kind(tensor, dependence) -> Kind | None:
     found = dependence.of(tensor)
     if found.is_fixed:
         return Kind.FIXED
+    if tensor.dtype.is_complex:
+        return None  # gradients are taken of real arguments
     if found.is_by_row:
         return Kind.ROWS
     if found.mixes_rows and not is_noted:

@@ -116,13 +116,13 @@ class BatchDivision:
             is_repeated: whether every replica receives all rows. Defaults to False.
 
         Raises:
-            ValueError: the tensors have different numbers of rows.
+            DifferentRowsError: the tensors have different numbers of rows, and are divided.
         """
         replicas = strategy.num_replicas_in_sync
         if is_distributed(data):
             sizes = [_common_rows(part) for part in strategy.experimental_local_results(data)]
             return cls(tuple(sizes), (0,) * replicas, micro_steps)
-        rows = _common_rows(data)
+        rows = number_of_rows(data) if is_repeated else _common_rows(data)
         if rows is None:
             return cls((micro_steps,) * replicas, (0,) * replicas, micro_steps, is_fixed=True)
         if is_repeated:
@@ -194,10 +194,15 @@ def _rows(leaf):
     return tf.shape(leaf, out_type=tf.int32)[0]
 
 
+class DifferentRowsError(ValueError):
+    """The tensors of a batch have different numbers of rows, which cannot be divided alike."""
+
+
 _DIFFERENT_ROWS = (
-    "The tensors of a batch have different numbers of rows. Replicas receive the same fraction of "
-    "the rows of each tensor, so that all tensors need the same number. For several unlabeled "
-    "examples per labeled one, give each row an axis for them: (rows, examples per row, …)"
+    "The tensors of a batch have different numbers of rows, such as labeled and unlabeled "
+    "examples, or the nodes and the edges of graphs. What belongs together is not known, so that "
+    'the batch is not divided: compile(..., gather_batch="step") lets every replica compute all of '
+    "it. To divide it, give each tensor one row per example: (rows, parts of an example, …)"
 )
 
 
@@ -209,13 +214,14 @@ def is_distributed(data) -> bool:
 def _common_rows(data) -> Number | None:
     """Returns the rows of all tensors of a batch, or None without rows.
 
-    Raises an error if their numbers differ, as some rows would be lost: a ValueError, or, if a
-    number is not known before the step runs, an InvalidArgumentError of the step.
+    Raises an error if their numbers differ: a DifferentRowsError, or, if a number is not known
+    before the step runs, an InvalidArgumentError of the step.
     """
     leaves = list(filter(_has_rows, keras.tree.flatten(data)))
     rows = [_rows(leaf) for leaf in leaves]
     if len({number for number in rows if isinstance(number, int)}) > 1:
-        raise ValueError(f"{_DIFFERENT_ROWS}. Shapes: {[tuple(leaf.shape) for leaf in leaves]}")
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        raise DifferentRowsError(f"{_DIFFERENT_ROWS}. Shapes: {shapes}")
     if len(rows) > 1 and not _all_known(rows):
         is_equal = tf.reduce_all(tf.equal(tf.stack(rows[1:]), rows[0]))
         # tf.debugging.assert_equal would add a conditional to every step.

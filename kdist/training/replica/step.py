@@ -267,7 +267,7 @@ class ReplicaStep:
         if self._can_reduce_early():
             return self._reduced_early(found, flat)
         if to_variables and self.reduces_early and any(map(_is_eager, targets)):
-            self._fall_back_on_changed_gradient()  # perhaps another one: there is no graph
+            self._fall_back_on_changed_gradient(is_eager=True)
         return found
 
     def product_gradient(self, found, target, sources, output_gradients):
@@ -376,17 +376,20 @@ class ReplicaStep:
             self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows
         )
 
-    def _fall_back(self, problem, consequence):
+    def _fall_back(self, problem, consequence, is_certain=False):
         """Lets every replica compute the whole batch, or warns if it does not have that.
 
         Args:
             problem: what cannot be computed from the rows of one replica, and what to change.
             consequence: what happens otherwise.
+            is_certain: whether to raise an error instead of the warning. Defaults to False.
         """
         if self.loss_reduction != "auto" or self.is_dry_run or self.share.is_repeated:
             return
         if self.may_repeat:
             raise WholeBatchError(problem)
+        if is_certain:
+            raise ValueError(f"{problem}. {consequence}")
         warnings.warn(f"{problem}. {consequence}", stacklevel=2)
 
     def _fall_back_on_mixed_rows(self, tensor, noun="loss"):
@@ -408,13 +411,16 @@ class ReplicaStep:
             "It counts as a mean, whose gradients are averaged over replicas",
         )
 
-    def _fall_back_on_changed_gradient(self):
+    def _fall_back_on_changed_gradient(self, is_eager=False):
         if self.replicas > 1 and self.communicates and self._accumulators is None:
+            eagerly = ", and run_eagerly=True leaves no graph that would show how it is used"
             self._fall_back(
-                "a gradient is changed, such as by clipping, that is computed within another tape. "
-                "Call `tape.gradient` after the blocks of all tapes, if no derivative of it is "
-                "needed",
+                "a gradient is changed, such as by clipping, that is computed within another tape"
+                f"{eagerly if is_eager else ''}. Call `tape.gradient` after the blocks of all "
+                "tapes, if no derivative of it is needed, or let every replica compute the whole "
+                'batch by compile(gather_batch="step")',
                 "Each replica changes the gradient of its own rows",
+                is_certain=is_eager,
             )
 
     def check_outputs(self, outputs):
