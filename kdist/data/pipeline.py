@@ -97,7 +97,7 @@ class Pipeline:
                 "Leave out data_workers and cache=True, or use a folder of images or TFRecord files"
             )
         # Evaluation computes no gradients to accumulate.
-        self.batch = batch if training else dataclasses.replace(batch, accumulate=1)
+        self.batch = batch if training else Batch(batch.local, batch.replicas)
         self.training, self.seed = training, check_seed(seed)
         self.num_examples, self.num_classes = source.num_examples, source.num_classes
         self.class_names = source.class_names
