@@ -14,7 +14,6 @@ With several workers, each worker reads only its rows of every global batch. Fil
 sharded, and a batch holds the same examples for any number of workers.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
