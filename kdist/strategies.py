@@ -189,21 +189,21 @@ def elastic_batch(strategy: tf.distribute.Strategy, local: int, accumulate: int 
         ...
         model.compile("adam", "sparse_categorical_crossentropy", accumulate=batch.accumulate)
     """
-    replicas, workers = strategy.num_replicas_in_sync, num_workers(strategy)
-    planned = _planned_workers(workers)
+    replicas, planned = strategy.num_replicas_in_sync, planned_workers(strategy)
     if planned is None:
         return Batch(local, replicas, accumulate)
-    return Batch(local, replicas // workers * planned, accumulate).on_replicas(replicas)
+    all_replicas = replicas // num_workers(strategy) * planned
+    return Batch(local, all_replicas, accumulate).on_replicas(replicas)
 
 
-def _planned_workers(workers):
-    """Returns the planned number of workers of a job that has this number, or None."""
+def planned_workers(strategy: tf.distribute.Strategy) -> int | None:
+    """Returns the number of workers when none is missing; None if all of them have to run."""
     try:
         cluster = Cluster.resolve()
     except ValueError:  # variables that a strategy of one process does not need
         return None
     # An evaluator, and a strategy of one process in a job of several, do not share the batch.
-    shares = cluster.role != "evaluator" and cluster.num_workers == workers
+    shares = cluster.role != "evaluator" and cluster.num_workers == num_workers(strategy)
     return cluster.planned_workers if shares else None
 
 
