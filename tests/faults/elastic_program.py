@@ -1,9 +1,9 @@
 """Training whose workers wait, so that a test can take one away and give it back.
 
-python elastic_program.py STRATEGY CHECKPOINTS OUTPUT
+python elastic_program.py CHECKPOINTS OUTPUT
 
 All four workers wait after step LOST to be killed, and three after step BACK for SIGTERM. Each of
-them then creates a file waits-<step>-<worker> next to OUTPUT, to which the chief writes weights.
+them then writes its process id to waits-<step>-<worker> next to OUTPUT, the file of the weights.
 """
 
 import json
@@ -34,7 +34,9 @@ class Wait(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if int(self.model.optimizer.iterations.numpy()) == self._step:
-            self._marker.touch()
+            new = self._marker.with_suffix(".new")
+            new.write_text(str(os.getpid()))
+            new.rename(self._marker)
             os.read(self._reader, 1)
 
 
@@ -49,12 +51,12 @@ def compiled(model_class, shape, batch, **options):
     return model
 
 
-def main(kind, checkpoints, output):
+def main(checkpoints, output):
     """Trains or resumes."""
-    strategy, cluster = kdist.create_strategy(kind), kdist.Cluster.resolve()
+    strategy, cluster = kdist.create_strategy(), kdist.Cluster.resolve()
     keras.utils.set_random_seed(3)
     batch = kdist.strategies.elastic_batch(strategy, LOCAL)
-    train, test = kdist.data.load("digits", batch=batch, examples=EXAMPLES)
+    train, _ = kdist.data.load("digits", batch=batch, examples=EXAMPLES)
     with strategy.scope():
         model = compiled(kdist.Model, train.image_shape, batch, accumulate=batch.accumulate)
     step = LOST if cluster.num_workers == PLANNED else BACK
@@ -66,7 +68,7 @@ def main(kind, checkpoints, output):
         ),
         kdist.callbacks.Checkpoint(checkpoints, every_steps=1),
     ]
-    model.fit(train, validation_data=test, epochs=EPOCHS, callbacks=callbacks, verbose=0)
+    model.fit(train, epochs=EPOCHS, callbacks=callbacks, verbose=0)
     if kdist.strategies.is_chief(strategy):
         output.write_text(json.dumps([weight.tolist() for weight in model.get_weights()]))
 
