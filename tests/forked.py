@@ -173,7 +173,7 @@ class _ForkedTask:
         if not self.pid:
             os._exit(_run_task(arguments, env, writer))
         os.close(writer)
-        self.stdout = open(reader, "rb", buffering=0)
+        self.stdout = open(reader, "rb", buffering=0)  # noqa: SIM115 (the launcher closes it)
 
     def poll(self):
         if self.returncode is None:

@@ -26,6 +26,16 @@ def test_a_single_process_is_the_chief():
     assert cluster.all_tasks() == cluster.others() == []
 
 
+def test_the_planned_number_of_workers():
+    environment = {}
+    Cluster(TWO, "worker", 1, planned_workers=3).publish(environment)
+    cluster = Cluster.resolve(environment)
+    assert (cluster.num_workers, cluster.planned_workers) == (2, 3)
+    assert Cluster.resolve({}).planned_workers is None
+    with pytest.raises(ValueError, match="1 are planned"):
+        Cluster.resolve({**environment, "KDIST_PLANNED_WORKERS": "1"})
+
+
 def test_chief_and_workers():
     with_chief = {"chief": ["c:1"], **TWO}
     assert Cluster(TWO, "worker", 0).is_chief
