@@ -349,6 +349,7 @@ class Supervisor:
 
     def _run_once(self, policy):
         """Places and runs the tasks once; returns the exit code."""
+        self._is_growing = False
         group = self._find_room()
         if group is None:
             self._refuse(_no_room_message(self._job))
@@ -382,12 +383,15 @@ class Supervisor:
             attempts = limits.attempts(self._workers, seconds, _SHORT_ROOM_SECONDS)
         for number, seconds in attempts:
             group = placement_group([bundle(job)] * number, strategy=strategy(job))
-            if limits and not self._has_room(group, _SHORT_ROOM_SECONDS) and seconds > 0:
-                share = limits.share(number)
-                self._announce(f"no room for {share}; waiting up to {seconds:.0f} s for it")
-            if self._has_room(group, seconds):
+            has_room = self._has_room(group, min(seconds, _SHORT_ROOM_SECONDS))
+            if not has_room and seconds > _SHORT_ROOM_SECONDS:
                 if limits:
-                    self._workers = number
+                    self._announce(
+                        f"no room for {limits.share(number)}; waiting up to {seconds:.0f} s for it"
+                    )
+                has_room = self._has_room(group, seconds - _SHORT_ROOM_SECONDS)
+            if has_room:
+                self._workers = number if limits else job.workers
                 return group
             remove_placement_group(group)
         return None
@@ -403,12 +407,13 @@ class Supervisor:
 
     def _run_tasks(self, places, addresses, policy, group):
         job, rest = self._job, iter(addresses)
-        counts, planned = job.tasks, None
-        if job.worker_limits:
+        limits, counts, planned = job.worker_limits, job.tasks, None
+        if limits:
             counts, planned = {"worker": len(places)}, job.workers
         by_role = {role: [next(rest) for _ in range(count)] for role, count in counts.items()}
         clusters = Cluster(by_role, next(iter(by_role)), 0, planned).all_tasks()
-        self._announce(f"{clusters[0].counts()} at {', '.join(addresses)}")
+        started = limits.share(len(places)) if limits else clusters[0].counts()
+        self._announce(f"{started} at {', '.join(addresses)}")
         token = {TOKEN_VARIABLE: secrets.token_hex(16)}
         ray_tasks = [
             RayTask(place, cluster, job, token, self._call)
