@@ -132,9 +132,10 @@ class Cluster:
         return json.dumps({"cluster": {k: list(v) for k, v in self.tasks.items()}, "task": task})
 
     def publish(self, environment: dict[str, str] | None = None):
-        """Writes TF_CONFIG into an environment; by default that of this process."""
+        """Writes the variables of `resolve` into an environment; by default of this process."""
         environment = os.environ if environment is None else environment  # type: ignore[assignment]
         environment[TF_CONFIG] = self.to_tf_config()  # type: ignore[index]
+        environment.pop(PLANNED_WORKERS, None)  # type: ignore[union-attr]
         if self.planned_workers is not None:
             environment[PLANNED_WORKERS] = str(self.planned_workers)  # type: ignore[index]
 

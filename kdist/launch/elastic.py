@@ -6,7 +6,7 @@
         code = tasks.run()
 
 A place is where one worker can run: a share of the GPUs of this machine, or a node of a Ray
-cluster. The tasks learn the planned number of workers from their `Cluster`, and
+cluster. The tasks read the planned number of workers from their `Cluster`, and
 `kdist.strategies.elastic_batch` keeps the global batch.
 """
 
@@ -159,7 +159,7 @@ class Places:
             if back and not over.is_set():
                 number = self._limits.workers - len(self._given_up - back)
                 self._announce(
-                    f"{_listed(dict.fromkeys(back))} works again: the tasks save a checkpoint, and "
+                    f"back: {_listed(dict.fromkeys(back, ''))}; the tasks save a checkpoint, and "
                     f"the job restarts with {self._limits.share(number)}"
                 )
                 self._given_up -= back

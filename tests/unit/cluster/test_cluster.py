@@ -31,9 +31,10 @@ def test_the_planned_number_of_workers():
     Cluster(TWO, "worker", 1, planned_workers=3).publish(environment)
     cluster = Cluster.resolve(environment)
     assert (cluster.num_workers, cluster.planned_workers) == (2, 3)
-    assert Cluster.resolve({}).planned_workers is None
     with pytest.raises(ValueError, match="1 are planned"):
         Cluster.resolve({**environment, "KDIST_PLANNED_WORKERS": "1"})
+    Cluster(TWO).publish(environment)  # of a job that a task of the other one starts
+    assert Cluster.resolve(environment).planned_workers is None
 
 
 def test_chief_and_workers():
