@@ -220,7 +220,7 @@ with program.flag_group("Limits"):
 
 program.reads_file("plan", "create it with kdist plan --output")
 program.writes_file("write", unless=["-"])
-program.accept_urls("mirror", "env", "option", "setup", is_checked=False)
+program.accept_urls("mirror", "env", "option", "setup", "worker_check", is_checked=False)
 flags.mark_bool_flags_as_mutual_exclusive(["follow", "stop", "cost"])
 _POSITIONAL = "the program to start, after --"
 

@@ -18,7 +18,7 @@ from tests.forked import launched
 pytestmark = pytest.mark.slow
 
 
-def test_four_three_and_four_workers_equal_one_device(tmp_path):
+def test_four_three_and_four_workers_equal_one_device(tmp_path, record):
     run, output, result = RunDirectory(tmp_path / "run"), tmp_path / "log", tmp_path / "weights"
     missing = tmp_path / "missing-2"
 
@@ -66,3 +66,11 @@ def test_four_three_and_four_workers_equal_one_device(tmp_path):
     assert f"3 of 4 workers from step {lost} to {back}" in recorded.notes
     axes = recorded.metrics("train").points("step", "examples")
     assert [list(axis) for axis in axes] == [list(range(1, 21)), list(range(32, 641, 32))]
+    record(
+        "kill -9 of one of four workers, whose place fails until step 14",
+        "multi_worker",
+        "the job continues with three workers, and grows again",
+        None,
+        (program.LOST - lost) * batch.global_size,
+        "to 1e-5",
+    )
