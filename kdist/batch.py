@@ -11,16 +11,20 @@ import operator
 class Batch:
     """Sizes of a batch, in examples.
 
-    One optimizer update is computed from `local` × `replicas` × `accumulate` examples.
+    One optimizer update is computed from `local` × `replicas` × `accumulate` examples, or from
+    `total` examples if these cannot be divided evenly.
 
     Args:
-        local: examples per replica and micro-step.
+        local: examples per replica and micro-step; the largest number of them with `total`.
         replicas: number of copies of the model that compute gradients. Defaults to 1.
         accumulate: number of micro-steps whose gradients are added per update. Defaults to 1.
+        total: examples per update, if some replicas have one less in a micro-step than others.
+            Defaults to None, for `local` × `replicas` × `accumulate`.
 
     Raises:
         TypeError: a size is not an integer.
-        ValueError: a size is less than 1.
+        ValueError: a size is less than 1, or `total` is larger than `local` × `replicas` ×
+            `accumulate`.
 
     Example:
 
@@ -36,10 +40,17 @@ class Batch:
     local: int
     replicas: int = 1
     accumulate: int = 1
+    total: int | None = None
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _positive(field.name, getattr(self, field.name)))
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None or name != "total":
+                object.__setattr__(self, name, _positive(name, value))
+        if self.total is not None and self.total > self.micro_size * self.accumulate:
+            raise ValueError(
+                f"Batch: total={self.total} is more than {self.local} local × {self.replicas} "
+                f"replicas × {self.accumulate} micro-steps; raise one of them"
+            )
 
     @classmethod
     def from_global(cls, global_size: int, *, replicas: int = 1, accumulate: int = 1) -> "Batch":
@@ -74,15 +85,45 @@ class Batch:
             )
         return cls(local, replicas, accumulate)
 
+    def on_replicas(self, replicas: int) -> "Batch":
+        """Divides the same global batch among another number of replicas.
+
+        Training then ends with the same weights, up to rounding. No replica gets more examples in a
+        micro-step than `local`, so that memory suffices: fewer replicas take more micro-steps.
+
+        Args:
+            replicas: number of replicas.
+
+        Returns:
+            A `Batch` with this `global_size`. Replicas differ by at most one example in a
+            micro-step.
+
+        Raises:
+            TypeError: `replicas` is not an integer.
+            ValueError: `replicas` is less than 1.
+
+        Example:
+
+        >>> print(Batch(local=8, replicas=4).on_replicas(2))
+        8 local × 2 replicas × 2 micro-steps
+        >>> print(Batch(local=8, replicas=4).on_replicas(3))
+        up to 6 local × 3 replicas × 2 micro-steps = 32
+        """
+        total, replicas = self.global_size, _positive("replicas", replicas)
+        accumulate = -(-total // (self.local * replicas))
+        local = -(-total // (accumulate * replicas))
+        is_even = total == local * replicas * accumulate
+        return Batch(local, replicas, accumulate, None if is_even else total)
+
     @property
     def micro_size(self) -> int:
-        """Examples per micro-step of all replicas: local × replicas."""
+        """Examples per micro-step of all replicas, at most: local × replicas."""
         return self.local * self.replicas
 
     @property
     def global_size(self) -> int:
-        """Examples per optimizer update: local × replicas × accumulate."""
-        return self.micro_size * self.accumulate
+        """Examples per optimizer update: `total`, or local × replicas × accumulate."""
+        return self.total or self.micro_size * self.accumulate
 
     def steps_per_epoch(self, num_examples: int) -> int:
         """Returns the number of full global batches in `num_examples`.
@@ -116,7 +157,15 @@ class Batch:
 
     def __str__(self):
         micro_steps = f" × {self.accumulate} micro-steps" if self.accumulate > 1 else ""
-        return f"{self.local} local × {self.replicas} replicas{micro_steps}"
+        text = f"{self.local} local × {self.replicas} replicas{micro_steps}"
+        return text if self.total is None else f"up to {text} = {self.total}"
+
+    def __repr__(self):
+        total = "" if self.total is None else f", total={self.total}"
+        return (
+            f"Batch(local={self.local}, replicas={self.replicas}, accumulate={self.accumulate}"
+            f"{total})"
+        )
 
 
 def _positive(name, value):

@@ -9,6 +9,8 @@ counted have a limit, which starts again with each new checkpoint.
 import enum
 
 DONE = 0
+# Too few machines or places for the tasks; the code of `sysexits.h` for a missing service.
+NO_ROOM = 69
 # Another task has stopped, died, or runs something else. The code of `sysexits.h` for failures that
 # may be temporary.
 PEER_HANGS = 75

@@ -270,11 +270,16 @@ class RunDirectory:
         try:
             self.read_config()
         except ValueError:
-            damaged = self._config_lock
-            with replacing(self.config) as file:
-                json.dump(finite(config), file, indent=2)
+            self._replace_config(config)
+
+    def _replace_config(self, config):
+        """Writes the configuration; a lock of this process passes to the new file."""
+        lock = self._config_lock
+        with replacing(self.config) as file:
+            json.dump(finite(config), file, indent=2)
+        if lock is not None:
             self._lock()
-            damaged.release()
+            lock.release()
 
     def _lock(self):
         """Locks the run's configuration until the process ends, even if it is killed."""
@@ -358,8 +363,35 @@ class RunDirectory:
             except ValueError:
                 pass  # damaged; it is written again
         if {**existing, **(config := finite(config))} != existing or not self.config.exists():
-            with replacing(self.config) as file:
-                json.dump({**existing, **config}, file, indent=2)
+            self._replace_config({**existing, **config})
+
+    def record_workers(self, step: int, workers: int, planned_workers: int) -> dict[str, Any]:
+        """Records in `config.json` how many of the planned workers train from a step on.
+
+        Entries from this step on are replaced, since a resumed run repeats these steps.
+
+        Args:
+            step: the step after which they train; 0 at the beginning.
+            workers: number of workers.
+            planned_workers: number of workers when none is missing.
+
+        Returns:
+            The values in the configuration: `planned_workers`, and `workers_from_step`, the number
+            of workers by the step from which on it holds, such as `{"0": 4, "120": 3}`.
+
+        Raises:
+            OSError: the file cannot be written.
+            ValueError: the file is damaged.
+        """
+        config = self.read_config()
+        before = config.get("workers_from_step", {}).items()
+        numbers = {first: number for first, number in before if int(first) < step}
+        if not numbers or list(numbers.values())[-1] != workers:
+            numbers[str(step)] = workers
+        recorded = {"planned_workers": planned_workers, "workers_from_step": numbers}
+        if {**config, **recorded} != config:
+            self._replace_config({**config, **recorded})
+        return recorded
 
     def write_summary(self, summary: Mapping[str, Any]):
         """Writes `summary.json`; the file is complete, or missing.

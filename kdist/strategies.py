@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import tensorflow as tf
 
+from kdist.batch import Batch
 from kdist.cluster import Cluster
 from kdist.compat.tensorflow import (
     heartbeat_timeout,
@@ -160,6 +161,50 @@ def num_workers(strategy: tf.distribute.Strategy) -> int:
     if isinstance(strategy, GroupStrategy):
         return len({device.rpartition("/")[0] for device in device_names(strategy)})
     return strategy.num_replicas_in_sync // num_local_replicas(strategy)
+
+
+def elastic_batch(strategy: tf.distribute.Strategy, local: int, accumulate: int = 1) -> Batch:
+    """Returns the batch of a job that may run with fewer workers than planned.
+
+    Its global size is that of the planned number of workers (`kdist launch --min_workers`). If some
+    are missing, the others take more micro-steps, of at most `local` examples. Pass its
+    `accumulate` to `compile`. In any other job it is `Batch(local, replicas, accumulate)`.
+
+    Args:
+        strategy: The strategy of the job.
+        local: Number of examples per replica and micro-step, with all workers.
+        accumulate: Number of micro-steps per update, with all workers. Defaults to 1.
+
+    Returns:
+        The `kdist.Batch` for the workers that there are.
+
+    Raises:
+        ValueError: If a size is less than 1.
+
+    Example:
+
+        strategy = kdist.create_strategy()
+        batch = kdist.strategies.elastic_batch(strategy, local=16)
+        train, test = kdist.data.load("fashion_mnist", batch=batch)
+        ...
+        model.compile("adam", "sparse_categorical_crossentropy", accumulate=batch.accumulate)
+    """
+    replicas, planned = strategy.num_replicas_in_sync, planned_workers(strategy)
+    if planned is None:
+        return Batch(local, replicas, accumulate)
+    all_replicas = replicas // num_workers(strategy) * planned
+    return Batch(local, all_replicas, accumulate).on_replicas(replicas)
+
+
+def planned_workers(strategy: tf.distribute.Strategy) -> int | None:
+    """Returns the number of workers when none is missing; None if all of them have to run."""
+    try:
+        cluster = Cluster.resolve()
+    except ValueError:  # variables that a strategy of one process does not need
+        return None
+    # An evaluator, and a strategy of one process in a job of several, do not share the batch.
+    shares = cluster.role != "evaluator" and cluster.num_workers == num_workers(strategy)
+    return cluster.planned_workers if shares else None
 
 
 def device_names(strategy: tf.distribute.Strategy) -> tuple[str, ...]:

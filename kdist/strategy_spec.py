@@ -157,6 +157,11 @@ def _in_cluster(spec, cluster, allow_remote):
         _check_communication(spec)
     if spec.kind != "layout" or not cluster.is_alone:
         cluster.check_roles_for(spec.job_name)
+    if spec.kind != "multi_worker" and cluster.planned_workers is not None:
+        raise ValueError(
+            f"{spec.job_name} trains with a fixed number of workers; start the job without "
+            "--min_workers, or use --strategy=multi_worker"
+        )
     spec = dataclasses.replace(spec, cluster=cluster)
     return spec if spec.layout is None else _with_layout_devices(spec)
 
@@ -200,6 +205,7 @@ def _check_machines(layout, cluster):
     served = layout.asynchronous
     roles = ("worker",) if served else ("chief", "worker")
     tasks = sum(len(cluster.tasks.get(role, ())) for role in roles) or 1
+    tasks = cluster.planned_workers or tasks
     servers = len(cluster.tasks.get("ps", ()))
     if tasks != layout.machines or (served and servers != layout.machines):
         flags = f"--workers={layout.machines}" + served * f" --ps={layout.machines}"

@@ -6,6 +6,7 @@ here replace those of `kdist.testing`, and `subprocess.run` of a program:
     result = python("print(40 + 2)")
     results = python_tasks(code, {"worker": 2})
     process = run_program("scripts/train.py", "--help")     # .returncode, .stdout, .stderr
+    with launched("--workers=2", "--", "train.py", output=path) as process: ...
 
 Imports are those of the process that is forked, so tests of what is imported, of variables that
 TensorFlow reads while it is imported (`TF_ENABLE_ONEDNN_OPTS`), and of another Keras backend need
@@ -14,6 +15,7 @@ new processes.
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import json
 import multiprocessing
@@ -21,11 +23,13 @@ import multiprocessing.forkserver
 import os
 import pathlib
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
 
 import pytest
@@ -35,6 +39,7 @@ from kdist.launch.local_engine import loopback_addresses, reserve_ports
 from kdist.testing import read_results, wait_for_exit
 
 _ROOT = pathlib.Path(__file__).parents[1]
+_PR_SET_PDEATHSIG = 1  # Linux, linux/prctl.h
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.forked_imports"])
 
@@ -72,6 +77,14 @@ def python_tasks(code, tasks, arguments=(), timeout_seconds=300.0):
             processes.append((stack.enter_context(_process(*start)), output))
         wait_for_exit(lambda: [process.exitcode for process, _ in processes], deadline)
         return read_results([(output, process.exitcode) for process, output in processes])
+
+
+def launched(*arguments, output):
+    """Returns a context manager with a process of `kdist launch` whose tasks are forked from it.
+
+    The output goes to a file. The process and its tasks are killed at the end of the context.
+    """
+    return _process(_run_launcher, None, arguments, {**os.environ}, output, output)
 
 
 def _finish(function, what, arguments, environment, timeout_seconds):
@@ -138,3 +151,55 @@ def _run_path(path, arguments):
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(pathlib.Path(path).parent))
     runpy.run_path(str(path), run_name="__main__")
+
+
+def _run_launcher(_, arguments):
+    from kdist.commands import launch
+    from kdist.launch import task
+
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT")}
+    task.subprocess = types.SimpleNamespace(Popen=_ForkedTask, **names)
+    sys.argv = ["launch", *arguments]
+    launch.run()
+
+
+class _ForkedTask:
+    """Replaces `subprocess.Popen` of a launcher's task, which is a Python program."""
+
+    def __init__(self, command, env, **_):
+        arguments = command[command.index("-u") + 1 :]  # after the interpreter and its options
+        reader, writer = os.pipe()
+        self.pid, self.returncode = os.fork(), None
+        if not self.pid:
+            os._exit(_run_task(arguments, env, writer))
+        os.close(writer)
+        self.stdout = open(reader, "rb", buffering=0)  # noqa: SIM115 (the launcher closes it)
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _run_task(arguments, environment, output):
+    """Returns the exit code of a task, which dies with its launcher."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        _run_path(arguments[0], arguments[1:])
+        return 0
+    except SystemExit as end:
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

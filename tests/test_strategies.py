@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
+from kdist.cluster import Cluster
 from kdist.strategies import create_strategy, device_names
 
 
@@ -77,3 +78,29 @@ def test_devices_that_do_not_exist_are_refused_before_they_are_waited_for():
         model = kdist.Model.of(keras.Sequential([keras.layers.Dense(1)]))
         with pytest.raises(ValueError, match="device CPU:9 does not exist, but CPU:0, CPU:1"):
             model.compile("sgd", "mse")
+
+
+ONE = {"worker": ["localhost:1"]}
+TWO = {"worker": ["localhost:1", "localhost:2"]}
+EVALUATED = {**ONE, "evaluator": ["localhost:2"]}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        (Cluster(ONE, planned_workers=4), kdist.Batch(8, 2, 4)),
+        (Cluster(ONE, planned_workers=1), kdist.Batch(8, 2)),
+        (Cluster(ONE), kdist.Batch(8, 2)),
+        (Cluster(), kdist.Batch(8, 2)),
+        # The strategy does not train with the others.
+        (Cluster(TWO, planned_workers=4), kdist.Batch(8, 2)),
+        (Cluster(EVALUATED, "evaluator", planned_workers=4), kdist.Batch(8, 2)),
+    ],
+)
+def test_the_batch_of_a_job_whose_workers_may_be_missing(monkeypatch, cluster, expected):
+    environment = {}
+    cluster.publish(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    strategy = create_strategy("mirrored", 2)
+    assert kdist.strategies.elastic_batch(strategy, local=8) == expected

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from kdist.run_directory import RunDirectory
-from kdist.strategies import is_chief, num_workers
+from kdist.strategies import is_chief, num_workers, planned_workers
 from kdist.telemetry.devices.collector import collector_of
 from kdist.telemetry.facts import shares_cores, training_config, training_summary
 from kdist.telemetry.samples import Samples
@@ -214,9 +214,23 @@ class Telemetry(keras.callbacks.Callback):
                 self._run.discard_after(self._step + self._axes.steps)
         else:
             self._continue_axes(epoch)
+        if is_chief(self._strategy):
+            self._record_workers()
         if self._device_seconds is not None and is_chief(self._strategy):
             began = self._began_at - self._axes.seconds
             self._collector.start(self._write_device, self._device_seconds, began)
+
+    def _record_workers(self):
+        """Records how many of the planned workers train from here on, if some may be missing."""
+        planned, workers = planned_workers(self._strategy), num_workers(self._strategy)
+        if planned is None:
+            return
+        try:
+            recorded = self._run.record_workers(self._step + self._axes.steps, workers, planned)
+        except (OSError, ValueError) as error:
+            _logger.warning("the number of workers is not in %s: %s", self._run.config, error)
+            return
+        self._writer.write_config(recorded)
 
     def _continue_axes(self, epoch):
         """Continues after the records of an earlier `fit` in this directory."""

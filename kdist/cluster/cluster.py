@@ -21,10 +21,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 from kdist.cluster.nodes import read_place
+from kdist.cluster.variables import read_number
 from kdist.json_text import parse_json
 
 ROLES = ("chief", "worker", "ps", "evaluator")
 TF_CONFIG = "TF_CONFIG"
+# Set by the launcher of a job that may run with fewer workers than planned.
+PLANNED_WORKERS = "KDIST_PLANNED_WORKERS"
 
 # Strategy -> roles that it requires, and further roles that it allows.
 _STRATEGY_ROLES = {
@@ -50,15 +53,19 @@ class Cluster:
         role: Role of this process: `"chief"`, `"worker"`, `"ps"`, or `"evaluator"`. Defaults to
             `"worker"`.
         index: Index of this process within its role, from 0. Defaults to 0.
+        planned_workers: Number of workers when none is missing, including the chief, of a job that
+            may run with fewer (`kdist launch --min_workers`). Defaults to `None`: it may not.
 
     Raises:
         ValueError: If a role is unknown, an address is malformed or listed twice, no task has this
-            role and index, or there is more than one chief or evaluator.
+            role and index, there is more than one chief or evaluator, or there are more workers
+            than planned.
     """
 
     tasks: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     role: str = "worker"
     index: int = 0
+    planned_workers: int | None = None
 
     def __post_init__(self):
         tasks = {role: tuple(addresses) for role, addresses in self.tasks.items() if addresses}
@@ -67,6 +74,11 @@ class Cluster:
         _check_addresses(tasks)
         if tasks:
             _check_place(tasks, self.role, self.index)
+        if self.planned_workers is not None and self.planned_workers < max(1, self.num_workers):
+            raise ValueError(
+                f"{self.num_workers} workers, and {self.planned_workers} are planned "
+                f"({PLANNED_WORKERS}); unset {PLANNED_WORKERS}, which kdist launch sets"
+            )
 
     @classmethod
     def resolve(cls, environment: Mapping[str, str] | None = None) -> "Cluster":
@@ -76,7 +88,7 @@ class Cluster:
         all tasks. Otherwise it is read from the variables of SkyPilot, dstack, SageMaker, a
         Kubernetes Indexed Job (with KDIST_HOSTS, the names of its pods), or Slurm. Their nodes are
         workers; KDIST_CHIEF=1 makes the first one the chief, and KDIST_PS=n the last n parameter
-        servers.
+        servers. KDIST_PLANNED_WORKERS, which `kdist launch` sets, is `planned_workers`.
 
         Args:
             environment: Environment variables. Defaults to those of this process.
@@ -88,10 +100,14 @@ class Cluster:
             ValueError: If variables are missing, malformed, or contradict each other.
         """
         environment = os.environ if environment is None else environment
+        planned = None
+        if environment.get(PLANNED_WORKERS):
+            planned = read_number(environment, PLANNED_WORKERS, "unset it; kdist launch sets it")
         if environment.get(TF_CONFIG):
-            return cls.from_tf_config(environment[TF_CONFIG])
-        place = read_place(environment)
-        return cls(*place) if place else cls()
+            cluster = cls.from_tf_config(environment[TF_CONFIG])
+        else:
+            cluster = cls(*(read_place(environment) or ()))
+        return dataclasses.replace(cluster, planned_workers=planned)
 
     @classmethod
     def from_tf_config(cls, text: str) -> "Cluster":
@@ -116,9 +132,12 @@ class Cluster:
         return json.dumps({"cluster": {k: list(v) for k, v in self.tasks.items()}, "task": task})
 
     def publish(self, environment: dict[str, str] | None = None):
-        """Writes TF_CONFIG into an environment; by default that of this process."""
+        """Writes the variables of `resolve` into an environment; by default of this process."""
         environment = os.environ if environment is None else environment  # type: ignore[assignment]
         environment[TF_CONFIG] = self.to_tf_config()  # type: ignore[index]
+        environment.pop(PLANNED_WORKERS, None)  # type: ignore[union-attr]
+        if self.planned_workers is not None:
+            environment[PLANNED_WORKERS] = str(self.planned_workers)  # type: ignore[index]
 
     # This process.
 

@@ -41,6 +41,7 @@ _ONLY_ENGINES = {
 # Flags of this machine that are refused by engines.
 _ONLY_LOCAL = {
     "evaluator": "evaluate in fit, by validation_data",
+    "worker_check": "the engine knows its machines",
     "share_gpus": "each task has a machine of its own",
     "timeout_seconds": "use --time_limit_hours",
     "wait_seconds": "leave it out",
@@ -59,6 +60,19 @@ def check_local_flags():
             raise ValueError(f"--{name} does not apply to jobs on this machine; {remedy}")
 
 
+def check_elastic_flags():
+    """Raises ValueError if flags of a job that may run with fewer workers contradict others."""
+    for name in ("wait_minutes", "worker_check"):
+        if FLAGS[name].present and FLAGS.min_workers is None:
+            raise ValueError(f"--{name} has no effect without --min_workers; add it")
+    for name, reason in (
+        ("ps", "a failed worker of parameter servers is replaced while the others continue"),
+        ("chief", "a chief cannot be left out, and worker 0 has its duties"),
+    ):
+        if FLAGS.min_workers is not None and FLAGS[name].value:
+            raise ValueError(f"--min_workers and --{name}: {reason}; leave one of them out")
+
+
 def start(command, run_dir):
     """Returns the exit code, after submitting a job to --engine or writing its text."""
     for name, remedy in _ONLY_LOCAL.items():
@@ -66,6 +80,7 @@ def start(command, run_dir):
             raise ValueError(f"--{name} does not apply to --engine={FLAGS.engine}; {remedy}")
     if FLAGS.stop or FLAGS.cost:
         raise ValueError("--stop and --cost are for submitted jobs; name one (--job)")
+    check_elastic_flags()
     engine = get_engine(FLAGS.engine)
     job = make_job(command, run_dir)
     if problems := engine.check(job):
@@ -156,6 +171,8 @@ def make_job(command, run_dir):
         "time_limit_hours": FLAGS.time_limit_hours,
         "max_usd": FLAGS.max_usd,
         "grace_seconds": FLAGS.grace_seconds,
+        "min_workers": FLAGS.min_workers,
+        "wait_minutes": FLAGS.wait_minutes,
         "disk_gb": FLAGS.disk_gb,
         "run_dir": run_dir,
         "mirror": mirror,

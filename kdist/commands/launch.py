@@ -9,6 +9,10 @@
   # a job that survives the death of a task: it resumes from its last checkpoint
   kdist launch --workers=2 --max_restarts=5 -- kdist train --run_dir=runs/a --checkpoint_steps=100
 
+  # a worker whose GPU does not come back within ten minutes is left out until it works again
+  kdist launch --workers=4 --min_workers=3 --worker_check='nvidia-smi -i $CUDA_VISIBLE_DEVICES' \\
+    --max_restarts=5 -- kdist train --run_dir=runs/a --checkpoint_steps=100
+
   # any program: TF_CONFIG tells it which task it is
   kdist launch --workers=3 --timeout_seconds=60 -- sh -c 'echo $TF_CONFIG'
 
@@ -51,6 +55,11 @@ again with the same flags, until that many restarts in a row have produced no ne
 run directory. A task that saved and ended with 143, because it was asked to, is started again
 without being counted. A failed worker of parameter servers is restarted alone.
 
+With --min_workers, the job continues with fewer workers if some do not come back within
+--wait_minutes. The others take more micro-steps per update, so that the global batch and the
+result are those of all workers. The job grows again when a worker is back. On this machine,
+--worker_check tells whether the place of a worker works; on Ray, a place is a node.
+
 On a spot VM of GCE, AWS, or Azure, a preemption notice acts as SIGTERM: all tasks save, and the
 launcher ends with 143.
 """
@@ -63,6 +72,9 @@ from absl import flags
 
 from kdist import program
 from kdist.commands import engine_job
+from kdist.exit_codes import NO_ROOM
+from kdist.hardware import find_gpus
+from kdist.launch.elastic import Places, WorkerLimits
 from kdist.launch.engines import ENGINES
 from kdist.launch.local_engine import local_job
 from kdist.launch.output import Screen
@@ -150,6 +162,25 @@ with program.flag_group("Restarts"):
         "Maximum number of restarts in a row of a failed job without a new checkpoint.",
         lower_bound=0,
     )
+    flags.DEFINE_integer(
+        "min_workers",
+        None,
+        "Smallest number of workers with which the job continues if others do not come back; by "
+        "default all of them.",
+        lower_bound=1,
+    )
+    flags.DEFINE_float(
+        "wait_minutes",
+        10.0,
+        "Time to wait for a worker that is missing, before the job continues without it.",
+        lower_bound=0,
+    )
+    flags.DEFINE_string(
+        "worker_check",
+        None,
+        "Shell command that exits with 0 if the place of a worker on this machine works. Its "
+        "variables are KDIST_PLACE, a number from 0, and CUDA_VISIBLE_DEVICES, the place's GPUs.",
+    )
 
 with program.flag_group("Limits"):
     flags.DEFINE_float(
@@ -195,7 +226,7 @@ with program.flag_group("Limits"):
 
 program.reads_file("plan", "create it with kdist plan --output")
 program.writes_file("write", unless=["-"])
-program.accept_urls("mirror", "env", "option", "setup", is_checked=False)
+program.accept_urls("mirror", "env", "option", "setup", "worker_check", is_checked=False)
 flags.mark_bool_flags_as_mutual_exclusive(["follow", "stop", "cost"])
 _POSITIONAL = "the program to start, after --"
 
@@ -225,30 +256,70 @@ def run_here(command):
     }
     screen = Screen()
     policy = RestartPolicy(FLAGS.max_restarts, RunDirectory(run_dir).checkpoints, screen.announce)
-    began, seconds = time.monotonic(), FLAGS.timeout_seconds
+    places = worker_places(screen.announce)
+    planned = FLAGS.workers if FLAGS.min_workers else None
+    began, code = time.monotonic(), NO_ROOM
     while True:
+        chosen = places.choose(_seconds_left(began))
+        if not chosen:
+            return code
         job = local_job(
-            counts,
+            {**counts, "worker": len(chosen)},
             command,
             log_dir,
-            timeouts=Timeouts(FLAGS.end_seconds, FLAGS.wait_seconds, seconds, FLAGS.hang_seconds),
+            timeouts=Timeouts(
+                FLAGS.end_seconds, FLAGS.wait_seconds, _seconds_left(began), FLAGS.hang_seconds
+            ),
             screen=screen,
             share_one_gpu=FLAGS.share_gpus,
             # Read by `kdist train`, so that all tasks use the same run directory.
-            environment={RUN_DIR: str(run_dir), **os.environ},
+            environment={RUN_DIR: str(run_dir), **os.environ, **places.variables(chosen)},
             may_replace=policy.may_replace,
+            planned_workers=planned,
         )
-        with job as tasks, stop_on_signals(tasks):
+        with job as tasks, stop_on_signals(tasks), places.watch(tasks):
             counted = tasks.tasks[0].cluster.counts()
             screen.announce(f"{counted} on this machine; output also in {log_dir}")
             code = tasks.run()
+        if tasks.is_restarting:
+            continue
         if not tasks.failed:
             return code
         screen.announce(failure_report(tasks.failed))  # last, after the errors of other tasks
         if not policy.wait_before_restart(tasks.failed.returncode or code):
             return code
-        if FLAGS.timeout_seconds is not None:
-            seconds = max(0.0, FLAGS.timeout_seconds - (time.monotonic() - began))
+
+
+def _seconds_left(began):
+    """Returns the rest of --timeout_seconds of a job that began at this time, or None."""
+    if FLAGS.timeout_seconds is None:
+        return None
+    return max(0.0, FLAGS.timeout_seconds - (time.monotonic() - began))
+
+
+def worker_places(announce):
+    """Returns the places of the workers; without --min_workers, no place is ever missing.
+
+    Raises:
+        ValueError: Flags contradict each other.
+    """
+    engine_job.check_elastic_flags()
+    if FLAGS.min_workers is None:
+        return Places(WorkerLimits(FLAGS.workers, FLAGS.workers, 0.0), announce)
+    limits = WorkerLimits(FLAGS.workers, FLAGS.min_workers, FLAGS.wait_minutes)
+    if not FLAGS.max_restarts:
+        raise ValueError(
+            "--min_workers is for jobs that are restarted; add --max_restarts, such as 5"
+        )
+    if FLAGS.worker_check is None:
+        raise ValueError(
+            "--min_workers: on this machine a command has to tell whether the place of a worker "
+            "works; add one, such as --worker_check='nvidia-smi -i $CUDA_VISIBLE_DEVICES'"
+        )
+    gpus = find_gpus(os.environ)
+    each = len(gpus) // FLAGS.workers
+    shares = [",".join(gpus[n * each : (n + 1) * each]) for n in range(FLAGS.workers)]
+    return Places(limits, announce, FLAGS.worker_check, shares)
 
 
 def run_directory(arguments):

@@ -14,7 +14,6 @@ With several workers, each worker reads only its rows of every global batch. Fil
 sharded, and a batch holds the same examples for any number of workers.
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
@@ -97,7 +96,7 @@ class Pipeline:
                 "Leave out data_workers and cache=True, or use a folder of images or TFRecord files"
             )
         # Evaluation computes no gradients to accumulate.
-        self.batch = batch if training else dataclasses.replace(batch, accumulate=1)
+        self.batch = batch if training else Batch(batch.local, batch.replicas)
         self.training, self.seed = training, check_seed(seed)
         self.num_examples, self.num_classes = source.num_examples, source.num_classes
         self.class_names = source.class_names

@@ -44,6 +44,7 @@ def local_job(
     share_one_gpu: bool = False,
     environment: Mapping[str, str] | None = None,
     may_replace: Callable[[str], bool] = lambda name: False,
+    planned_workers: int | None = None,
 ) -> Iterator[TaskGroup]:
     """Yields the tasks of a job, ready to run; its ports are reserved until the context ends.
 
@@ -56,6 +57,7 @@ def local_job(
         share_one_gpu: Whether several tasks may share one GPU; a ValueError if they would have to.
         environment: Base environment of the tasks; by default that of this process.
         may_replace: See `TaskGroup`.
+        planned_workers: See `Cluster`.
 
     Raises:
         FileNotFoundError: If the program does not exist.
@@ -67,7 +69,7 @@ def local_job(
     with reserve_ports(sum(counts.values())) as ports:
         addresses = loopback_addresses({role: counts.get(role, 0) for role in ROLES}, ports)
         first_role = next(role for role in ROLES if addresses[role])
-        clusters = Cluster(addresses, first_role, 0).all_tasks()
+        clusters = Cluster(addresses, first_role, 0, planned_workers).all_tasks()
         gpus = share_gpus(clusters, find_gpus(environment), share_one_gpu)
         threads = share_threads(clusters, environment)
         mark, token = uuid.uuid4().hex, secrets.token_hex(16)

@@ -44,8 +44,8 @@ class TaskGroup:
     """Runs tasks until the chief has succeeded, a task has failed, or the user stops them.
 
     The chief is the task with that role, or worker 0 without one. Afterwards `failed` is the task
-    whose failure ended the job, `stopped_by` the signal that ended it, and `timed_out` tells
-    whether it exceeded its time limit.
+    whose failure ended the job, `stopped_by` the signal that ended it, `timed_out` tells whether it
+    exceeded its time limit, and `is_restarting` whether `restart` ended it.
 
     Args:
         tasks: Tasks that have not started.
@@ -69,7 +69,7 @@ class TaskGroup:
         self._may_replace = may_replace
         self.failed: Task | None = None
         self.stopped_by: int | None = None
-        self.timed_out = False
+        self.timed_out = self.is_restarting = False
         self._supervision = Supervision(self.tasks, self._timeouts.hang_seconds)
         self._started: list[Task] = []
         self._not_replaced: Task | None = None
@@ -87,7 +87,8 @@ class TaskGroup:
         """Starts the tasks; returns an exit code when none of them, nor of their children, is left.
 
         It is 0; the exit code of the task that failed, 128 + n if signal n ended it; 124 after the
-        timeout; or 128 + n if `stop` was called with signal n (`kdist.exit_codes`).
+        timeout; 128 + n if `stop` was called with signal n; or 143 if `restart` was called
+        (`kdist.exit_codes`).
         """
         self._began = time.monotonic()
         with Watchdog(self._mark) as watchdog:
@@ -106,6 +107,8 @@ class TaskGroup:
                 self._end()
             finally:
                 self._kill()
+        has_another_reason = self.failed or self.timed_out or self.stopped_by is not None
+        self.is_restarting &= not has_another_reason and self.chief.returncode != 0
         return self._exit_code()
 
     def stop(self, number: int, is_preempted: bool = False):
@@ -119,9 +122,15 @@ class TaskGroup:
         self._is_preempted |= is_preempted
         if self._is_preempted and number == signal.SIGTERM == self.stopped_by:
             return
-        self._kill_now = self._is_ending or self.stopped_by is not None
+        is_first = self.stopped_by is None and (not self._is_ending or self.is_restarting)
+        self._kill_now = not is_first
+        if is_first:
+            self.stopped_by, self.is_restarting = number, False
+
+    def restart(self):
+        """Ends the job for a restart; the tasks get the time to save. Any thread may call it."""
         if not self._is_ending and self.stopped_by is None:
-            self.stopped_by = number
+            self.is_restarting = True
 
     # While the job runs.
 
@@ -171,6 +180,7 @@ class TaskGroup:
         self.timed_out = bool(running) and limit is not None and seconds > limit
         return (
             self.stopped_by is not None
+            or self.is_restarting
             or self.failed is not None
             or self.timed_out
             or not running
@@ -241,7 +251,8 @@ class TaskGroup:
     def _seconds_to_end(self):
         """Returns the time until tasks are killed; longer while they save a checkpoint."""
         has_saved = self.failed is not None and self.failed.returncode == SAVED
-        saves = self._is_preempted or has_saved  # all workers save at the same step
+        # All workers save at the same step.
+        saves = self._is_preempted or self.is_restarting or has_saved
         return max(self._timeouts.end_seconds, notices.GRACE_SECONDS if saves else 0.0)
 
     def _any_process_runs(self):
@@ -276,6 +287,8 @@ class TaskGroup:
             return self.failed.exit_code or 1  # a hung task may have exited with 0
         if self.stopped_by is not None:
             return 128 + self.stopped_by
+        if self.is_restarting:
+            return SAVED
         return TIMED_OUT if self.timed_out else 0
 
     def _announce_end(self):
@@ -289,6 +302,8 @@ class TaskGroup:
                 f"{signal_name(self.stopped_by)}: ending {names} within "
                 f"{self._seconds_to_end():g} s; a second signal kills them at once"
             )
+        elif self.is_restarting:
+            self._screen.announce(f"ending {names} within {self._seconds_to_end():g} s")
         elif self.timed_out:
             seconds = self._timeouts.timeout_seconds
             self._screen.announce(f"the job ran longer than {seconds:g} s; ending {names}")

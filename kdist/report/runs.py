@@ -44,7 +44,7 @@ class Run:
         summary: results; empty while the run is unfinished.
         records: kind -> records of `metrics.jsonl`.
         devices: (host, device) -> records of `devices.jsonl`; devices are named as in "gpu/0".
-        notes: descriptions of missing and damaged parts.
+        notes: descriptions of missing and damaged parts, and of steps without some workers.
 
     Example:
 
@@ -168,6 +168,7 @@ def _read_run(files, given):
     notes: list[str] = []
     config = _config(files.config, notes)
     summary = _summary(files.summary, notes)
+    notes += _missing_workers(config)
     metrics = read_records(files.metrics, ("kind",), notes)
     devices = read_records(files.devices, ("host", "device"), notes)
     in_order = sorted(devices, key=_natural)
@@ -179,6 +180,19 @@ def _read_run(files, given):
         devices={(host, device): devices[host, device] for host, device in in_order},
         notes=[note for note in notes if note != f"{files.devices.name} is missing"],
     )
+
+
+def _missing_workers(config):
+    """Returns sentences such as "3 of 4 workers from step 120 to 180"."""
+    numbers, planned = config.get("workers_from_step"), config.get("planned_workers")
+    if not isinstance(numbers, dict):
+        return []
+    ends = [*(f" to {step}" for step in list(numbers)[1:]), ""]
+    return [
+        f"{number} of {planned} workers from step {step}{end}"
+        for (step, number), end in zip(numbers.items(), ends, strict=True)
+        if number != planned
+    ]
 
 
 def _natural(texts):

@@ -122,10 +122,10 @@ def _batch(model):
         _state(model, "global_batch_size"),
     )
     accumulate = _state(model, "accumulate") or 1
-    local, rest = divmod(size, replicas * accumulate) if size else (None, 0)
     return {
         "global": size,
-        "local": None if rest else local,
+        # The largest, as the rows may be divided unevenly.
+        "local": -(-size // (replicas * accumulate)) if size else None,
         "replicas": replicas,
         "accumulate": accumulate,
     }

@@ -11,16 +11,17 @@ import time
 
 from kdist import launch
 from kdist.launch.engines import Job, get_engine
-from tests.serving.ray_program import nodes
+from tests.serving.ray_program import NODE, nodes
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = pathlib.Path(__file__).with_name("training_program.py")
 
 
 def main(directory, checkpoints, result):
-    with nodes(pathlib.Path(directory), 1, head_cpus=2):
+    with nodes(pathlib.Path(directory), 1, head_cpus=2) as cluster:
         seen = {"code": train(checkpoints, result), "refused": refused(), "stopped": stopped()}
         seen["called"] = launch.on("ray", place, workers=2, arguments=("a",))
+        seen["elastic"] = elastic(cluster, pathlib.Path(directory))
     print(json.dumps(seen))
 
 
@@ -57,6 +58,47 @@ def stopped():
         time.sleep(0.05)
     engine.find("dogs").stop()
     return not marker.exists()
+
+
+def elastic(cluster, directory):
+    """Takes a node away and adds one; returns the exit code."""
+    engine, log, end = get_engine("ray"), directory / "elastic", directory / "end"
+    shell = (
+        f"echo $KDIST_PLANNED_WORKERS $TF_CONFIG >> {log}; trap 'exit 143' TERM; "
+        f"until [ -e {end} ]; do sleep 0.1; done"
+    )
+    job = Job(
+        "elastic",
+        ("sh", "-c", shell),
+        workers=2,
+        min_workers=1,
+        wait_minutes=0.02,
+        max_restarts=1,
+        grace_seconds=10,
+        options={"room_seconds": "3"},
+    )
+    assert engine.check(job) == []
+    engine.submit(job)
+    _wait_for_tasks(log, [(2, 2)] * 2)
+    cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+    _wait_for_tasks(log, [(2, 2)] * 2 + [(1, 2)])
+    cluster.add_node(num_cpus=2, **NODE)
+    _wait_for_tasks(log, [(2, 2)] * 2 + [(1, 2)] + [(2, 2)] * 2)
+    end.touch()
+    code = engine.find("elastic").follow(lambda line: print(line, flush=True))
+    engine.find("elastic").remove()
+    return code
+
+
+def _wait_for_tasks(log, expected):
+    """Waits for the numbers of workers, and of planned ones, that tasks have written."""
+    deadline, found = time.monotonic() + 300, []
+    while found != expected:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+        lines = log.read_text().splitlines() if log.exists() else []
+        pairs = [line.split(" ", 1) for line in lines]
+        found = [(len(json.loads(c)["cluster"]["worker"]), int(n)) for n, c in pairs]
 
 
 def place(name):

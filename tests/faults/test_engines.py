@@ -76,6 +76,12 @@ def test_ray_restarts_a_job_whose_task_and_actor_were_killed(short_path, undistu
     assert seconds < 30
     assert seen["stopped"]
     assert seen["called"] == ["a", "2 workers", "worker 0", None]
+    assert seen["elastic"] == 0
+    for message in (
+        "no room for 2 of 2 workers; waiting up to 1 s",
+        "room for 2 of 2 workers: the",
+    ):
+        assert message in run.output()
 
 
 def test_compute_engine_creates_preempted_vms_again(tmp_path, undisturbed):

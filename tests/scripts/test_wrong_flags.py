@@ -34,6 +34,7 @@ EVALUATED = {
     "task": {"type": "chief", "index": 0},
 }
 SLURM = ("--engine=slurm", "--write=-")
+ELASTIC = ("--workers=4", "--min_workers=3", "--max_restarts=1")
 IMAGE_MODELS = ", ".join(name for name in BUILDERS if name != "transformer")
 
 TRAIN = [
@@ -166,6 +167,16 @@ ENVIRONMENTS = [
         {"TF_CONFIG": json.dumps(TWO_WORKERS)},
         "use --examples on several",
     ),
+    (
+        ["--local_steps=2"],
+        {"TF_CONFIG": json.dumps(TWO_WORKERS), "KDIST_PLANNED_WORKERS": "3"},
+        "start the job without --min_workers",
+    ),
+    (
+        ["--layout=pipeline=2"],
+        {"TF_CONFIG": json.dumps(TWO_WORKERS), "KDIST_PLANNED_WORKERS": "3"},
+        "a fixed number of workers",
+    ),
     (["--backend=jax"], {"TF_CONFIG": json.dumps(TWO_WORKERS)}, "this job has 2 tasks"),
     (["--save_best"], {"TF_CONFIG": json.dumps(EVALUATED)}, "the evaluator validates"),
     (["--early_stopping=1"], {"TF_CONFIG": json.dumps(EVALUATED)}, "--early_stopping needs"),
@@ -267,6 +278,13 @@ OTHERS = [
     ("launch", ["--partition=gpu", "--", "true"], "choose an --engine"),
     ("launch", ["--follow", "--", "true"], "name a submitted job (--job)"),
     ("launch", ["--time_limit_hours=1", "--", "true"], "use --timeout_seconds"),
+    ("launch", ["--wait_minutes=1", "--", "true"], "no effect without --min_workers"),
+    ("launch", [*ELASTIC, "--", "true"], "--worker_check='nvidia-smi"),
+    ("launch", [*ELASTIC, "--max_restarts=0", "--", "true"], "add --max_restarts"),
+    ("launch", [*ELASTIC, "--min_workers=5", "--", "true"], "from 1 to --workers=4"),
+    ("launch", [*ELASTIC, "--ps=1", "--", "true"], "--min_workers and --ps"),
+    ("launch", [*SLURM, *ELASTIC, "--", "true"], "fixed number of nodes"),
+    ("launch", [*SLURM, *ELASTIC, "--worker_check=x", "--", "true"], "knows its machines"),
     ("launch", ["--job=cats", "--", "true"], "leave 'true' out"),
     ("launch", ["--job=cats", "--workers=2"], "--workers does not apply to a submitted job"),
     ("launch", ["--job=cats", "--stop", "--cost"], "At most one of"),

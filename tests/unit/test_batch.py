@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import pytest
 
@@ -56,3 +57,42 @@ def test_from_global():
         Batch.from_global(130, replicas=4)
     with pytest.raises(ValueError, match="use 4$"):
         Batch.from_global(3, replicas=4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "replicas", "expected"),
+    [
+        (Batch(8, 4), 4, Batch(8, 4)),
+        (Batch(8, 4), 3, Batch(6, 3, 2, total=32)),
+        (Batch(8, 4), 2, Batch(8, 2, 2)),
+        (Batch(8, 4), 1, Batch(8, 1, 4)),
+        (Batch(8, 4, 3), 3, Batch(8, 3, 4)),
+        (Batch(1, 4), 3, Batch(1, 3, 2, total=4)),
+        (Batch(1, 2), 3, Batch(1, 3, total=2)),
+    ],
+)
+def test_the_same_global_batch_on_another_number_of_replicas(batch, replicas, expected):
+    moved = batch.on_replicas(replicas)
+    assert moved == expected
+    assert moved.global_size == batch.global_size
+    assert moved.on_replicas(batch.replicas).global_size == batch.global_size
+
+
+def test_no_micro_step_is_larger_than_planned_and_none_can_be_left_out():
+    for local, replicas, accumulate, others in itertools.product(
+        range(1, 12), range(1, 6), (1, 2), range(1, 6)
+    ):
+        batch = Batch(local, replicas, accumulate)
+        moved = batch.on_replicas(others)
+        assert moved.global_size == batch.global_size
+        assert moved.local <= local
+        assert others * local * (moved.accumulate - 1) < batch.global_size
+
+
+def test_an_uneven_batch_shows_its_size():
+    batch = Batch(6, 3, 2, total=32)
+    assert eval(repr(batch)) == batch
+    assert str(batch) == "up to 6 local × 3 replicas × 2 micro-steps = 32"
+    assert batch.steps_per_epoch(100) == 3
+    with pytest.raises(ValueError, match="total=37 is more than"):
+        Batch(6, 3, 2, total=37)

@@ -19,6 +19,24 @@ def test_a_new_run(tmp_path):
     assert sorted(os.listdir(run.path)) == ["config.json", "summary.json"]
 
 
+@pytest.mark.parametrize("owns", [True, False])
+def test_the_number_of_workers_is_recorded(tmp_path, owns):
+    run = RunDirectory.create(tmp_path, {"model": "mlp"})
+    recording = run if owns else RunDirectory(tmp_path)
+    recording.record_workers(0, 4, 4)
+    recording.record_workers(150, 3, 4)
+    recording.record_workers(120, 2, 4)  # it resumes from an earlier checkpoint
+    recording.record_workers(160, 2, 4)
+    recorded = recording.record_workers(180, 4, 4)
+    numbers = {"0": 4, "120": 2, "180": 4}
+    assert recorded == {"planned_workers": 4, "workers_from_step": numbers}
+    assert run.read_config() == {"model": "mlp", **recorded}
+    if owns:
+        run.check_intact()
+        with pytest.raises(FileExistsError, match="another process is using"):
+            RunDirectory.create(tmp_path, {}, resume=True)
+
+
 def test_directory_of_another_run_is_not_overwritten(tmp_path):
     RunDirectory.create(tmp_path, {"model": "mlp", "dataset": "digits"})
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

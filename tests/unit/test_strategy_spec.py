@@ -133,3 +133,12 @@ def test_specs_are_frozen_and_comparable():
 def test_resolve_rejects(arguments, message):
     with pytest.raises(ValueError, match=message):
         resolve(**arguments)
+
+
+@pytest.mark.parametrize("name", ["parameter_server", PIPELINES])
+def test_only_whole_replicas_that_wait_for_each_other_can_be_missing(name):
+    tasks = {role: [f"localhost:{port}"] for port, role in enumerate(("chief", "worker"), 1)}
+    if name == "parameter_server":
+        tasks["ps"] = ["localhost:3"]
+    with pytest.raises(ValueError, match="without --min_workers"):
+        resolve(name, cluster=Cluster(tasks, "chief", planned_workers=3))

@@ -46,7 +46,7 @@ def compiled_model(strategy, train):
                 metrics=[accuracy(model)],
                 jit_compile=FLAGS.jit_compile,
                 steps_per_execution=steps_per_execution(),
-                accumulate=FLAGS.accumulate,
+                accumulate=train.batch.accumulate,
                 max_staleness=FLAGS.max_staleness,
                 local_steps=FLAGS.local_steps,
                 local_slots=FLAGS.local_slots,

@@ -162,6 +162,11 @@ def _check_strategy(spec):
             f"--local_steps={FLAGS.local_steps}: every replica needs its own weights, and under "
             f"{spec.kind} they share them; use --strategy=mirrored or multi_worker, or leave it out"
         )
+    if FLAGS.local_steps is not None and spec.cluster.planned_workers is not None:
+        raise ValueError(
+            f"--local_steps={FLAGS.local_steps}: the weights of each replica depend on the number "
+            "of replicas; leave it out, or start the job without --min_workers"
+        )
     if FLAGS.local_steps is not None and FLAGS.sync_batch_norm:
         raise ValueError(
             "--local_steps and --sync_batch_norm: replicas would communicate in every step; leave "

@@ -57,7 +57,7 @@ def _train(spec, plan, path, mirror):
     started = time.perf_counter()
     strategy = kdist.strategies.build(spec)
     is_chief = kdist.strategies.is_chief(strategy)
-    batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync, FLAGS.accumulate)
+    batch = kdist.strategies.elastic_batch(strategy, FLAGS.local_batch_size, FLAGS.accumulate)
     keras.utils.set_random_seed(FLAGS.seed)
     dataset, train, test = load_data_in_time(strategy, batch, started, path if resumes else None)
     if is_chief:

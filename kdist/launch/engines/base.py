@@ -21,6 +21,7 @@ from typing import Any
 
 from kdist.cluster.nodes import CHIEF_VARIABLE, PS_VARIABLE
 from kdist.cluster.notices import NOTICE_SECONDS
+from kdist.launch.elastic import WorkerLimits
 from kdist.run_directory import CHECKPOINT_PREFIX, RUN_DIR
 
 # A run may take this multiple of its planned hours, because predictions err and restarts cost time.
@@ -145,6 +146,9 @@ class EngineJob:
         time_limit_hours: Hours after which the engine ends the job. Defaults to one and a half
             times the planned hours, and to no limit without a plan.
         max_usd: Most US dollars that the job may cost; `None`, the default, for no limit.
+        min_workers: Smallest number of workers with which the job continues if others do not come
+            back. Defaults to `None`, all of them.
+        wait_minutes: Time to wait for missing workers, with `min_workers`. Defaults to 10.
         max_restarts: Number of failures that the engine restarts. Saving because the engine asked
             is not a failure. Defaults to 3.
         grace_seconds: Time to save a checkpoint between the request to end and the end.
@@ -175,6 +179,8 @@ class EngineJob:
     hours: float | None = None
     time_limit_hours: float | None = None
     max_usd: float | None = None
+    min_workers: int | None = None
+    wait_minutes: float = 10.0
     max_restarts: int = 3
     grace_seconds: int = 60
     disk_gb: int = 100
@@ -193,6 +199,10 @@ class EngineJob:
             raise ValueError("the job has no command; write the program to start after --")
         if self.workers < 1:
             raise ValueError(f"workers={self.workers}; a job needs at least one")
+        if self.min_workers is not None and (self.ps or self.chief):
+            raise ValueError("min_workers is for jobs of workers alone; leave out ps and chief")
+        if self.worker_limits and not self.max_restarts:
+            raise ValueError("min_workers is for jobs that are restarted; raise max_restarts")
         if self.ps and not self.chief:
             object.__setattr__(self, "chief", True)
         if self.hours and self.time_limit_hours is None:
@@ -206,6 +216,13 @@ class EngineJob:
         """Number of tasks per role, without roles that have none, in the order of their nodes."""
         counts = {"chief": int(self.chief), "worker": self.workers, "ps": self.ps}
         return {role: count for role, count in counts.items() if count}
+
+    @property
+    def worker_limits(self) -> WorkerLimits | None:
+        """Limits of the number of workers; `None` if all have to run."""
+        if self.min_workers is None:
+            return None
+        return WorkerLimits(self.workers, self.min_workers, self.wait_minutes)
 
     @property
     def num_machines(self) -> int:
@@ -370,10 +387,12 @@ class Engine(abc.ABC):
         program: The engine's own command line, such as `"sbatch"`.
         clouds: Clouds whose machines it can rent. A job for another cloud is refused.
         options: Names of the options that `Job.options` may have, and what they mean.
+        fixed_workers: Why a job cannot continue with fewer workers; `""` if it can.
     """
 
     name: str
     program: str
+    fixed_workers: str = ""
     clouds: tuple[str, ...] = ()
     options: Mapping[str, str] = {}
 
@@ -461,6 +480,10 @@ class Engine(abc.ABC):
                 f"{3600 / (saving.preemptions_per_hour or 1.0):,.3g} s, so the job would hardly "
                 "progress; use machines on demand, or fewer of them, or state a faster store "
                 "(--checkpoint_mb_per_second)"
+            )
+        if job.min_workers is not None and self.fixed_workers:
+            problems.append(
+                f"{self.fixed_workers}: leave min_workers out, or use Ray (--engine=ray)"
             )
         unknown = [name for name in job.options if name not in self.options]
         if unknown:

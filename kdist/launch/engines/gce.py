@@ -108,6 +108,7 @@ class ComputeEngine(Engine):
     """VMs of Google's Compute Engine."""
 
     name, program, clouds = "gce", "gcloud", ("gcp",)
+    fixed_workers = "a lost VM is replaced by one of another zone or kind, and no VM stays missing"
     options: Mapping[str, str] = {
         "project": "project, by default that of gcloud",
         "zone": "zones to try, separated by commas; by default those of the region",

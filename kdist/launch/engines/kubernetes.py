@@ -73,6 +73,7 @@ class Kubernetes(Engine):
     name = "kubernetes"
     program = "kubectl"
     clouds = tuple(_SPOT_LABELS)
+    fixed_workers = "an Indexed Job has a fixed number of pods, and starts only with all of them"
 
     options: Mapping[str, str] = {
         "flavor": "job (default), jobset, or tfjob; the last two need an operator",

@@ -48,6 +48,11 @@ class Ray(Engine):
         problems = self.common_problems(job)
         if strategy(job) not in _STRATEGIES:
             problems.append(f"strategy={strategy(job)} is none of {', '.join(_STRATEGIES)}")
+        if job.min_workers is not None and strategy(job) == "STRICT_PACK":
+            problems.append(
+                "STRICT_PACK loses all tasks with their node: leave min_workers out, or use "
+                "another strategy"
+            )
         for name, given in (("image", job.image), ("setup", job.setup), ("spot", job.spot)):
             if given:
                 problems.append(
@@ -62,10 +67,19 @@ class Ray(Engine):
     def text(self, job: Job) -> str:
         """Returns the placement group and the tasks as JSON."""
         placement = {"strategy": strategy(job), "bundles": [bundle(job)] * job.num_machines}
+        limits = job.worker_limits
+        elastic = dataclasses.asdict(limits) if limits else {}
         tasks = {"tasks": job.tasks, "command": job.command, "environment": dict(job.variables)}
         plan = {"plan": job.plan} if job.plan else {}
         hours = {"time_limit_hours": job.time_limit_hours} if job.time_limit_hours else {}
-        described = {"name": job.name, **plan, **hours, "placement_group": placement, **tasks}
+        described = {
+            "name": job.name,
+            **plan,
+            **hours,
+            "placement_group": placement,
+            **elastic,
+            **tasks,
+        }
         return json.dumps(described, indent=2) + "\n"
 
     def submit(self, job: Job) -> "RayJob":

@@ -20,12 +20,20 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import (
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from kdist.cluster import Cluster
 from kdist.cluster.handshake import TOKEN_VARIABLE
 from kdist.cluster.heartbeat import Beat
+from kdist.exit_codes import NO_ROOM
 from kdist.hardware import CORES_VARIABLE
 from kdist.launch.engines.base import Cost, Job, Status
 from kdist.launch.engines.ray import bundle, room_seconds, strategy
@@ -38,13 +46,16 @@ from kdist.launch.task_group import TaskGroup, Timeouts, failure_report
 from kdist.launch.watchdog import MARKS_VARIABLE, Watchdog
 from kdist.run_directory import RunDirectory
 
-# Exit codes of `sysexits.h`: no room, and tasks that could not be started.
-_NO_ROOM, _NO_TASKS = 69, 70
+# Exit code of `sysexits.h`: the tasks could not be started.
+_NO_TASKS = 70
 # An ended job can be found for this time.
 _KEPT_SECONDS = 3600.0
 _MAX_LINES = 20_000
 _CLOSE_SECONDS = 5.0
 _POLL_SECONDS = 0.3
+_ROOM_POLL_SECONDS = 1  # Ray ignores fractions
+# Time in which Ray answers if there is room, and between two looks for more of it.
+_SHORT_ROOM_SECONDS, _GROW_INTERVAL_SECONDS = 5.0, 10.0
 # Time for the last output of a task whose children keep its pipe open.
 _OUTPUT_SECONDS = 1.0
 
@@ -250,6 +261,8 @@ class Supervisor:
         self._condition = threading.Condition()
         self._lines: collections.deque[str] = collections.deque(maxlen=_MAX_LINES)
         self._num_lines = self._restarts = 0
+        self._workers = job.workers  # that ran last, or that have just got room
+        self._is_growing = False  # the job ended because there is room for more workers
         self._refusal: str | None = None  # until the first placement has succeeded or failed
         self._code: int | None = None
         self._group: TaskGroup | None = None
@@ -323,9 +336,11 @@ class Supervisor:
         policy = RestartPolicy(job.max_restarts, checkpoints, self._announce)
         while True:
             code = self._run_once(policy)
-            if self._stopped or code in (0, _NO_ROOM) or self._seconds_left() == 0:
+            if self._stopped or code in (0, NO_ROOM) or self._seconds_left() == 0:
                 return code
-            if not policy.wait_before_restart(code) or self._stopped:
+            if not self._is_growing and not policy.wait_before_restart(code):
+                return code
+            if self._stopped:
                 return code
             self._restarts += 1
 
@@ -335,17 +350,17 @@ class Supervisor:
 
     def _run_once(self, policy):
         """Places and runs the tasks once; returns the exit code."""
-        job = self._job
-        group = placement_group([bundle(job)] * job.num_machines, strategy=strategy(job))
+        self._is_growing = False
+        group = self._find_room()
+        if group is None:
+            self._refuse(_no_room_message(self._job))
+            return 128 + signal.SIGTERM if self._stopped else NO_ROOM
         places: list = []
         try:
-            if not group.wait(room_seconds(job)):
-                self._refuse(_no_room_message(job))
-                return _NO_ROOM
-            places += _create_places(job, group)
+            places += _create_places(self._job, group)
             addresses = ray.get([place.reserve.remote() for place in places])
             self._refuse("")
-            return self._run_tasks(places, addresses, policy)
+            return self._run_tasks(places, addresses, policy, group)
         except ray.exceptions.RayError as error:  # such as a node that was lost meanwhile
             self._announce(f"the tasks could not be started: {error}")
             return _NO_TASKS
@@ -357,11 +372,49 @@ class Supervisor:
                 ray.kill(place)
             remove_placement_group(group)
 
-    def _run_tasks(self, places, addresses, policy):
+    def _find_room(self):
+        """Returns a placement group for as many tasks as there is room for, or None.
+
+        All tasks are needed, unless the job may run with fewer workers.
+        """
+        job, limits = self._job, self._job.worker_limits
+        attempts = [(job.num_machines, room_seconds(job))]
+        if limits:
+            seconds = room_seconds(job) if self._refusal is None else limits.wait_seconds
+            attempts = limits.attempts(self._workers, seconds, _SHORT_ROOM_SECONDS)
+        for number, seconds in attempts:
+            group = placement_group([bundle(job)] * number, strategy=strategy(job))
+            has_room = self._has_room(group, min(seconds, _SHORT_ROOM_SECONDS))
+            if not has_room and seconds > _SHORT_ROOM_SECONDS:
+                if limits:
+                    self._announce(
+                        f"no room for {limits.share(number)}; waiting up to {seconds:.0f} s for it"
+                    )
+                has_room = self._has_room(group, seconds - _SHORT_ROOM_SECONDS)
+            if has_room:
+                self._workers = number if limits else job.workers
+                return group
+            remove_placement_group(group)
+        return None
+
+    def _has_room(self, group, seconds):
+        """Returns whether a placement group gets its resources in time, unless the job is ended."""
+        left = self._seconds_left()
+        deadline = time.monotonic() + (seconds if left is None else min(seconds, left))
+        while not (has_room := group.wait(_ROOM_POLL_SECONDS)):
+            if self._stopped or time.monotonic() >= deadline:
+                break
+        return has_room
+
+    def _run_tasks(self, places, addresses, policy, group):
         job, rest = self._job, iter(addresses)
-        by_role = {role: [next(rest) for _ in range(count)] for role, count in job.tasks.items()}
-        clusters = Cluster(by_role, next(iter(by_role)), 0).all_tasks()
-        self._announce(f"{clusters[0].counts()} at {', '.join(addresses)}")
+        limits, counts, planned = job.worker_limits, job.tasks, None
+        if limits:
+            counts, planned = {"worker": len(places)}, job.workers
+        by_role = {role: [next(rest) for _ in range(count)] for role, count in counts.items()}
+        clusters = Cluster(by_role, next(iter(by_role)), 0, planned).all_tasks()
+        started = limits.share(len(places)) if limits else clusters[0].counts()
+        self._announce(f"{started} at {', '.join(addresses)}")
         token = {TOKEN_VARIABLE: secrets.token_hex(16)}
         ray_tasks = [
             RayTask(place, cluster, job, token, self._call)
@@ -379,7 +432,8 @@ class Supervisor:
             self._group = tasks
             if self._stopped:
                 return 128 + signal.SIGTERM
-        code = tasks.run()
+        with self._growing(tasks, group):
+            code = tasks.run()
         self._group = None
         self._failed = (tasks.failed.name, tasks.failed.exit_code) if tasks.failed else None
         if tasks.failed:
@@ -389,6 +443,30 @@ class Supervisor:
             with contextlib.suppress(ray.exceptions.RayError):
                 self._result = ray.get(source.place.result.remote(source.name))
         return code
+
+    @contextlib.contextmanager
+    def _growing(self, tasks, group):
+        """Yields while a thread restarts the job as soon as there is room for another worker."""
+        over = threading.Event()
+        if self._workers < self._job.workers:
+            threading.Thread(target=self._grow, args=[tasks, group, over], daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+            self._is_growing = tasks.is_restarting
+
+    def _grow(self, tasks, group, over):
+        used = set(placement_group_table(group)["bundles_to_node_id"].values())
+        while not over.wait(_GROW_INTERVAL_SECONDS):
+            if _is_room_elsewhere(self._job, used) and not over.is_set():
+                self._workers += 1
+                share = self._job.worker_limits.share(self._workers)
+                self._announce(
+                    f"there is room for {share}: the tasks save a checkpoint, and the job restarts"
+                )
+                tasks.restart()
+                return
 
     def _refuse(self, refusal):
         with self._condition:
@@ -434,8 +512,34 @@ def _create_places(job, group):
                 group, placement_group_bundle_index=index
             ),
         ).remote()
-        for index in range(job.num_machines)
+        for index in range(group.bundle_count)
     ]
+
+
+@ray.remote
+def _answer():
+    """Runs on a node that has room."""
+
+
+def _is_room_elsewhere(job, used):
+    """Returns whether a node other than the used ones has room for a task."""
+    resources = bundle(job)
+    for node in ray.nodes():
+        fits = all(node["Resources"].get(kind, 0) >= number for kind, number in resources.items())
+        if not node["Alive"] or node["NodeID"] in used or not fits:
+            continue
+        answer = _answer.options(
+            num_cpus=resources["CPU"],
+            num_gpus=resources.get("GPU", 0),
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        ).remote()
+        if ray.wait([answer], timeout=_SHORT_ROOM_SECONDS)[0]:
+            with contextlib.suppress(ray.exceptions.RayError):  # the node was lost again
+                ray.get(answer)
+                return True
+        ray.cancel(answer, force=True)
+    return False
 
 
 def _no_room_message(job):
@@ -445,7 +549,8 @@ def _no_room_message(job):
         if node["Alive"]
     ]
     return (
-        f"no room: the job needs {job.num_machines} × {bundle(job)} by {strategy(job)}, and the "
+        f"no room: the job needs {job.min_workers or job.num_machines} × {bundle(job)} by "
+        f"{strategy(job)}, and the "
         f"cluster has {len(nodes)} nodes ({'; '.join(nodes)}), some of which are in use; add "
         "nodes, or use fewer --workers"
     )

@@ -51,6 +51,7 @@ class SkyPilot(Engine):
 
     name, program = "skypilot", "sky"
     clouds = ("gcp", "aws", "azure", "lambda")
+    fixed_workers = "SkyPilot recovers a job with all of its machines"
     options: Mapping[str, str] = {
         "recovery": "SkyPilot's strategy: EAGER_NEXT_REGION, the default, or FAILOVER",
         "workdir": "directory that SkyPilot copies to all machines; by default the current one",

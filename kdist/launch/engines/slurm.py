@@ -107,6 +107,9 @@ class Slurm(Engine):
 
     name = "slurm"
     program = "sbatch"
+    fixed_workers = (
+        "a Slurm job has a fixed number of nodes, and waits in the queue for all of them"
+    )
     options: Mapping[str, str] = {
         "partition": "partition of the nodes",
         "account": "account that is charged",

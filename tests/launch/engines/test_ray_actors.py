@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+import types
+from unittest import mock
 
 import pytest
 
@@ -106,3 +108,63 @@ def test_a_lost_actor_is_a_killed_task(group):
     # In this test the process of the actor still runs, which would have ended its child.
     pid = int(next(line for line in lost.last_lines if line.isdecimal()))
     os.kill(pid, signal.SIGKILL)
+
+
+class Room:
+    """A cluster with room for a number of tasks, in place of Ray's placement groups."""
+
+    def __init__(self, monkeypatch, free):
+        self.free, self.asked, self.removed = free, [], 0
+        monkeypatch.setattr(ray_actors, "placement_group", self.group)
+        monkeypatch.setattr(ray_actors, "remove_placement_group", self.remove)
+        monkeypatch.setattr(ray_actors, "_SHORT_ROOM_SECONDS", 0.02)
+
+    def group(self, bundles, strategy):
+        self.asked.append(len(bundles))
+
+        def wait(seconds):
+            time.sleep(0.01)
+            return len(bundles) <= self.free
+
+        return types.SimpleNamespace(wait=wait, bundle_count=len(bundles))
+
+    def remove(self, group):
+        self.removed += 1
+
+
+@pytest.fixture
+def supervisor(monkeypatch):
+    """Returns a function that makes a supervisor that does not run yet."""
+    monkeypatch.setattr(ray_actors.threading, "Thread", lambda **options: mock.Mock())
+
+    def make(**fields):
+        job = Job("cats", ("true",), workers=4, options={"room_seconds": "0.05"}, **fields)
+        return ray_actors.Supervisor.__ray_metadata__.modified_class(job, None)
+
+    return make
+
+
+def test_a_job_continues_with_as_many_workers_as_have_room(monkeypatch, supervisor):
+    room = Room(monkeypatch, free=3)
+    job = supervisor(min_workers=2, wait_minutes=0.001)
+    assert job._find_room().bundle_count == 3
+    assert room.asked == [4, 3]
+    job._refuse("")
+    room.free = 1
+    assert job._find_room() is None
+    assert room.asked[2:] == [4, 3, 2]
+    assert room.removed == 4
+    room.free = 4
+    assert job._find_room().bundle_count == 4
+    lines = [line.partition(";")[0] for line in job.read(0)[0]]
+    assert lines == [f"launch: no room for {number} of 4 workers" for number in (4, 3)]
+
+
+def test_a_job_without_limits_needs_room_for_all_tasks(monkeypatch, supervisor):
+    room = Room(monkeypatch, free=3)
+    assert supervisor()._find_room() is None
+    assert room.asked == [4]
+    job = supervisor(min_workers=1, wait_minutes=60.0)
+    job._refuse("")
+    job._stopped = True
+    assert job._find_room() is not None  # it does not wait for an hour

@@ -26,6 +26,17 @@ def test_a_single_process_is_the_chief():
     assert cluster.all_tasks() == cluster.others() == []
 
 
+def test_the_planned_number_of_workers():
+    environment = {}
+    Cluster(TWO, "worker", 1, planned_workers=3).publish(environment)
+    cluster = Cluster.resolve(environment)
+    assert (cluster.num_workers, cluster.planned_workers) == (2, 3)
+    with pytest.raises(ValueError, match="1 are planned"):
+        Cluster.resolve({**environment, "KDIST_PLANNED_WORKERS": "1"})
+    Cluster(TWO).publish(environment)  # of a job that a task of the other one starts
+    assert Cluster.resolve(environment).planned_workers is None
+
+
 def test_chief_and_workers():
     with_chief = {"chief": ["c:1"], **TWO}
     assert Cluster(TWO, "worker", 0).is_chief

@@ -7,9 +7,11 @@ import pathlib
 import pytest
 
 import kdist
+from kdist.cluster import Cluster
 from kdist.planner import Plan, make_measurement
 from kdist.planner.measurements import Measurements
 from kdist.planner.plans import duration, train_command
+from kdist.strategy_spec import resolve
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,15 @@ def test_plan_file_of_version_0_1_loads():
     assert (layout.strategy, layout.accumulate, layout.local_steps) == ("multi_worker", 1, None)
     assert plan.local_batch == 128
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_a_plan_runs_with_fewer_workers_only_if_they_may_be_missing():
+    plan = Plan.load(pathlib.Path(__file__).with_name("plan_0_1.json"))
+    seven = {"worker": [f"localhost:{port}" for port in range(1, 8)]}
+    spec = resolve(plan, cluster=Cluster(seven, planned_workers=8))
+    assert (spec.kind, spec.devices) == ("multi_worker", 8)
+    with pytest.raises(ValueError, match="for 8 machines .* has 7 tasks"):
+        resolve(plan, cluster=Cluster(seven))
 
 
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored", "multi_worker", "parameter_server"])

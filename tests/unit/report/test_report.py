@@ -84,6 +84,16 @@ def test_the_table_has_the_values_of_the_summary(tmp_path):
     }
 
 
+def test_steps_without_some_workers_are_noted(tmp_path):
+    numbers = {"0": 4, "120": 3, "180": 4, "200": 2}
+    config = {"model": "lenet", "planned_workers": 4, "workers_from_step": numbers}
+    run = run_directory(tmp_path / "first", config=config)
+    text = without_plotly(report.write([run], tmp_path / "page.html"))
+    assert "first: 3 of 4 workers from step 120 to 180</p>" in text
+    assert "first: 2 of 4 workers from step 200</p>" in text
+    assert "4 of 4 workers" not in text
+
+
 def test_plots_configuration_and_environment_of_one_run(tmp_path):
     text = without_plotly(report.write([run_directory(tmp_path / "first")], tmp_path / "page.html"))
     assert re.findall("<h3>(.*?)</h3>", text) == ["Loss", "Learning rate"]  # there is no accuracy

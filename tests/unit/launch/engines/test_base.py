@@ -28,6 +28,9 @@ def test_parameter_servers_add_a_chief():
         ({"command": ()}, "no command"),
         ({"workers": 0}, "at least one"),
         ({"environment": {"A B": "c"}}, "environment variable"),
+        ({"workers": 2, "min_workers": 3}, "from 1 to --workers=2"),
+        ({"workers": 2, "min_workers": 1, "ps": 1}, "leave out ps and chief"),
+        ({"workers": 2, "min_workers": 1, "max_restarts": 0}, "raise max_restarts"),
     ],
 )
 def test_jobs_that_are_refused(fields, message):
@@ -149,3 +152,11 @@ def test_texts_of_states_and_costs():
     assert not Status("pending").is_over
     assert str(Cost(1.5, 2.0)) == "1.50 machine hours, $3.00 ($2 per machine and hour)"
     assert "no price" in str(Cost(1.5))
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "ray"])
+def test_engines_with_a_fixed_number_of_machines_say_why(name):
+    engine = get_engine(name)
+    job = Job("cats", ("train.py",), workers=4, min_workers=3)
+    assert any("leave min_workers out" in each for each in engine.check(job))
+    assert "min_workers" not in str(engine.check(dataclasses.replace(job, min_workers=None)))
