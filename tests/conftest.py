@@ -19,6 +19,8 @@ import pytest
 # Preemption notices of the machine on which the tests run are ignored: only stand-ins are asked.
 os.environ.setdefault("KDIST_METADATA_URL", "")
 
+pytest_plugins = ["kdist.testing.clouds"]
+
 UNIT_TESTS = pathlib.Path(__file__).with_name("unit")
 _SLOW_TEST_SECONDS = 900  # pyproject.toml has the limit of all others
 

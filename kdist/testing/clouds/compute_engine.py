@@ -1,17 +1,14 @@
-"""A stand-in for Compute Engine, whose VMs are processes of this machine.
+"""Stand-in for Compute Engine, whose VMs are machines inside this one.
 
-    with ComputeEngine(directory, hosts) as service:
-        environment = service.environment      # for `gcloud`, with or without this machine's own
+    with ComputeEngineStandIn(directory) as service:
+        os.environ.update(service.environment)         # for `gcloud`
+        handle = kdist.launch.engines.get_engine("gce").submit(job)
         service.preempt("cats-worker-1")
 
 It answers what `gcloud compute instances` sends (REST, version 1). The startup script of a VM runs
-as a process with a metadata server of its own, and what it prints is at the serial port. Run in a
-network namespace, because TensorFlow's servers listen at all addresses of a VM.
-
-    python compute_engine.py ARGUMENTS…        # a stand-in for `gcloud`, where it is not installed
+on it as a process, with a metadata server, and what it prints is at the serial port.
 """
 
-import collections
 import contextlib
 import email
 import http.server
@@ -19,79 +16,90 @@ import itertools
 import json
 import os
 import pathlib
-import re
 import shutil
-import signal
-import subprocess
+import socket
 import sys
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
+
+from kdist.testing.clouds import gcloud
+from kdist.testing.clouds.hosts import Network, write_program
 
 ZONES = ("us-central1-a", "us-central1-b")
-EXHAUSTED = {
+_TYPES: dict[str, list[dict]] = {
+    "machineTypes": [
+        {"name": f"n1-standard-{cores}", "guestCpus": cores} for cores in (4, 8, 16, 32)
+    ],
+    "acceleratorTypes": [{"name": f"nvidia-tesla-{gpu}"} for gpu in ("k80", "t4", "v100")],
+}
+_EXHAUSTED = {
     "code": "ZONE_RESOURCE_POOL_EXHAUSTED",
     "message": "The zone does not have enough resources available to fulfill the request. Try a "
     "different zone, or try again later.",
 }
-_ENDPOINT = "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE"
 
 
 class Vm:
-    """A virtual machine; `start` and `stop` its process."""
+    """A virtual machine of a `ComputeEngineStandIn`.
 
-    def __init__(self, service, zone, body):
-        self._service, self.zone, self.body = service, zone, body
+    Attributes:
+        name: Its name.
+        zone: Its zone.
+        status: Its status, as Compute Engine names it.
+        metadata: The values of its metadata.
+        log: File with the output of its startup script.
+    """
+
+    def __init__(self, service: "ComputeEngineStandIn", zone: str, body: dict):
+        self._service, self.zone, self._body = service, zone, body
         self.name, self.status, self.is_preempted = body["name"], "RUNNING", False
-        self.address = f"127.0.1.{next(service.numbers)}"
         self.metadata = {each["key"]: each["value"] for each in body["metadata"]["items"]}
-        self.log = service.directory / f"{self.name}-{self.address}.log"
-        self.start()
+        number = next(service.numbers)
+        self._home = service.directory / f"home-{self.name}-{number}"
+        self._home.mkdir()
+        self.log = service.directory / f"{self.name}-{number}.log"
+        self._start()
 
-    def start(self):
-        home = self._service.directory / f"home-{self.name}"
-        home.mkdir(exist_ok=True)
-        script = home / "startup-script"
+    def _start(self):
+        self._host = self._service.network.add(self.name)
+        script = self._home / "startup-script"
         script.write_text(self.metadata["startup-script"])
         environment = {
+            **os.environ,
             **self._service.environment,
-            "HOME": str(home),
-            "GCE_METADATA_HOST": f"127.0.0.1:{self._service.port}/vm/{self.name}",
+            "HOME": str(self._home),
+            "GCE_METADATA_HOST": f"{self._service.metadata_address}/vm/{self.name}",
         }
-        self.process = subprocess.Popen(
-            ["bash", str(script)],
-            stdout=self.log.open("ab"),
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        with self.log.open("ab") as log:
+            self._host.popen(["bash", script], stdout=log, stderr=log, env=environment)
 
-    def kill(self):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+    def reset(self):
+        """Boots again, with the same disk."""
+        self.power_off()
+        self._start()
 
-    def preempt(self, seconds):
+    def power_off(self):
+        """Kills all that runs on it."""
+        self._service.network.remove(self._host)
+
+    def preempt(self, seconds: float):
         """Announces the preemption, and deletes the VM when `seconds` are over."""
         self.is_preempted, self.status = True, "STOPPING"
+        timer = threading.Timer(seconds, self._service.delete, [self.name, self])
+        timer.daemon = True
+        timer.start()
 
-        def delete():
-            time.sleep(seconds)
-            self._service.delete(self.name)
-
-        threading.Thread(target=delete, daemon=True).start()
-
-    def serial_port(self, start):
-        data = self.log.read_bytes()
-        lines = data.decode("utf-8", "replace").splitlines(keepends=True)
+    def serial_port(self, start: int) -> dict:
+        """Returns what the VM has written, from a position."""
+        lines = self.log.read_text(errors="replace").splitlines(keepends=True)
         text = "".join(f"Nov 25 10:00:00 vm google[1]: startup-script: {line}" for line in lines)
         return {"contents": text[start:], "start": str(start), "next": str(len(text))}
 
-    def describe(self, base):
+    def describe(self, base: str) -> dict:
+        """Returns the VM as Compute Engine does; `base` is the URL of the project."""
         return {
-            **{key: value for key, value in self.body.items() if key != "networkInterfaces"},
+            **{key: value for key, value in self._body.items() if key != "networkInterfaces"},
             "id": "1",
             "status": self.status,
             "zone": f"{base}/zones/{self.zone}",
@@ -99,78 +107,123 @@ class Vm:
         }
 
 
-class ComputeEngine:
-    """The service. `hosts` is the file of host names, /etc/hosts in the VMs.
+class ComputeEngineStandIn:
+    """The service, as a context manager.
 
-    `without_capacity` has the pairs (machine type, zone) that cannot be rented.
+    Example:
+
+        with ComputeEngineStandIn(directory) as service:
+            os.environ.update(service.environment)
+            handle = kdist.launch.engines.get_engine("gce").submit(job)
+            service.preempt("cats-worker-1")
+            assert handle.follow(print) == 0
+        assert [each["zone"] for each in service.requests] == 3 * ["us-central1-a"]
+
+    Args:
+        directory: Empty directory for the files of the VMs.
+        installed: Whether to use this machine's own `gcloud` if it has one, which takes a second
+            per command. Defaults to `True`. Otherwise programs call a stand-in with the commands
+            that kdist uses.
+
+    Attributes:
+        environment: Environment variables of programs that call `gcloud`.
+        vms: The `Vm`s that exist, by name.
+        requests: The VMs that were asked for: JSON as `gcloud` sends it, and `kind` and `zone`.
+        without_capacity: Pairs (machine type, zone) that cannot be rented, to be changed by tests.
     """
 
-    def __init__(self, directory, hosts):
-        self.directory, self._hosts = pathlib.Path(directory), pathlib.Path(hosts)
-        self.vms, self.requests, self.without_capacity = {}, [], set()
-        self.numbers, self._operations = itertools.count(1), {}
+    def __init__(self, directory: str | os.PathLike, installed: bool = True):
+        self.directory, self._installed = pathlib.Path(directory), installed
+        self.vms: dict[str, Vm] = {}
+        self.requests: list[dict] = []
+        self.without_capacity: set[tuple[str, str]] = set()
+        self.numbers = itertools.count(1)
+        self._operations: dict[str, dict] = {}
         self._lock = threading.RLock()
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self):
-        handler = type("Handler", (_Handler,), {"service": self})
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.port = self._server.server_port
+        self.network = self._stack.enter_context(Network(self.directory))
+        self._address = self._serve(socket.create_server(("127.0.0.1", 0)))
+        self.metadata_address = self._serve(self.network.switch.listen())
         programs = self.directory / "bin"
         programs.mkdir()
         # A VM's last command must not end this machine.
-        _write_program(programs / "poweroff", "exit 0")
-        if shutil.which("gcloud") is None:
-            _write_program(programs / "gcloud", f'exec {sys.executable} {__file__} "$@"')
+        write_program(programs / "poweroff", "exit 0")
+        # `python3` of the VMs is that of the test.
+        write_program(programs / "python3", f'exec {sys.executable} "$@"')
+        if not (self._installed and shutil.which("gcloud")):
+            line = f'exec {sys.executable} -I {gcloud.__file__} "$@"'
+            write_program(programs / "gcloud", line)
         self.environment = {
-            **os.environ,
-            "PATH": f"{programs}:{os.environ['PATH']}",
-            _ENDPOINT: f"http://127.0.0.1:{self.port}/compute/v1/",
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            gcloud.ENDPOINT: f"http://{self._address}/compute/v1/",
             "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
             "CLOUDSDK_CORE_PROJECT": "p",
             "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
             "CLOUDSDK_CONFIG": str(self.directory / "gcloud"),
         }
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *_):
-        self._server.shutdown()
-        for name in list(self.vms):
-            self.delete(name)
+        with self._lock:
+            self._stack.close()
 
-    def preempt(self, name, seconds=30.0):
+    def _serve(self, listening):
+        """Answers at a socket, in a thread; returns its address."""
+        handler = type("Handler", (_Handler,), {"service": self})
+        server = http.server.ThreadingHTTPServer(
+            listening.getsockname(), handler, bind_and_activate=False
+        )
+        server.socket.close()
+        server.socket = listening
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        self._stack.callback(server.server_close)
+        self._stack.callback(server.shutdown)
+        return ":".join(map(str, listening.getsockname()))
+
+    def preempt(self, name: str, seconds: float = 30.0):
+        """Announces the preemption of a VM, and deletes it when `seconds` are over."""
         self.vms[name].preempt(seconds)
 
-    def insert(self, zone, body):
+    def find(self, name: str) -> Vm | None:
+        """Returns the VM with this name, once it has been created; None if there is none."""
+        with self._lock:
+            return self.vms.get(name)
+
+    def insert(self, zone: str, body: dict) -> tuple[int, dict]:
+        """Creates a VM, and returns status and answer."""
         kind = body["machineType"].rpartition("/")[2]
         with self._lock:
             self.requests.append({"zone": zone, "kind": kind, **body})
             if (kind, zone) in self.without_capacity:
-                return self._operation("insert", zone, body["name"], EXHAUSTED)
-            vm = self.vms[body["name"]] = Vm(self, zone, body)
-            with self._hosts.open("a") as file:
-                file.write(f"{vm.address} {vm.name}\n")
-        return self._operation("insert", zone, vm.name)
+                return self._operation("insert", zone, body["name"], _EXHAUSTED)
+            self.vms[body["name"]] = Vm(self, zone, body)
+        return self._operation("insert", zone, body["name"])
 
-    def delete(self, name):
+    def delete(self, name: str, expected: Vm | None = None) -> tuple[int, dict]:
+        """Deletes a VM, and returns status and answer.
+
+        Args:
+            name: Name of the VM.
+            expected: The VM to delete; nothing is done if another one has its name now.
+        """
         with self._lock:
-            vm = self.vms.pop(name, None)
-            if vm is None:
+            vm = self.vms.get(name)
+            if vm is None or expected not in (None, vm):
                 return 404, _error(404, f"The resource {name} was not found")
-            vm.kill()
-            # In place, because the file is mounted.
-            lines = self._hosts.read_text().splitlines(keepends=True)
-            self._hosts.write_text("".join(each for each in lines if vm.address not in each))
+            del self.vms[name]
+            vm.power_off()
         return self._operation("delete", vm.zone, name)
 
-    def reset(self, name):
-        vm = self.vms[name]
-        vm.kill()
-        vm.start()
-        return self._operation("reset", vm.zone, name)
+    def reset(self, name: str) -> tuple[int, dict]:
+        """Boots a VM again, and returns status and answer."""
+        with self._lock:
+            self.vms[name].reset()
+        return self._operation("reset", self.vms[name].zone, name)
 
     def _operation(self, kind, zone, name, error=None):
-        base = f"http://127.0.0.1:{self.port}/compute/v1/projects/p"
+        base = f"http://{self._address}/compute/v1/projects/p"
         number = f"operation-{next(self.numbers)}"
         found = {"error": {"errors": [error]}, "httpErrorStatusCode": 503} if error else {}
         self._operations[number] = {
@@ -185,10 +238,10 @@ class ComputeEngine:
         }
         return 200, self._operations[number]
 
-    def answer(self, method, url, body):
+    def answer(self, method: str, url: str, body: dict) -> tuple[int, dict]:
         """Returns the status and the answer to a request."""
         path, _, query = url.partition("?")
-        base = f"http://127.0.0.1:{self.port}/compute/v1/projects/p"
+        base = f"http://{self._address}/compute/v1/projects/p"
         parts = path.partition("/projects/")[2].split("/")[1:]
         match method, parts:
             case "POST", ["zones", zone, "instances"]:
@@ -207,18 +260,13 @@ class ComputeEngine:
             case "GET", ["aggregated", "instances"]:
                 vms = [vm.describe(base) for vm in list(self.vms.values())]
                 return 200, {"items": {f"zones/{ZONES[0]}": {"instances": vms}}}
-            case "GET", ["aggregated", "machineTypes"]:
-                kinds = ("n1-standard-8", "n1-standard-16")
-                return 200, {
-                    "items": {
-                        f"zones/{zone}": {
-                            "machineTypes": [
-                                {"name": kind, "zone": zone, "guestCpus": 8} for kind in kinds
-                            ]
-                        }
-                        for zone in ZONES
-                    }
+            case "GET", ["aggregated", ("machineTypes" | "acceleratorTypes") as kind]:
+                types = _TYPES[kind]
+                listed = {
+                    f"zones/{zone}": {kind: [{**each, "zone": zone} for each in types]}
+                    for zone in ZONES
                 }
+                return 200, {"items": listed}
             case "GET", ["global", "images", "family", family]:
                 link = f"{base}/global/images/{family}"
                 return 200, {"name": family, "selfLink": link, "status": "READY"}
@@ -232,7 +280,7 @@ class ComputeEngine:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    service: ComputeEngine
+    service: ComputeEngineStandIn
 
     def log_message(self, *_):
         pass
@@ -250,7 +298,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.path.startswith("/vm/"):
             _, _, name, _, _, _, *rest = self.path.split("/")
-            return self._metadata(self.service.vms.get(name), "/".join(rest))
+            return self._metadata(self.service.find(name), "/".join(rest))
         if self.path.startswith("/batch"):
             return self._batch(data)
         status, answer = self.service.answer(method, self.path, json.loads(data or b"{}"))
@@ -300,72 +348,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def _error(code, message):
     reasons = [{"reason": "notFound", "message": message, "domain": "global"}]
     return {"error": {"code": code, "message": message, "errors": reasons}}
-
-
-def _write_program(path, line):
-    path.write_text(f"#!/bin/sh\n{line}\n")
-    path.chmod(0o755)
-
-
-# A stand-in for `gcloud`, for the commands and flags that kdist uses.
-
-
-def gcloud(arguments):
-    """Returns what `gcloud` would print; exits as it does."""
-    names = [each for each in arguments if not each.startswith("--")]
-    flags = collections.defaultdict(str)
-    flags |= dict(each[2:].partition("=")[::2] for each in arguments if each.startswith("--"))
-    _, group, verb, *names = names
-    zone = f"zones/{flags['zone']}/instances"
-    if group == "machine-types":
-        found = _ask("GET", "aggregated/machineTypes")["items"]
-        return "\n".join(each.removeprefix("zones/") for each in found)
-    if verb == "list":
-        condition = flags["filter"].removeprefix("labels.kdist-job=")
-        lists = _ask("GET", "aggregated/instances")["items"].values()
-        vms = [vm for each in lists for vm in each["instances"]]
-        return json.dumps([vm for vm in vms if vm["labels"]["kdist-job"] == condition])
-    if verb == "get-serial-port-output":
-        return json.dumps(_ask("GET", f"{zone}/{names[0]}/serialPort?start={flags['start']}"))
-    for name in names:
-        if verb == "create":
-            _ask("POST", zone, _instance(name, flags))
-        else:
-            suffix = {"delete": "", "reset": "/reset"}[verb]
-            _ask("DELETE" if verb == "delete" else "POST", f"{zone}/{name}{suffix}", {})
-    return "[]"
-
-
-def _instance(name, flags):
-    files = (each.partition("=")[::2] for each in flags["metadata-from-file"].split(","))
-    items = [{"key": key, "value": pathlib.Path(path).read_text()} for key, path in files]
-    labels = dict([flags["labels"].split("=")])
-    return {
-        "name": name,
-        "machineType": flags["machine-type"],
-        "labels": labels,
-        "metadata": {"items": items},
-        "scheduling": {
-            "provisioningModel": flags["provisioning-model"],
-            "instanceTerminationAction": flags["instance-termination-action"],
-            "maxRunDuration": {"seconds": flags["max-run-duration"].rstrip("s")},
-        },
-    }
-
-
-def _ask(method, path, body=None):
-    url = f"{os.environ[_ENDPOINT]}projects/p/{path}"
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, data, method=method)) as answer:
-            found = json.load(answer)
-    except urllib.error.HTTPError as error:
-        sys.exit(f"ERROR: {error.read().decode()}")
-    if "error" in found:
-        sys.exit(f"ERROR: (gcloud) Could not fetch resource: {found['error']}")
-    return found
-
-
-if __name__ == "__main__":
-    assert re.fullmatch("compute", sys.argv[1])
-    print(gcloud(sys.argv[1:]))
