@@ -10,9 +10,9 @@
         slurm_cluster.preempt()
         assert handle.follow(print) == 0
 
-The fixtures are `slurm_cluster`, `kubernetes_cluster`, and `compute_engine`. Each machine is a
-network namespace of this one, which needs root. Where a program is not installed, a test is
-skipped, with its name.
+The fixtures are `slurm_cluster`, `kubernetes_cluster`, and `compute_engine`, whose machines are
+network namespaces of this one, which need root, and `spot_vm`, which needs nothing. Where a program
+is not installed, a test is skipped, with its name.
 """
 
 import pathlib
@@ -26,6 +26,7 @@ from kdist.testing.clouds.compute_engine import ComputeEngineStandIn
 from kdist.testing.clouds.hosts import missing_for_hosts
 from kdist.testing.clouds.kubernetes import KubernetesCluster
 from kdist.testing.clouds.slurm import SlurmCluster, missing_for_slurm
+from kdist.testing.metadata import MetadataServer, metadata_server
 
 __all__ = ["ComputeEngineStandIn", "KubernetesCluster", "SlurmCluster"]
 
@@ -91,6 +92,22 @@ def kubernetes_cluster(
     with KubernetesCluster(directory) as cluster:
         _set(monkeypatch, cluster.environment)
         yield cluster
+
+
+@pytest.fixture
+def spot_vm(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
+    """Returns the metadata server of a spot VM of Google, on which this process seems to run.
+
+    Example:
+
+        def test_it_saves(spot_vm):
+            process = subprocess.Popen(["kdist", "train", "--run_dir=runs/cats"])
+            spot_vm.announce()
+            assert process.wait() == 143
+    """
+    with metadata_server("gce") as server:
+        _set(monkeypatch, server.environment)
+        yield server
 
 
 @pytest.fixture
