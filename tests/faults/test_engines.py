@@ -46,14 +46,14 @@ def test_ray_restarts_a_job_whose_task_actor_and_node_were_killed(
     expected = undisturbed("multi_worker")
     run = EngineRun(short_directory, "ray_program.py").start()
     try:
-        run.wait_until(run.newest_step, 300)
+        run.wait_until(run.newest_step, 600)
         environment = psutil.Process(run.tasks()["worker 0"]).environ()
         assert "TF_USE_LEGACY_KERAS" not in environment
         run.signal("worker 1")
         run.wait_for_message("worker 1 was ended by SIGKILL")
         for lost, times in ((actor_of, 1), (node_of, 2)):
             step = run.newest_step()
-            run.wait_until(lambda step=step: run.newest_step() > step, 300)
+            run.wait_until(lambda step=step: run.newest_step() > step, 600)
             os.kill(lost(run), signal.SIGKILL)
             run.wait_for_message("actor or its node is gone", times=times)
         run.wait_for_success(400)

@@ -167,6 +167,7 @@ class ComputeEngineStandIn:
 
     def __exit__(self, *_):
         with self._lock:
+            self.vms.clear()
             self._stack.close()
 
     def _serve(self, listening):
@@ -309,7 +310,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if vm is None:
             return self._send(404, "", "text/plain")
         if key.startswith("preempted"):
-            while "wait_for_change" in key and not vm.is_preempted:
+            vms = self.service.vms
+            while "wait_for_change" in key and vms.get(vm.name) is vm and not vm.is_preempted:
                 time.sleep(0.05)
             return self._send(200, "TRUE" if vm.is_preempted else "FALSE", "text/plain")
         value = vm.name if key == "name" else vm.metadata.get(key.removeprefix("attributes/"))
