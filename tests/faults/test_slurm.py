@@ -46,10 +46,11 @@ def test_roles_ends_and_limits(slurm_cluster, tmp_path, monkeypatch):
     for line in ("0: chief", "1: worker 0", "2: ps 0"):
         number = int(line[0]) + 1
         assert f"{line} 1 chief, 1 worker, 1 ps n{number}" in lines
-    handle = engine.submit(shell_job("echo x >> tries; exit 3", workers=2, max_restarts=1))
+    failing = "[ $SLURM_PROCID = 0 ] || sleep 100; echo x >> tries; exit 3"
+    handle = engine.submit(shell_job(failing, workers=2, max_restarts=1))
     assert handle.follow(lines.append) == 3
     assert handle.status().restarts == 0
-    assert (tmp_path / "tries").read_text() == "x\n" * 4
+    assert (tmp_path / "tries").read_text() == "x\n" * 2
     saving = "trap 'exit 143' TERM; touch begun; while true; do sleep 0.1; done"
     handle = engine.submit(shell_job(saving))
     while not (tmp_path / "begun").exists():
