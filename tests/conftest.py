@@ -21,6 +21,8 @@ os.environ.setdefault("KDIST_METADATA_URL", "")
 # The same kernels on every CPU: TensorFlow's default depends on it.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
+pytest_plugins = ["kdist.testing.clouds"]
+
 UNIT_TESTS = pathlib.Path(__file__).with_name("unit")
 _SLOW_TEST_SECONDS = 900  # pyproject.toml has the limit of all others
 

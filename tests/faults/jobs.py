@@ -61,7 +61,7 @@ class Run:
                 env={**os.environ, "PYTHONPATH": os.fspath(ROOT), **environment},
             )
 
-    def wait_for_success(self, seconds=240):
+    def wait_for_success(self, seconds=400):
         """Waits until the job succeeds, and returns its result."""
         assert self.process.wait(seconds) == 0, self.output()
         assert not self.tasks()
@@ -82,7 +82,7 @@ class Run:
 
     # While it runs.
 
-    def wait_until(self, condition, seconds=120):
+    def wait_until(self, condition, seconds=240):
         """Waits for a condition while the job runs; returns the waiting time in seconds."""
         began = time.monotonic()
         while not condition():

@@ -1,4 +1,4 @@
-"""Trains on two nodes of a Ray cluster on this machine, whose processes a test kills.
+"""Trains on two of three nodes of a Ray cluster on this machine, whose processes a test kills.
 
 Run as a program: `python ray_program.py DIRECTORY CHECKPOINTS RESULT`. The last line of its output
 says, as JSON, what was seen.
@@ -18,8 +18,9 @@ PROGRAM = pathlib.Path(__file__).with_name("training_program.py")
 
 
 def main(directory, checkpoints, result):
-    with nodes(pathlib.Path(directory), 1, head_cpus=2) as cluster:
-        seen = {"code": train(checkpoints, result), "refused": refused(), "stopped": stopped()}
+    with nodes(pathlib.Path(directory), 2, head_cpus=2) as cluster:
+        seen = {"roles": roles()}
+        seen |= {"code": train(checkpoints, result), "stopped": stopped()}
         seen["called"] = launch.on("ray", place, workers=2, arguments=("a",))
         seen["elastic"] = elastic(cluster, pathlib.Path(directory))
     print(json.dumps(seen))
@@ -34,18 +35,20 @@ def train(checkpoints, result):
     assert engine.check(job) == []
     engine.submit(job)
     code = engine.find("cats").follow(lambda line: print(line, flush=True))
-    assert engine.find("cats").status().restarts == 2
+    assert engine.find("cats").status().restarts == 3
     engine.find("cats").remove()
     return code
 
 
-def refused():
-    began = time.monotonic()
-    job = Job("large", ("true",), workers=3, options={"room_seconds": "3"})
+def roles():
+    """Returns the tasks of a job with a parameter server, and the refusal of a larger one."""
+    engine, lines = get_engine("ray"), []
+    engine.submit(Job("roles", ("sh", "-c", "echo $TF_CONFIG"), ps=1)).follow(lines.append)
     try:
-        get_engine("ray").submit(job)
+        engine.submit(Job("large", ("true",), workers=4, options={"room_seconds": "3"}))
     except RuntimeError as error:
-        return str(error), time.monotonic() - began
+        lines.append(str(error))
+    return lines
 
 
 def stopped():
@@ -80,7 +83,9 @@ def elastic(cluster, directory):
     assert engine.check(job) == []
     engine.submit(job)
     _wait_for_tasks(log, [(2, 2)] * 2)
-    cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+    raylets = {each: each.all_processes["raylet"][0].process for each in cluster.worker_nodes}
+    (left,) = [each for each, raylet in raylets.items() if raylet.poll() is None]
+    cluster.remove_node(left, allow_graceful=False)  # a test has killed the other one
     _wait_for_tasks(log, [(2, 2)] * 2 + [(1, 2)])
     cluster.add_node(num_cpus=2, **NODE)
     _wait_for_tasks(log, [(2, 2)] * 2 + [(1, 2)] + [(2, 2)] * 2)

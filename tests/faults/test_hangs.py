@@ -26,7 +26,7 @@ class ByHand(Run):
                 command,
                 TF_CONFIG=json.dumps({"cluster": job, "task": {"type": "worker", "index": index}}),
                 KDIST_HANG_SECONDS="8",
-                KDIST_STEP_TIMEOUT="600",
+                KDIST_STEP_TIMEOUT_SECONDS="600",
                 KDIST_FAULT=fault,
             )
             for index in range(2)

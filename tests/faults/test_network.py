@@ -79,7 +79,12 @@ def test_a_link_that_is_cut_for_a_while(run, hosts, undisturbed, record):
     record("the link is cut for 6 s", "multi_worker", "waited for", None, 0, "yes")
 
 
-def test_a_link_that_is_cut_for_good(run, hosts, undisturbed, record):
+@pytest.fixture
+def short_timeout(monkeypatch):
+    monkeypatch.setenv("KDIST_STEP_TIMEOUT_SECONDS", "20")
+
+
+def test_a_link_that_is_cut_for_good(short_timeout, run, hosts, undisturbed, record):
     """Both workers end within the time limit of a step, 20 s; restarted, they resume."""
     run.wait_for_checkpoint(10)
     network.cut(hosts[1])

@@ -5,7 +5,7 @@ python training_program.py STRATEGY DIRECTORY OUTPUT
 Checkpoints go to DIRECTORY. After training, the weights' digest and the history go to OUTPUT, and
 the examples of each step to seen/<attempt>/<replica>.txt in the same directory. The environment
 variable KDIST_FAULT=NAME:WORKER:STEP causes one fault; see `Fault`. KDIST_MIRROR is the directory
-of a slow store to which the run is copied, and KDIST_STEP_TIMEOUT the limit of a step in seconds.
+of a slow store to which the run is copied. KDIST_STEP_TIMEOUT_SECONDS is the time limit of a step.
 """
 
 import hashlib
@@ -103,7 +103,7 @@ def main(kind, directory, output):
     strategy = kdist.create_strategy(
         kind,
         2 if kind == "mirrored" else None,
-        step_timeout_seconds=float(os.environ.get("KDIST_STEP_TIMEOUT", 20)),
+        step_timeout_seconds=float(os.environ.get("KDIST_STEP_TIMEOUT_SECONDS", "60")),
         allow_remote=True,
     )
     keras.utils.set_random_seed(1)
