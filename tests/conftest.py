@@ -93,6 +93,13 @@ def _free_memory():
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
+@pytest.fixture(scope="session")
+def shared_directory(tmp_path_factory):
+    """Directory of this run of pytest, the same in all workers of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if base.name.startswith("popen-") else base
+
+
 @pytest.fixture(params=[1, 2, 4], ids=lambda n: f"{n} devices")
 def strategy(request):
     """One device, and MirroredStrategy on two and on four."""

@@ -125,7 +125,7 @@ def test_files_are_those_of_plain_keras(tmp_path, kind):
 
     configs = []
     for model_class in (kdist.Model, keras.Model):
-        keras.utils.clear_session()
+        keras.utils.clear_session(free_memory=False)
         model = build(model_class)
         model.compile("adam", "mse", jit_compile=False)
         model.fit(X, Y, verbose=0)

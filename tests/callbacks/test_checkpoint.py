@@ -52,7 +52,7 @@ class Interrupt(keras.callbacks.Callback):
 
 def fit(strategy, callbacks, epochs=3, local=32, validates=True, **options):
     keras.utils.set_random_seed(3)
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     train, test = pipelines(strategy.num_replicas_in_sync, local)
     with strategy.scope():
         options = {name: value() if callable(value) else value for name, value in options.items()}

@@ -47,7 +47,7 @@ class Note(keras.callbacks.Callback):
 def fine_tune(strategy, *callbacks, stop=None):
     """Returns the model, its history, and the weights after each epoch."""
     keras.utils.set_random_seed(3)
-    keras.utils.clear_session()
+    keras.utils.clear_session(free_memory=False)
     train, test = pipelines(strategy.num_replicas_in_sync, 32 // strategy.num_replicas_in_sync)
     with strategy.scope():
         rate = keras.optimizers.schedules.ExponentialDecay(0.05, 10, 0.9)

@@ -1,7 +1,9 @@
 """Undisturbed runs to compare with, and records for the table of faults."""
 
+import fcntl
 import json
 import os
+import shutil
 
 import pytest
 
@@ -9,14 +11,24 @@ from tests.faults.jobs import Run
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
-    """Returns a function that returns an undisturbed run of a strategy."""
+def undisturbed(shared_directory):
+    """Returns a function that returns an undisturbed run of a strategy.
+
+    The first test process that needs a run starts it, and the others wait for its result.
+    """
     runs = {}
 
     def run_of(kind):
         if kind not in runs:
-            runs[kind] = Run(tmp_path_factory.mktemp(f"undisturbed-{kind}"), kind).start()
-            runs[kind].wait_for_success()
+            run = Run(shared_directory / f"undisturbed-{kind}", kind)
+            with open(shared_directory / f"undisturbed-{kind}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not run.result.exists():
+                    # What an attempt that failed has left would be resumed.
+                    shutil.rmtree(run.directory, ignore_errors=True)
+                    run.directory.mkdir()
+                    run.start().wait_for_success()
+            runs[kind] = run
         return runs[kind]
 
     return run_of

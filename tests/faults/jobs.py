@@ -1,6 +1,7 @@
 """Jobs of real processes, for tests that disturb them."""
 
 import collections
+import functools
 import json
 import os
 import pathlib
@@ -15,6 +16,7 @@ from tests.faults import training_program
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAINING_PROGRAM = pathlib.Path(training_program.__file__)
+_PYTHON_PATH = os.pathsep.join(map(str, (pathlib.Path(__file__).with_name("startup"), ROOT)))
 
 # The launcher's reaction to most faults, for the table.
 RESTARTED = "named; the job is restarted from its last checkpoint"
@@ -58,7 +60,7 @@ class Run:
                 [os.fspath(part) for part in command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": os.fspath(ROOT), **environment},
+                env={**os.environ, "PYTHONPATH": _PYTHON_PATH, **environment},
             )
 
     def wait_for_success(self, seconds=400):
@@ -169,6 +171,7 @@ def check_equal(run, undisturbed):
         assert sorted(mark for step in part for mark in step) == _marks_of_all()
 
 
+@functools.cache
 def _marks_of_all():
     import kdist
 

@@ -19,12 +19,10 @@ OFFSETS = {"four": 0, "groups": 1, "accumulate": 2, "workers": 3, "servers": 4}
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """Directory of this run, the same in all workers of pytest-xdist."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if base.name.startswith("popen-") else base
-    (shared / "programs").mkdir(exist_ok=True)
-    return shared / "programs"
+def directory(shared_directory):
+    """Directory of the results of all test processes."""
+    (shared_directory / "programs").mkdir(exist_ok=True)
+    return shared_directory / "programs"
 
 
 @pytest.fixture(scope="module")
