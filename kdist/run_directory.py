@@ -40,6 +40,9 @@ RUN_DIR = "KDIST_RUN_DIR"
 # Directory of runs whose directory is not given.
 RUNS = pathlib.Path("runs")
 
+# The best model in validation.
+BEST = "best.keras"
+
 # A checkpoint's name is this prefix and its step. The last of its files makes it complete.
 CHECKPOINT_PREFIX, CHECKSUMS = "step-", "checksums.json"
 
@@ -323,7 +326,7 @@ class RunDirectory:
     @property
     def best(self) -> pathlib.Path:
         """Path of the best model in validation, a `.keras` file."""
-        return self.path / "best.keras"
+        return self.path / BEST
 
     @property
     def report(self) -> pathlib.Path:

@@ -11,7 +11,12 @@ A run is written to a local directory and copied from there in the background. `
 from kdist.public_names import import_on_demand
 
 # Public name -> the module that defines it.
-_PUBLIC = {"Mirror": "mirror", "MirroredCheckpoint": "mirror", "Store": "store"}
+_PUBLIC = {
+    "Mirror": "mirror",
+    "MirroredCheckpoint": "mirror",
+    "Store": "store",
+    "cached": "cache",
+}
 
 __all__ = sorted(_PUBLIC)
 

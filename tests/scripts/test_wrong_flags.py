@@ -111,7 +111,7 @@ TRAIN = [
     (["--run_dir=gs://bucket/run"], "pip install 'kdist[gs]'"),
     (["--run_dir=gs:/bucket/run"], "is a URL; give a path"),
     (["--data_dir=gs://bucket/run"], "is a URL; give a path"),
-    (["--mirror=gs://bucket"], "names no run; write gs://BUCKET/RUN"),
+    (["--mirror=gs://bucket"], "names no directory of a bucket"),
     (["--mirror=runs/a"], "--mirror=runs/a is no URL"),
     (["--run_dir=memory://a/b", "--mirror=memory://c/d"], "leave one of them out"),
     (["--backend=jax", "--run_dir=memory://a/b"], "is not supported by --backend=jax"),
