@@ -38,6 +38,8 @@ _ONLY_ENGINES = {
 # Flags of this machine that are refused by engines.
 _ONLY_LOCAL = {
     "evaluator": "evaluate in fit, by validation_data",
+    "data_workers": "start kdist data_worker on machines of your own, and pass their addresses to "
+    "the program (--data_workers)",
     "share_gpus": "each task has a machine of its own",
     "timeout_seconds": "use --time_limit_hours",
     "hang_seconds": "leave it out",

@@ -127,7 +127,7 @@ with program.flag_group("Data"):
         "data_workers",
         [],
         "Addresses (host:port) of processes that read and prepare the batches; start each with "
-        "`kdist data_worker`. For runs whose report says that they are input-bound.",
+        "`kdist data_worker`. By default those of `kdist launch --data_workers`. For runs whose report says that they are input-bound.",
     )
     flags.DEFINE_string("data_dir", None, "Directory or URL of TFDS datasets or of the IDX files.")
     flags.DEFINE_boolean("download", True, "Allow downloading a dataset.")

@@ -11,6 +11,7 @@ from kdist.data.names import dataset_path
 from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.pipeline import Pipeline
 from kdist.data.source import DatasetUnavailable, Source
+from kdist.data.worker_addresses import resolve_data_workers
 from kdist.mirror.cache import cached
 from kdist.mirror.store import is_url
 
@@ -30,7 +31,7 @@ def load(
     data_dir: str | os.PathLike | None = None,
     download: bool = True,
     cache: bool | str = "auto",
-    data_workers: str | Sequence[str] = (),
+    data_workers: str | Sequence[str] | None = None,
 ) -> tuple[Pipeline, Pipeline]:
     """Loads a dataset as two pipelines, for training and for testing.
 
@@ -54,7 +55,8 @@ def load(
         data_dir: directory or URL of TFDS, or for `fashion_mnist` of the IDX files.
         download: whether TFDS may download the dataset. Defaults to True.
         cache: whether to keep decoded images in memory, see `Pipeline`. Defaults to `"auto"`.
-        data_workers: addresses of processes that prepare the batches, see `Pipeline`.
+        data_workers: addresses of processes that prepare the batches, see `Pipeline`. Defaults to
+            those of `kdist launch --data_workers`, if any; `()` uses none.
 
     Returns:
         `(train, test)`, two `kdist.data.Pipeline`s.
@@ -72,6 +74,7 @@ def load(
         train, test = kdist.data.load("cats_vs_dogs", batch=batch, operations="resize(160, 160)")
         model.fit(train, validation_data=test)
     """
+    data_workers = resolve_data_workers(data_workers)
     sources = load_sources(
         name,
         seed=seed,
@@ -101,7 +104,7 @@ def create_pipelines(
     operations: str | Sequence[ImageOperation] = (),
     eval_operations: str | Sequence[ImageOperation] | None = None,
     cache: bool | str = "auto",
-    data_workers: str | Sequence[str] = (),
+    data_workers: str | Sequence[str] | None = None,
 ) -> tuple[Pipeline, Pipeline]:
     """Returns the pipelines of a training and a test source; the arguments are those of `load`."""
     train_source, test_source = sources
@@ -109,7 +112,8 @@ def create_pipelines(
         train_source = train_source.subset(examples, seed)
     operations = as_operations(operations)
     eval_operations = operations if eval_operations is None else as_operations(eval_operations)
-    options: dict[str, Any] = {"seed": seed, "cache": cache, "data_workers": data_workers}
+    addresses = resolve_data_workers(data_workers)
+    options: dict[str, Any] = {"seed": seed, "cache": cache, "data_workers": addresses}
     train = Pipeline(train_source, batch, operations=operations, **options)
     test = Pipeline(test_source, batch, training=False, operations=eval_operations, **options)
     if train.image_shape != test.image_shape:
