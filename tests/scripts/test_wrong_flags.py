@@ -274,6 +274,7 @@ OTHERS = [
     ("launch", ["--job=cats", "--engine=local"], "there is none to look at"),
     ("launch", [*SLURM, "--timeout_seconds=9", "--", "true"], "use --time_limit_hours"),
     ("launch", [*SLURM, "--evaluator", "--", "true"], "validation_data"),
+    ("launch", [*SLURM, "--data_workers=2", "--", "true"], "start kdist data_worker"),
     ("launch", [*SLURM, "--option=mem", "--", "true"], "write it as NAME=VALUE"),
     ("launch", [*SLURM, "--option=memory=2G", "--", "true"], "has no option memory"),
     ("launch", [*SLURM, "--stop", "--", "true"], "name one (--job)"),
