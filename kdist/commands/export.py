@@ -12,8 +12,8 @@
   kdist export best.keras --output=models/pets --classes=cat,dog
 
 The newest model of a run is that after its last complete epoch. Of a run in a bucket it is the best
-one, which --save_best keeps. The directory contains one folder
-per version; a server that runs loads the new one, except from a bucket. It prints the directory of the version.
+one, which --save_best keeps. The directory contains one folder per version; a server that runs
+loads the new one, except from a bucket. It prints the directory of the version.
 """
 
 import contextlib

@@ -78,8 +78,8 @@ with program.flag_group("Common"):
         "fashion_mnist",
         "Dataset: a TFDS name (fashion_mnist, cats_vs_dogs, …), digits, a directory or URL "
         "(gs://bucket/pets) of images or IDX files, or a function as module:function or "
-        "path.py:function. It returns (x_train, y_train), (x_test, y_test), such as keras.datasets.cifar10:load_data, or two "
-        "kdist.data.Source.",
+        "path.py:function. It returns (x_train, y_train), (x_test, y_test), such as "
+        "keras.datasets.cifar10:load_data, or two kdist.data.Source.",
     )
     flags.DEFINE_string(
         "strategy",
@@ -127,7 +127,8 @@ with program.flag_group("Data"):
         "data_workers",
         [],
         "Addresses (host:port) of processes that read and prepare the batches; start each with "
-        "`kdist data_worker`. By default those of `kdist launch --data_workers`. For runs whose report says that they are input-bound.",
+        "`kdist data_worker`. By default those of `kdist launch --data_workers`. For runs whose "
+        "report says that they are input-bound.",
     )
     flags.DEFINE_string("data_dir", None, "Directory or URL of TFDS datasets or of the IDX files.")
     flags.DEFINE_boolean("download", True, "Allow downloading a dataset.")
@@ -398,6 +399,15 @@ with program.flag_group("Logs and tracking"):
         lower_bound=0,
         upper_bound=100,
     )
+    flags.DEFINE_string(
+        "mlflow_uri",
+        None,
+        "MLflow tracking URI, such as http://127.0.0.1:5000, to which the run is logged as well "
+        "(needs kdist[mlflow]). An exported model becomes an MLflow model.",
+    )
+    flags.DEFINE_string(
+        "mlflow_experiment", None, "MLflow experiment. By default MLFLOW_EXPERIMENT_NAME, or kdist."
+    )
     flags.DEFINE_boolean("tensorboard", False, "Write TensorBoard logs to RUN_DIR/tensorboard.")
     flags.DEFINE_float(
         "device_seconds",
@@ -432,6 +442,7 @@ flags.register_validator(
     "must be FIRST:LAST, with steps counted from 1, such as 10:20",
 )
 program.accept_urls("run_dir", "mirror", "dataset", "data_dir", "export", "resume")
+program.accept_urls("mlflow_uri", is_checked=False)
 program.reads_file("plan", "create it with kdist plan --output")
 program.reads_file("split", "write the placement to it, or use --split=auto", unless=["auto"])
 

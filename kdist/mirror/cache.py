@@ -79,7 +79,9 @@ def cached(url: str) -> pathlib.Path:
         for name in known.keys() - listing.keys():
             (directory / name).unlink(missing_ok=True)
         missing = {
-            name: file for name, file in listing.items() if not _is_there(directory, name, known, file)
+            name: file
+            for name, file in listing.items()
+            if not _is_there(directory, name, known, file)
         }
         if missing:
             _check_space(directory, url, missing)
@@ -118,7 +120,9 @@ def _read_records(path):
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # the last one may be cut off
+            with contextlib.suppress(
+                ValueError, KeyError, TypeError
+            ):  # the last one may be cut off
                 record = parse_json(line)
                 found[record["name"]] = record["state"]
     return found

@@ -66,7 +66,9 @@ def load_data(batch):
             raise
         print(f"{error}\nTraining on {FLAGS.fallback_dataset} instead.", file=sys.stderr)
         FLAGS.epochs = FLAGS.fallback_epochs or FLAGS.epochs
-        return FLAGS.fallback_dataset, *load_by_name(FLAGS.fallback_dataset, data_workers=(), **options)
+        return FLAGS.fallback_dataset, *load_by_name(
+            FLAGS.fallback_dataset, data_workers=(), **options
+        )
 
 
 def load_by_name(name, *, data_dir=None, download=True, **options):

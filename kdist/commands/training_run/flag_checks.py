@@ -6,6 +6,7 @@ import pathlib
 
 from absl import flags
 
+from kdist import program
 from kdist.commands.training_run.applications import APPLICATIONS, PREFIX, application
 from kdist.commands.training_run.compiled_model import MODELS
 from kdist.commands.training_run.fine_tuning import check_weights, freeze_patterns
@@ -34,6 +35,8 @@ def check_flags(spec):
         FileNotFoundError: a directory does not exist.
         ConnectionError: a data worker does not answer.
     """
+    if FLAGS.mlflow_uri is not None:
+        program.check_installed("mlflow", "mlflow")
     _check_model()
     _check_fine_tuning(spec)
     _check_export()
@@ -196,6 +199,7 @@ def _check_effects(spec):
         ("decay", FLAGS.schedule == "ramp", "--schedule=ramp"),
         ("ramp_epochs", FLAGS.schedule != "constant", "--schedule=ramp or cosine"),
         ("wandb_samples", FLAGS.wandb_mode != "off", "--wandb_mode=auto"),
+        ("mlflow_experiment", FLAGS.mlflow_uri is not None, "--mlflow_uri"),
         ("base_batch_size", FLAGS.scale_learning_rate != "none", "--scale_learning_rate"),
     ):
         if FLAGS[name].present and not is_used:

@@ -115,10 +115,10 @@ def _input(timing):
     return share, (
         f"input-bound: the pipeline delivers {rate:,.0f} examples/s, the devices could train on "
         f"{rate / max(1 - share, 0.001):,.0f} ({share:.0%} of a step is waiting for input); keep "
-        "decoded examples in memory (cache=True), make the operations cheaper, or use data workers: "
-        f"{predictions} of waiting, if each prepares as much as this machine does now (`kdist "
-        f"launch --data_workers={workers}` if cores are idle or storage is slow, else `kdist "
-        "data_worker` on other machines); `kdist check --input` measures the pipeline alone"
+        "decoded examples in memory (cache=True), make the operations cheaper, or use data "
+        f"workers: {predictions} of waiting, if each prepares as much as this machine does now "
+        f"(`kdist launch --data_workers={workers}` if cores are idle or storage is slow, else "
+        "`kdist data_worker` on other machines); `kdist check --input` measures the pipeline alone"
     )
 
 
