@@ -140,15 +140,15 @@ def _create(path, unfinished):
 
 
 def check_local(path: str | os.PathLike):
-    """Raises a ValueError if a path is a URL such as gs://bucket/run, which only mirrors support.
+    """Raises a ValueError if a path is a URL such as gs://bucket/run.
 
     Python would write to a local directory named "gs:".
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
         raise ValueError(
             f"{os.fspath(path)} is a URL; give a path of the file system. URLs are supported by "
-            "--run_dir and --mirror of kdist train, kdist report, and kdist.callbacks.Checkpoint("
-            "mirror=…)"
+            "--dataset, --data_dir, --run_dir, --mirror, --resume, and --export of kdist train, by "
+            "kdist export, kdist serve, kdist report, and kdist.callbacks.Checkpoint(mirror=…)"
         )
 
 

@@ -33,7 +33,7 @@ ALLOWED_SKIPS = (
     ("tests/unit/telemetry/test_wandb_workspace.py", "wandb-workspaces"),
     # Their requirements contradict versions that constraints.txt pins.
     ("tests/telemetry/test_mlflow.py", "mlflow"),
-    ("tests/data/test_emulators.py", "emulator"),
+    ("tests/data/test_emulators.py", "the emulator of"),
     # Its requirements contradict those of kdist, so it needs an environment of its own.
     ("tests/launch/engines/test_skypilot_prices.py", "SkyPilot is not installed"),
 )

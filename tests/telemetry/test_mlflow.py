@@ -18,7 +18,7 @@ import pytest
 import kdist
 from kdist.launch.local_engine import reserve_ports
 from kdist.run_directory import RunDirectory
-from kdist.telemetry import MlflowWriter, create_writer
+from kdist.telemetry import MlflowWriter
 from tests.telemetry.waiting import wait_until
 
 mlflow = pytest.importorskip("mlflow")
@@ -35,6 +35,8 @@ def running(command, url, log):
             [sys.executable, "-m", "mlflow", *command],
             stdout=file,
             stderr=subprocess.STDOUT,
+            # Without the processes that evaluate language models.
+            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
             start_new_session=True,
         )
 
@@ -70,8 +72,7 @@ def server(tmp_path_factory):
 def test_a_run_and_the_model_that_mlflow_serves(server, tmp_path):
     run = RunDirectory.create(tmp_path / "runs" / "first", {"model": "mlp"})
     config = {"model": "mlp", "batch": {"global": 32}}
-    options = {"is_chief": True, "mlflow_uri": server, "mlflow_experiment": "digits"}
-    writer = create_writer(run, config=config, **options)
+    writer = MlflowWriter(run.path, server, "digits", config=config, close_seconds=240)
     for epoch in (1, 2):
         writer.write({"kind": "epoch", "epoch": epoch, "examples": 64 * epoch, "loss": 1 / epoch})
     writer.write_device(
@@ -79,7 +80,8 @@ def test_a_run_and_the_model_that_mlflow_serves(server, tmp_path):
     )
     writer.close()
 
-    writer = create_writer(run, config={**config, "model": "changed"}, **options)  # resumed
+    changed = {**config, "model": "changed"}  # the run is resumed
+    writer = MlflowWriter(run.path, server, "digits", config=changed, close_seconds=240)
     writer.write({"kind": "epoch", "epoch": 3, "examples": 192, "loss": 0.25})
     writer.write_summary({"test_accuracy": 0.9, "verdict": ["fast"]})
     model = kdist.models.mlp((4, 4, 1), 3)
