@@ -41,12 +41,13 @@ def resolve_data_workers(addresses: str | Sequence[str] | None) -> tuple[str, ..
 
 
 def wait_until_answers(address: str):
-    """Raises a ConnectionError if no data worker answers; waits for one of this job to start."""
+    """Waits until a data worker of this job has started; raises ConnectionError if none answers."""
     waits = address in resolve_data_workers(None)
     deadline = time.monotonic() + (_START_SECONDS if waits else 0.0)
     while True:
         try:
-            return check_answers(address)
+            check_answers(address)
+            return
         except ConnectionError:
             if time.monotonic() >= deadline:
                 raise

@@ -28,7 +28,7 @@ CACHE_DIR = "KDIST_CACHE_DIR"
 # What was fetched, one file per line. Hidden, so that it is no file of a dataset.
 _RECORDS = ".kdist-fetched.jsonl"
 _PART = ".kdist-part-"
-# Small files take a round trip each, so many are fetched at a time.
+# Small files take a round trip each: fetching some at the same time hides it.
 _THREADS = 16
 _LOG_SECONDS = 10.0
 _LOCK_POLL_SECONDS = 0.5

@@ -385,7 +385,10 @@ def find_checkpoint(url: str) -> tuple[Store, MirroredCheckpoint]:
 
 @contextlib.contextmanager
 def fetched_checkpoint(url: str) -> Iterator[pathlib.Path]:
-    """Copies a checkpoint of `find_checkpoint` to a temporary directory, and yields its path.
+    """Copies a checkpoint of `find_checkpoint` to a temporary directory.
+
+    Yields:
+        The directory of the checkpoint.
 
     Raises:
         OSError: there is no complete checkpoint, or it cannot be copied.

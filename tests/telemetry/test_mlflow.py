@@ -35,8 +35,13 @@ def running(command, url, log):
             [sys.executable, "-m", "mlflow", *command],
             stdout=file,
             stderr=subprocess.STDOUT,
-            # Without the processes that evaluate language models.
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            env={
+                **os.environ,
+                # mlflow starts uvicorn of the same environment.
+                "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]]),
+                # Without the processes that evaluate language models.
+                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+            },
             start_new_session=True,
         )
 

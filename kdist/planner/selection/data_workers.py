@@ -24,6 +24,11 @@ _PENALTY_PER_HOST = 0.005
 class DataWorkerOption:
     """CPU hosts that prepare the input of a plan, and its time and price with them.
 
+    Example:
+
+        option = kdist.planner.find_data_workers(plan)
+        option.count, option.host.name, option.hours, option.usd
+
     Attributes:
         host: kind of the hosts.
         count: number of hosts.
@@ -59,9 +64,16 @@ def find_data_workers(plan: Plan, constants: Constants | None = None) -> DataWor
     Data workers do all of the work of the input, and the host of the devices none. The model of
     the time is that of the plan, with the cores of the CPU hosts.
 
+    Example:
+
+        option = kdist.planner.find_data_workers(kdist.plan("resnet50", examples=1281167).best)
+
     Args:
         plan: the plan. Only the clouds of `tables/vm_prices.csv` with VMs without GPUs have prices.
         constants: constants of the cost model. Defaults to those of the tables.
+
+    Returns:
+        The option, or None.
     """
     constants = constants or known_constants()
     predicted = plan.prediction

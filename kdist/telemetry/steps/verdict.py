@@ -132,6 +132,9 @@ def predicted_input_share(share: float, workers: int) -> float:
         share: the fraction without data workers.
         workers: number of data workers, each as fast as the pipeline of the training itself.
 
+    Returns:
+        The fraction with them.
+
     Example:
 
         >>> predicted_input_share(0.75, 2), predicted_input_share(0.75, 4)

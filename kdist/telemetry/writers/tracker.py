@@ -159,7 +159,7 @@ class TrackerWriter(Writer):
 
     @property
     def _remedy(self):
-        """What a user can do about a problem."""
+        """Advice that ends the message about a problem."""
         return (
             f"the run continues without {self.tracker}; all measurements are in {self._directory}"
         )
