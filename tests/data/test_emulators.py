@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 
+import keras
 import numpy as np
 import pytest
 from PIL import Image
@@ -119,6 +120,7 @@ def test_a_checkpoint_is_resumed_from(bucket, tmp_path):
     train, _ = kdist.data.load("digits", batch=Batch(32), examples=128)
 
     def fit(name, epochs, **options):
+        keras.utils.set_random_seed(0)
         directory = tmp_path / name / "checkpoints"
         with strategy.scope():
             model = kdist.models.mlp(train.image_shape, train.num_classes)

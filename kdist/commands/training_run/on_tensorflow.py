@@ -203,7 +203,6 @@ def export_model(model, run, class_names):
     from kdist.serving.exporting.export import export
 
     url = FLAGS.export.rstrip("/") if is_url(FLAGS.export) else None
-
     fits = class_names and model.output_shape[-1] == len(class_names)
     if not (has_server := importlib.util.find_spec("tensorflow_serving") is not None):
         _logger.warning(
