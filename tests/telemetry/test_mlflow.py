@@ -1,7 +1,7 @@
 """MLflow runs and models, on a real server with SQLite on loopback.
 
-All of MLflow needs older packages than constraints.txt pins, so that these tests run in an
-environment of their own: pip install '.[test]' mlflow.
+All of MLflow needs older packages than constraints.txt pins (setup.cfg), so that these tests run in
+an environment of their own: pip install '.[test]' mlflow.
 """
 
 import contextlib
