@@ -1,8 +1,8 @@
 """Data, exports, and runs in buckets: fsspec's memory, and emulators on loopback.
 
 The emulators are moto's S3 and one of Cloud Storage. They are no part of the extra `test`, as
-botocore requires python-dateutil below 3, which constraints.txt pins higher. To test with them, make
-environments of their own: pip install '.[test,s3]' 'moto[server]', and '.[test,gs]'
+botocore requires python-dateutil below 3, which constraints.txt pins higher. To test with them,
+make environments of their own: pip install '.[test,s3]' 'moto[server]', and '.[test,gs]'
 gcp-storage-emulator.
 """
 
