@@ -59,25 +59,22 @@ program.accept_urls("output")
 
 
 def main(arguments):
-    check_output()
     with model_file(arguments[1:]) as source:
-        _export(source)
+        check_output()
+        import keras  # after all checks, which are to fail early
 
+        from kdist.serving.exporting.export import export
 
-def _export(source):
-    import keras  # after all checks, which are to fail early
-
-    from kdist.serving.exporting.export import export
-
-    version = export(
-        keras.saving.load_model(source, compile=False),
-        FLAGS.output,
-        FLAGS.version,
-        classes=FLAGS.classes,
-        settings=BatchSettings(0.002, FLAGS.max_batch),
-        examples=None if FLAGS.warm_up else {},
-    )
-    print(f"{source} is exported to {version}; serve it: kdist serve --model_dir={FLAGS.output}")
+        version = export(
+            keras.saving.load_model(source, compile=False),
+            FLAGS.output,
+            FLAGS.version,
+            classes=FLAGS.classes,
+            settings=BatchSettings(0.002, FLAGS.max_batch),
+            examples=None if FLAGS.warm_up else {},
+        )
+    given = arguments[1] if is_url(arguments[1]) else source
+    print(f"{given} is exported to {version}; serve it: kdist serve --model_dir={FLAGS.output}")
 
 
 @contextlib.contextmanager
