@@ -1,11 +1,13 @@
 """Share of a step that waits for input, with and without data workers, next to its prediction.
 
   python -m benchmarks.data_workers                 # 0 and 2 data workers
-  python -m benchmarks.data_workers --workers=0,2,4 --latency_ms=40
+  python -m benchmarks.data_workers --workers=0,2,4 --latency_ms=100 --step_ms=300
 
-It trains MobileNetV2 on JPEGs in a folder, and each read takes --latency_ms, as on storage at the
-other end of a network. Waiting takes no core, so that data workers on the same machine show what
-they do on others. The labels of an epoch are compared with those without data workers.
+It trains on JPEGs in a folder, and each read takes --latency_ms, as on storage at the other end of
+a network. Waiting takes no core, so that data workers on the same machine show what they do on
+others. With --step_ms, a step waits as well, as for an accelerator, and the results depend little
+on what else the machine does; without, it trains MobileNetV2. The images of an epoch are compared
+with those without data workers.
 """
 
 import json
@@ -14,6 +16,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 
 import numpy as np
 from absl import app, flags
@@ -21,11 +24,12 @@ from absl import app, flags
 FLAGS = flags.FLAGS
 flags.DEFINE_list("workers", ["0", "2"], "Numbers of data workers.")
 flags.DEFINE_float("latency_ms", 30.0, "Milliseconds that each read takes.")
+flags.DEFINE_float("step_ms", 0.0, "Milliseconds of a step of a small network; 0: MobileNetV2.")
 flags.DEFINE_integer("images", 240, "Number of images.")
 flags.DEFINE_integer("epochs", 3, "Epochs that are measured, after a first one.")
 flags.DEFINE_string("folder", None, "Folder of images; only the measured program has it.")
 
-_SIZE, _BATCH = (600, 800), 8
+_SIZE, _BATCH = (300, 400), 8
 
 
 def main(_):
@@ -64,7 +68,7 @@ def write_images(directory):
 
 def run(workers, folder):
     """Returns the results of `measure` in a job with data workers."""
-    given = [f"--{name}={FLAGS[name].value}" for name in ("latency_ms", "epochs")]
+    given = [f"--{name}={FLAGS[name].value}" for name in ("latency_ms", "step_ms", "epochs")]
     with tempfile.TemporaryDirectory() as run_dir:
         launch = [f"--data_workers={workers}", f"--run_dir={run_dir}", "--hang_seconds=0"]
         command = [sys.executable, "-m", "kdist", "launch", *launch, "--", __file__]
@@ -107,7 +111,10 @@ def measure(folder):
     )
     strategy = kdist.create_strategy("one_device")
     with strategy.scope():
-        model = kdist.models.mobilenet_v2(train.image_shape, train.num_classes)
+        if FLAGS.step_ms:
+            model = waiting_model(train)
+        else:
+            model = kdist.models.mobilenet_v2(train.image_shape, train.num_classes)
         model.compile("sgd", "sparse_categorical_crossentropy")
     model.fit(train, epochs=1, verbose=0)
     with tempfile.TemporaryDirectory() as directory:
@@ -126,6 +133,28 @@ def measure(folder):
         "verdict": summary["verdict"],
         "numbers": sums,
     }
+
+
+def waiting_model(train):
+    """Returns a small network whose forward pass waits for --step_ms."""
+    import keras
+    import tensorflow as tf
+
+    import kdist
+
+    def wait(values):
+        time.sleep(FLAGS.step_ms * 1e-3)
+        return values
+
+    class Waiting(keras.layers.Layer):
+        def call(self, x):
+            late = tf.numpy_function(wait, [x], x.dtype, stateful=True)
+            return x + tf.stop_gradient(tf.ensure_shape(late, x.shape) - x)
+
+    inputs = keras.Input(train.image_shape)
+    x = keras.layers.GlobalAveragePooling2D()(keras.layers.Rescaling(1 / 255)(inputs))
+    outputs = keras.layers.Dense(train.num_classes, "softmax")(Waiting()(x))
+    return kdist.Model(inputs, outputs)
 
 
 if __name__ == "__main__":

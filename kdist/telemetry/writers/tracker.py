@@ -91,7 +91,7 @@ class TrackerWriter(Writer):
         self._put({"do": "write_device", "record": dict(record)})
 
     def write_config(self, config: Mapping[str, Any]):
-        """Adds values to the configuration; W&B shows groups as `batch.global`."""
+        """Adds values to the configuration; those of groups are shown as `batch.global`."""
         self._put({"do": "write_config", "config": dict(config)}, always=True)
 
     def write_summary(self, summary: Mapping[str, Any]):
@@ -99,7 +99,7 @@ class TrackerWriter(Writer):
         self._put({"do": "write_summary", "summary": dict(summary)}, always=True)
 
     def write_report(self, path: str | os.PathLike):
-        """Adds the page to the run, as an artifact of type "report"."""
+        """Adds the page to the run."""
         self._put({"do": "write_report", "path": os.path.abspath(path)}, always=True)
 
     def write_model(
@@ -110,7 +110,7 @@ class TrackerWriter(Writer):
         name: str | None = None,
         aliases: Sequence[str] = (),
     ):
-        """Adds a model as an artifact of type "model" with the alias "latest".
+        """Adds a model to the run, with the alias "latest".
 
         `close` then waits longer by the time of a slow upload, unless the server is lost.
         """
