@@ -66,8 +66,8 @@ def put_version(directory: str | os.PathLike, url: str, version: int | None = No
     for name in sorted(names, key=lambda name: (name.name == SAVED_MODEL, name)):
         if name != METADATA:
             store.put(directory / name, f"{number}/{name.as_posix()}")
-    for name in (BATCHING_PARAMETERS, MODEL_CONFIG):
-        store.put(directory.parent / name, name)
+    for configuration in (BATCHING_PARAMETERS, MODEL_CONFIG):
+        store.put(directory.parent / configuration, configuration)
     return f"{store.url}/{number}"
 
 
