@@ -40,6 +40,9 @@ RUN_DIR = "KDIST_RUN_DIR"
 # Directory of runs whose directory is not given.
 RUNS = pathlib.Path("runs")
 
+# The best model in validation.
+BEST = "best.keras"
+
 # A checkpoint's name is this prefix and its step. The last of its files makes it complete.
 CHECKPOINT_PREFIX, CHECKSUMS = "step-", "checksums.json"
 
@@ -137,15 +140,15 @@ def _create(path, unfinished):
 
 
 def check_local(path: str | os.PathLike):
-    """Raises a ValueError if a path is a URL such as gs://bucket/run, which only mirrors support.
+    """Raises a ValueError if a path is a URL such as gs://bucket/run.
 
     Python would write to a local directory named "gs:".
     """
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):
         raise ValueError(
             f"{os.fspath(path)} is a URL; give a path of the file system. URLs are supported by "
-            "--run_dir and --mirror of kdist train, kdist report, and kdist.callbacks.Checkpoint("
-            "mirror=…)"
+            "--dataset, --data_dir, --run_dir, --mirror, --resume, and --export of kdist train, by "
+            "kdist export, kdist serve, kdist report, and kdist.callbacks.Checkpoint(mirror=…)"
         )
 
 
@@ -328,7 +331,7 @@ class RunDirectory:
     @property
     def best(self) -> pathlib.Path:
         """Path of the best model in validation, a `.keras` file."""
-        return self.path / "best.keras"
+        return self.path / BEST
 
     @property
     def report(self) -> pathlib.Path:

@@ -17,7 +17,8 @@ from kdist.checkpoint.background import BackgroundWriter
 from kdist.checkpoint.files import FORMAT_VERSION, CheckpointError, CheckpointFiles, open_checkpoint
 from kdist.cluster import heartbeat, notices
 from kdist.exit_codes import SAVED
-from kdist.mirror.mirror import Mirror
+from kdist.mirror.mirror import Mirror, fetched_checkpoint
+from kdist.mirror.store import is_url
 from kdist.run_directory import FileLock, checkpoint_step
 from kdist.strategies import is_chief
 from kdist.training.broadcast import read_on_chief
@@ -70,7 +71,8 @@ class Checkpoint(keras.callbacks.Callback):
             names that contain "acc" or "auc". Defaults to "val_loss", or "loss" without
             validation.
         resume: "auto" to resume from the newest checkpoint in `directory`, if any; "never"; or the
-            path of a checkpoint. Defaults to "auto".
+            path or URL of a checkpoint, or the URL of a run, whose newest checkpoint is fetched.
+            Defaults to "auto".
         at_resume: function that the chief calls with the step to resume from. Defaults to None.
         mirror: URL in object storage, such as gs://bucket/runs/a, of a copy of the run directory,
             which is the parent of `directory`; or a `kdist.mirror.Mirror`, which the caller opens
@@ -176,8 +178,6 @@ class Checkpoint(keras.callbacks.Callback):
 
     def _read(self, resume):
         """Returns the content of the checkpoint to resume from, on the chief."""
-        if self._mirror is None:
-            return _read(self._files, resume)
         try:
             if self._owns_mirror:
                 self._mirror.open()
@@ -403,6 +403,9 @@ def _own_mirror(url, directory, resume):
 
 def _read(files, resume, mirror=None):
     """Returns the content of the checkpoint to resume from; its state is None without one."""
+    if is_url(resume):
+        with fetched_checkpoint(os.fspath(resume)) as path:
+            return {**_read(files, path), "path": resume}
     paths = files.paths()
     newest = checkpoint_step(paths[-1]) if paths else 0
     saved = None

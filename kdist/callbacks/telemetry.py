@@ -329,7 +329,7 @@ class Telemetry(keras.callbacks.Callback):
             self._samples = None
 
     def on_train_end(self, logs=None):
-        if self._means.steps:
+        if self._has_begun and self._means.steps:
             self._write("train", self._means.take())
         self._whole_seconds += time.perf_counter() - self._began
         self._windows.end()

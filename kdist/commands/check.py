@@ -95,6 +95,7 @@ print(json.dumps(gpus))
 """
 
 
+program.accept_urls("dataset", "data_dir")
 program.reads_file("split", "write the placement to it, or use --split=auto", unless=["auto"])
 
 

@@ -1,5 +1,8 @@
 """Prepares batches for trainings on other machines, which read them over the network.
 
+  # two of them on this machine, for as long as the training runs
+  kdist launch --data_workers=2 -- kdist train --model=mobilenet_v2 --dataset=/data/pets …
+
   # on each machine with spare cores; it reads the same files as the training, at the same paths
   kdist data_worker --host=cpu1 --port=5050 --allow_remote
 
@@ -8,7 +11,7 @@
     --data_workers=cpu1:5050,cpu2:5050
 
 The batches are the same as without data workers, each once and in the same order. Two ports are
-used: --port and the next one. Ctrl-C ends the data worker.
+used: --port and --batch_port. Ctrl-C ends the data worker.
 """
 
 import signal
@@ -23,6 +26,9 @@ FLAGS = flags.FLAGS
 
 with program.flag_group("Common"):
     flags.DEFINE_integer("port", 5050, "Port that trainings connect to.", 1, 65534)
+    flags.DEFINE_integer(
+        "batch_port", None, "Port that batches are read from; by default the next one.", 1, 65535
+    )
     flags.DEFINE_string(
         "host", "127.0.0.1", "This machine's name or address, as trainings reach it."
     )
@@ -36,10 +42,10 @@ with program.flag_group("Common"):
 
 def main(argv):
     del argv
-    check_remote_access(addresses_of(FLAGS.host, FLAGS.port), FLAGS.allow_remote)
+    check_remote_access(addresses_of(FLAGS.host, FLAGS.port, FLAGS.batch_port), FLAGS.allow_remote)
     from kdist.data.workers import start  # imports TensorFlow
 
-    server = start(FLAGS.host, FLAGS.port, FLAGS.allow_remote)
+    server = start(FLAGS.host, FLAGS.port, FLAGS.allow_remote, FLAGS.batch_port)
     print(f"Data worker at {FLAGS.host}:{FLAGS.port}. Ctrl-C ends it.", flush=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # `join` waits in C++
     server.join()

@@ -42,6 +42,8 @@ _ONLY_ENGINES = {
 _ONLY_LOCAL = {
     "evaluator": "evaluate in fit, by validation_data",
     "worker_check": "the engine knows its machines",
+    "data_workers": "start kdist data_worker on machines of your own, and pass their addresses to "
+    "the program (--data_workers)",
     "share_gpus": "each task has a machine of its own",
     "timeout_seconds": "use --time_limit_hours",
     "wait_seconds": "leave it out",

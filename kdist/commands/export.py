@@ -4,22 +4,30 @@
   kdist export runs/a --output=models/fashion
   kdist serve --model_dir=models/fashion
 
+  # to a bucket, from which servers on other machines read it; also from a bucket
+  kdist export runs/a --output=gs://bucket/models/fashion
+  kdist export gs://bucket/cats/a --output=models/fashion
+
   # any model that Keras has saved, with names of its outputs
   kdist export best.keras --output=models/pets --classes=cat,dog
 
-The newest model of a run is that after its last complete epoch. The directory contains one folder
-per version; a server that runs loads the new one. It prints the directory of the version.
+The newest model of a run is that after its last complete epoch. Of a run in a bucket it is the best
+one, which --save_best keeps. The directory contains one folder per version; a server that runs
+loads the new one, except from a bucket. It prints the directory of the version.
 """
 
+import contextlib
 import pathlib
 import re
 
 from absl import flags
 
 from kdist import program
-from kdist.run_directory import RunDirectory, check_writable
+from kdist.mirror.store import fetched, is_url
+from kdist.run_directory import BEST, RunDirectory, check_writable
 from kdist.serving.core.model_directory import versions
 from kdist.serving.core.settings import BatchSettings
+from kdist.serving.exporting.bucket import check_version, next_version
 
 FLAGS = flags.FLAGS
 # Files of `kdist.callbacks.EpochCheckpoint`, which imports Keras. Number 0 is not trained.
@@ -29,8 +37,8 @@ with program.flag_group("Export"):
     flags.DEFINE_string(
         "output",
         None,
-        "Directory of all versions of the model, such as models/fashion. Its last part is the "
-        "model's name.",
+        "Directory or URL of all versions of the model, such as models/fashion or "
+        "gs://bucket/models/fashion. Its last part is the model's name.",
     )
     flags.DEFINE_integer(
         "version",
@@ -47,33 +55,55 @@ with program.flag_group("Export"):
     )
 
 
+program.accept_urls("output")
+
+
 def main(arguments):
-    source = model_file(arguments[1:])
-    check_output()
-    import keras  # after all checks, which are to fail early
+    with model_file(arguments[1:]) as source:
+        check_output()
+        import keras  # after all checks, which are to fail early
 
-    from kdist.serving.exporting.export import export
+        from kdist.serving.exporting.export import export
 
-    version = export(
-        keras.saving.load_model(source, compile=False),
-        FLAGS.output,
-        FLAGS.version,
-        classes=FLAGS.classes,
-        settings=BatchSettings(0.002, FLAGS.max_batch),
-        examples=None if FLAGS.warm_up else {},
-    )
-    print(f"{source} is exported to {version}; serve it: kdist serve --model_dir={FLAGS.output}")
+        version = export(
+            keras.saving.load_model(source, compile=False),
+            FLAGS.output,
+            FLAGS.version,
+            classes=FLAGS.classes,
+            settings=BatchSettings(0.002, FLAGS.max_batch),
+            examples=None if FLAGS.warm_up else {},
+        )
+    given = arguments[1] if is_url(arguments[1]) else source
+    print(f"{given} is exported to {version}; serve it: kdist serve --model_dir={FLAGS.output}")
 
 
+@contextlib.contextmanager
 def model_file(arguments):
-    """Returns the `.keras` file to export: the one that is given, or the newest of a run.
+    """Yields the `.keras` file to export: the one that is given, or the newest of a run.
+
+    That of a URL is copied to a temporary directory, which is removed in the end.
 
     Raises:
         ValueError: there are several arguments, or no model.
+        OSError: the URL cannot be read.
     """
     if len(arguments) > 1:
         raise ValueError(f"pass one run directory or .keras file instead of {len(arguments)}")
-    path = pathlib.Path(arguments[0])
+    if not is_url(arguments[0]):
+        yield _local_model(pathlib.Path(arguments[0]))
+        return
+    url = arguments[0].rstrip("/")
+    parent, _, name = url.rpartition("/") if url.endswith(".keras") else (url, "", BEST)
+    with fetched(parent, [name]) as directory:
+        if not (directory / name).exists():
+            raise ValueError(
+                f"{parent} has no {name}; runs with --save_best have one. Pass the URL of a .keras "
+                "file, or the run directory on its own disk"
+            )
+        yield directory / name
+
+
+def _local_model(path):
     if path.suffix == ".keras" and path.is_file():
         return path
     if not path.is_dir():
@@ -93,10 +123,15 @@ def check_output():
 
     Raises:
         ValueError: there is no --output, or the version exists.
-        OSError: the directory cannot be written.
+        OSError: the directory cannot be written, or the URL cannot be read.
     """
     if not FLAGS.output:
         raise ValueError("pass a directory for the model: --output=models/fashion")
+    if is_url(FLAGS.output):
+        next_version(FLAGS.output)
+        if FLAGS.version is not None:
+            check_version(FLAGS.output, FLAGS.version)
+        return
     output = pathlib.Path(FLAGS.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output={output} is a file; give a directory")
@@ -107,4 +142,4 @@ def check_output():
 
 def run():
     """Runs the program with the arguments in `sys.argv`, and exits."""
-    program.run(main, positional="a run directory or .keras file")
+    program.run(main, positional="a run directory, a .keras file, or the URL of one")

@@ -16,6 +16,9 @@
   # any program: TF_CONFIG tells it which task it is
   kdist launch --workers=3 --timeout_seconds=60 -- sh -c 'echo $TF_CONFIG'
 
+  # two more processes prepare the batches of a training that waits for its input
+  kdist launch --data_workers=2 -- kdist train --dataset=/data/pets --model=mobilenet_v2
+
   # four machines of a Slurm cluster: show the script, then submit it, and look at the job
   kdist launch --engine=slurm --workers=4 --partition=gpu --write=- -- train.py --run_dir=runs/cats
   kdist launch --engine=slurm --workers=4 --partition=gpu -- train.py --run_dir=runs/cats
@@ -93,6 +96,14 @@ with program.flag_group("Tasks"):
     )
     flags.DEFINE_boolean("chief", False, "Add a chief, which trains like a worker.")
     flags.DEFINE_boolean("evaluator", False, "Add a task that evaluates each new checkpoint.")
+    flags.DEFINE_integer(
+        "data_workers",
+        0,
+        "Number of processes that prepare the batches, for a training that waits for its input "
+        "and leaves cores idle, or reads slow storage. They end with the job.",
+        0,
+        _MAX_TASKS,
+    )
     flags.DEFINE_boolean("share_gpus", False, "Allow several workers to share one GPU.")
     flags.DEFINE_string(
         "run_dir", None, "Directory of logs/, unless the program has a --run_dir of its own."
@@ -276,6 +287,7 @@ def run_here(command):
             environment={RUN_DIR: str(run_dir), **os.environ, **places.variables(chosen)},
             may_replace=policy.may_replace,
             planned_workers=planned,
+            data_workers=FLAGS.data_workers,
         )
         with job as tasks, stop_on_signals(tasks), places.watch(tasks):
             counted = tasks.tasks[0].cluster.counts()

@@ -76,10 +76,10 @@ with program.flag_group("Common"):
     flags.DEFINE_string(
         "dataset",
         "fashion_mnist",
-        "Dataset: a TFDS name (fashion_mnist, cats_vs_dogs, …), digits, a directory of images or "
-        "IDX files, or a function as module:function or path.py:function. It returns (x_train, "
-        "y_train), (x_test, y_test), such as keras.datasets.cifar10:load_data, or two "
-        "kdist.data.Source.",
+        "Dataset: a TFDS name (fashion_mnist, cats_vs_dogs, …), digits, a directory or URL "
+        "(gs://bucket/pets) of images or IDX files, or a function as module:function or "
+        "path.py:function. It returns (x_train, y_train), (x_test, y_test), such as "
+        "keras.datasets.cifar10:load_data, or two kdist.data.Source.",
     )
     flags.DEFINE_string(
         "strategy",
@@ -109,7 +109,8 @@ with program.flag_group("Common"):
     flags.DEFINE_string(
         "export",
         None,
-        "Directory to which the trained model is exported for kdist serve, such as models/fashion.",
+        "Directory or URL to which the trained model is exported for kdist serve, such as "
+        "models/fashion or gs://bucket/models/fashion.",
     )
 
 with program.flag_group("Data"):
@@ -126,9 +127,10 @@ with program.flag_group("Data"):
         "data_workers",
         [],
         "Addresses (host:port) of processes that read and prepare the batches; start each with "
-        "`kdist data_worker`. For runs whose report says that they are input-bound.",
+        "`kdist data_worker`. By default those of `kdist launch --data_workers`. For runs whose "
+        "report says that they are input-bound.",
     )
-    flags.DEFINE_string("data_dir", None, "Directory of TFDS datasets or of the IDX files.")
+    flags.DEFINE_string("data_dir", None, "Directory or URL of TFDS datasets or of the IDX files.")
     flags.DEFINE_boolean("download", True, "Allow downloading a dataset.")
     flags.DEFINE_integer(
         "examples", None, "Number of training examples to use; all by default.", lower_bound=1
@@ -353,7 +355,8 @@ with program.flag_group("Checkpoints"):
         "resume",
         "auto",
         "auto: resume an interrupted run in --run_dir from its newest checkpoint. never: start a "
-        "new run, in a new --run_dir. Or the path of a checkpoint.",
+        "new run, in a new --run_dir. Or the path or URL of a checkpoint, or the URL of a run, "
+        "whose newest checkpoint is fetched.",
     )
     flags.DEFINE_integer(
         "checkpoint_steps",
@@ -396,6 +399,15 @@ with program.flag_group("Logs and tracking"):
         lower_bound=0,
         upper_bound=100,
     )
+    flags.DEFINE_string(
+        "mlflow_uri",
+        None,
+        "MLflow tracking URI, such as http://127.0.0.1:5000, to which the run is logged as well "
+        "(needs kdist[mlflow]). An exported model becomes an MLflow model.",
+    )
+    flags.DEFINE_string(
+        "mlflow_experiment", None, "MLflow experiment. By default MLFLOW_EXPERIMENT_NAME, or kdist."
+    )
     flags.DEFINE_boolean("tensorboard", False, "Write TensorBoard logs to RUN_DIR/tensorboard.")
     flags.DEFINE_float(
         "device_seconds",
@@ -429,7 +441,8 @@ flags.register_validator(
     lambda text: text is None or re.fullmatch(r"[1-9][0-9]{0,11}:[1-9][0-9]{0,11}", text),
     "must be FIRST:LAST, with steps counted from 1, such as 10:20",
 )
-program.accept_urls("run_dir", "mirror")
+program.accept_urls("run_dir", "mirror", "dataset", "data_dir", "export", "resume")
+program.accept_urls("mlflow_uri", is_checked=False)
 program.reads_file("plan", "create it with kdist plan --output")
 program.reads_file("split", "write the placement to it, or use --split=auto", unless=["auto"])
 

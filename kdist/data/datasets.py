@@ -11,6 +11,9 @@ from kdist.data.names import dataset_path
 from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.pipeline import Pipeline
 from kdist.data.source import DatasetUnavailable, Source
+from kdist.data.worker_addresses import resolve_data_workers
+from kdist.mirror.cache import cached
+from kdist.mirror.store import is_url
 
 # Directory of Debian's package dataset-fashion-mnist.
 DEBIAN_FASHION_MNIST = "/usr/share/datasets/fashion-mnist"
@@ -28,17 +31,20 @@ def load(
     data_dir: str | os.PathLike | None = None,
     download: bool = True,
     cache: bool | str = "auto",
-    data_workers: str | Sequence[str] = (),
+    data_workers: str | Sequence[str] | None = None,
 ) -> tuple[Pipeline, Pipeline]:
     """Loads a dataset as two pipelines, for training and for testing.
 
     Fashion-MNIST is searched for in `data_dir`, in TFDS's directory, and in Debian's package
     dataset-fashion-mnist, and then downloaded.
 
+    Data at URLs, such as gs://bucket/pets, are copied to a local directory first
+    (`kdist.mirror.cached`). Batches are those of the same files in a directory.
+
     Args:
         name: name of a TFDS dataset (`"fashion_mnist"`, `"cats_vs_dogs"`), `"digits"`
-            (a part of kdist, which needs no download), or a directory of MNIST's IDX files or of
-            images in class folders. Write `"./digits"` for a directory with a dataset's name.
+            (a part of kdist, which needs no download), or a directory or URL of MNIST's IDX files
+            or of images in class folders. Write `"./digits"` for a directory with a dataset's name.
         batch: sizes of a batch. One element of a pipeline is one global batch.
         seed: seed of the order, of random operations, and of `examples`. Defaults to 0.
         examples: number of training examples to sample. Defaults to all.
@@ -46,10 +52,11 @@ def load(
             operations of `kdist.data.operations`. Random ones apply in training only.
         eval_operations: operations on each test image. Defaults to the non-random `operations`.
         splits: TFDS split expressions for training and testing. Defaults to `train` and `test`.
-        data_dir: directory of TFDS, or for `fashion_mnist` of the IDX files.
+        data_dir: directory or URL of TFDS, or for `fashion_mnist` of the IDX files.
         download: whether TFDS may download the dataset. Defaults to True.
         cache: whether to keep decoded images in memory, see `Pipeline`. Defaults to `"auto"`.
-        data_workers: addresses of processes that prepare the batches, see `Pipeline`.
+        data_workers: addresses of processes that prepare the batches, see `Pipeline`. Defaults to
+            those of `kdist launch --data_workers`, if any; `()` uses none.
 
     Returns:
         `(train, test)`, two `kdist.data.Pipeline`s.
@@ -57,7 +64,8 @@ def load(
     Raises:
         ValueError: the name or an operation is unknown, `examples` or the batch does not fit the
             data, or training and test images differ in shape.
-        DatasetUnavailable: the dataset is not on this machine and cannot be downloaded.
+        DatasetUnavailable: the dataset is not on this machine and cannot be downloaded, or its
+            URL cannot be read.
         FileNotFoundError: a directory or a file in it is missing.
 
     Example:
@@ -66,6 +74,7 @@ def load(
         train, test = kdist.data.load("cats_vs_dogs", batch=batch, operations="resize(160, 160)")
         model.fit(train, validation_data=test)
     """
+    data_workers = resolve_data_workers(data_workers)
     sources = load_sources(
         name,
         seed=seed,
@@ -95,7 +104,7 @@ def create_pipelines(
     operations: str | Sequence[ImageOperation] = (),
     eval_operations: str | Sequence[ImageOperation] | None = None,
     cache: bool | str = "auto",
-    data_workers: str | Sequence[str] = (),
+    data_workers: str | Sequence[str] | None = None,
 ) -> tuple[Pipeline, Pipeline]:
     """Returns the pipelines of a training and a test source; the arguments are those of `load`."""
     train_source, test_source = sources
@@ -103,7 +112,8 @@ def create_pipelines(
         train_source = train_source.subset(examples, seed)
     operations = as_operations(operations)
     eval_operations = operations if eval_operations is None else as_operations(eval_operations)
-    options: dict[str, Any] = {"seed": seed, "cache": cache, "data_workers": data_workers}
+    addresses = resolve_data_workers(data_workers)
+    options: dict[str, Any] = {"seed": seed, "cache": cache, "data_workers": addresses}
     train = Pipeline(train_source, batch, operations=operations, **options)
     test = Pipeline(test_source, batch, training=False, operations=eval_operations, **options)
     if train.image_shape != test.image_shape:
@@ -122,18 +132,45 @@ def load_sources(
     `from_disk` leaves the examples of a TFDS dataset on the disk, if they fit in memory as well.
     """
     name = dataset_path(name)
+    if is_url(name):
+        name = _fetched(name)
     if splits is not None and (name == "digits" or os.path.isdir(name)):
         raise ValueError(
             f"{name} has a fixed test part; splits={splits!r} applies to TFDS datasets only"
         )
     if name == "digits":
         return load_digits()
+    if is_url(data_dir) and not os.path.isdir(name):
+        data_dir = _fetched_data_dir(os.fspath(data_dir), name)
     if name == "fashion_mnist" and splits is None:
         return _fashion_mnist(data_dir, download)
     if os.path.isdir(name):
         is_idx = has_idx_files(name)
         return load_idx(name) if is_idx else image_folder.load_image_folder(name, seed)
     return tfds.load_tfds(name, splits, data_dir and os.fspath(data_dir), download, from_disk)
+
+
+def _fetched(url):
+    """Returns the local copy of a URL."""
+    try:
+        return os.fspath(cached(url))
+    except OSError as error:
+        raise DatasetUnavailable(
+            f"{error}. Check the URL, the network, and the credentials of this machine"
+        ) from error
+
+
+def _fetched_data_dir(url, name):
+    """Returns the local copy of a `data_dir` at a URL, of which only one dataset is fetched."""
+    # TFDS keeps a dataset in NAME/VERSION or NAME/CONFIGURATION/VERSION.
+    below = name.replace(":", "/")
+    url = url.rstrip("/")
+    try:
+        return _fetched(f"{url}/{below}").removesuffix(f"/{below}")
+    except DatasetUnavailable as error:
+        if name != "fashion_mnist" or not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        return _fetched(url)  # IDX files
 
 
 def _fashion_mnist(data_dir, download):

@@ -7,6 +7,8 @@ import pathlib
 import re
 from collections.abc import Iterable
 
+from kdist.mirror.store import is_url
+
 # Folders of TFDS without datasets, and the definition of a class that may be a dataset.
 _NO_DATASETS = ("core", "datasets", "dataset_collections", "scripts", "testing")
 _CLASS = re.compile(r"^class (\w+)(?<!Config)(?<!Info)(?<!Builder)(?<!Fn)\(", re.MULTILINE)
@@ -15,6 +17,8 @@ _CLASS = re.compile(r"^class (\w+)(?<!Config)(?<!Info)(?<!Builder)(?<!Fn)\(", re
 def dataset_path(name: str | os.PathLike) -> str:
     """Returns a dataset's name or directory with `~` expanded; a name may also be a directory.
 
+    A URL of object storage is returned as it is.
+
     Raises:
         FileNotFoundError: the name can only be a path, and there is no such directory.
         ValueError: the name is empty.
@@ -22,6 +26,8 @@ def dataset_path(name: str | os.PathLike) -> str:
     name = os.path.expanduser(os.fspath(name))
     if not name.strip():
         raise ValueError("the name of the dataset is empty; pass a name, such as digits")
+    if is_url(name):
+        return name
     # TFDS names may contain a slash, as in cifar10_corrupted/brightness_1.
     is_path = os.path.isabs(name) or name.startswith(".") or os.path.isfile(name)
     if is_path and not os.path.isdir(name):
@@ -43,6 +49,8 @@ def check_dataset_name(name: str, data_dir: str | os.PathLike | None = None):
         ValueError: TFDS has no dataset of this name; the message has similar names.
     """
     base = re.split("[/:]", name)[0]
+    if is_url(data_dir):  # it may hold any dataset
+        return
     where = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     if os.path.isdir(os.path.join(os.path.expanduser(where), base)):
         return

@@ -1,6 +1,8 @@
 """Data workers: processes, such as on other machines, that prepare the batches of a training.
 
-    kdist data_worker --port=5050 --allow_remote          # on each of these machines
+    kdist launch --data_workers=2 -- kdist train …        # two processes of this machine
+
+    kdist data_worker --port=5050 --allow_remote          # on each of other machines
     kdist train … --data_workers=cpu1:5050,cpu2:5050
 
 Each is a service of tf.data. Worker i of n prepares the batches i, i + n, i + 2n, … of a pipeline,
@@ -20,7 +22,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from kdist.cluster.remote_access import check_remote_access, restrict_to_loopback
-from kdist.data.worker_addresses import addresses_of, check_answers
+from kdist.data.worker_addresses import addresses_of, check_answers, wait_until_answers
 from kdist.exit_codes import PEER_HANGS
 
 _logger = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ def divided(
     service, count = tf.data.experimental.service, len(addresses)
     parts = []
     for number, address in enumerate(addresses):
-        check_answers(address)
+        wait_until_answers(address)
         steps = tf.data.Dataset.range(first + number, last, count)
         parts.append(
             batches(steps).apply(

@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kdist.cluster import ROLES, Cluster
 from kdist.cluster.handshake import TOKEN_VARIABLE
+from kdist.data.worker_addresses import DATA_WORKERS
 from kdist.hardware import CORES_VARIABLE, VISIBLE_DEVICES, count_cores, find_gpus
+from kdist.launch.data_workers import DataWorker
 from kdist.launch.output import Screen
 from kdist.launch.task import Task
 from kdist.launch.task_group import TaskGroup, Timeouts
@@ -45,6 +47,7 @@ def local_job(
     environment: Mapping[str, str] | None = None,
     may_replace: Callable[[str], bool] = lambda name: False,
     planned_workers: int | None = None,
+    data_workers: int = 0,
 ) -> Iterator[TaskGroup]:
     """Yields the tasks of a job, ready to run; its ports are reserved until the context ends.
 
@@ -58,6 +61,7 @@ def local_job(
         environment: Base environment of the tasks; by default that of this process.
         may_replace: See `TaskGroup`.
         planned_workers: See `Cluster`.
+        data_workers: Number of processes that prepare batches for the tasks.
 
     Raises:
         FileNotFoundError: If the program does not exist.
@@ -66,24 +70,35 @@ def local_job(
     environment = os.environ if environment is None else environment
     command = command_of(arguments, environment)
     counts = {**counts, "chief": 1} if counts.get("ps") else counts
-    with reserve_ports(sum(counts.values())) as ports:
+    num_tasks = sum(counts.values())
+    with reserve_ports(num_tasks + 2 * data_workers) as ports:
         addresses = loopback_addresses({role: counts.get(role, 0) for role in ROLES}, ports)
         first_role = next(role for role in ROLES if addresses[role])
         clusters = Cluster(addresses, first_role, 0, planned_workers).all_tasks()
         gpus = share_gpus(clusters, find_gpus(environment), share_one_gpu)
         threads = share_threads(clusters, environment)
         mark, token = uuid.uuid4().hex, secrets.token_hex(16)
+        # A port for the tasks to connect to, and one to read batches from, for each data worker.
+        data_ports = list(zip(ports[num_tasks::2], ports[num_tasks + 1 :: 2], strict=True))
+        if data_workers:
+            addresses_of_data = ",".join(f"127.0.0.1:{port}" for port, _ in data_ports)
+            environment = {**environment, DATA_WORKERS: addresses_of_data}
         _make_directory(log_dir)
-        tasks = []
+        tasks: list[Task] = []
         for cluster in clusters:
             own = {**environment, **threads, TOKEN_VARIABLE: token}
             if cluster.name in gpus:
                 own[VISIBLE_DEVICES] = gpus[cluster.name]
-            own[MARKS_VARIABLE] = ",".join(filter(None, [environment.get(MARKS_VARIABLE), mark]))
+            own[MARKS_VARIABLE] = _marks(environment, mark)
             own.setdefault("PYTHONUNBUFFERED", "1")  # for Python that a shell script starts
             cluster.publish(own)
             log = log_dir / f"{cluster.name.replace(' ', '-')}.log"
             tasks.append(Task(cluster, command, own, log))
+        for index, (port, batch_port) in enumerate(data_ports):
+            flags = [f"--port={port}", f"--batch_port={batch_port}"]
+            serve = command_of(["kdist", "data_worker", *flags], environment)
+            own = {**environment, MARKS_VARIABLE: _marks(environment, mark)}
+            tasks.append(DataWorker(index, serve, own, log_dir / f"data-worker-{index}.log"))
         yield TaskGroup(tasks, mark, screen or Screen(), timeouts, may_replace)
 
 
@@ -127,6 +142,10 @@ def share_threads(tasks: Sequence[Cluster], environment: Mapping[str, str]) -> d
 def _computes(task):
     """Returns whether a task computes gradients: a worker, or a chief without servers."""
     return task.role == "worker" or (task.role == "chief" and "ps" not in task.tasks)
+
+
+def _marks(environment, mark):
+    return ",".join(filter(None, [environment.get(MARKS_VARIABLE), mark]))
 
 
 def _make_directory(directory):

@@ -4,6 +4,8 @@
         checkpoint = kdist.callbacks.Checkpoint("runs/a/checkpoints", mirror=mirror)
         model.fit(train, epochs=3, callbacks=[checkpoint])
 
+    directory = kdist.mirror.cached("gs://bucket/pets")  # a local copy of data
+
 A run is written to a local directory and copied from there in the background. `kdist train
 --mirror` does the same.
 """
@@ -11,7 +13,12 @@ A run is written to a local directory and copied from there in the background. `
 from kdist.public_names import import_on_demand
 
 # Public name -> the module that defines it.
-_PUBLIC = {"Mirror": "mirror", "MirroredCheckpoint": "mirror", "Store": "store"}
+_PUBLIC = {
+    "Mirror": "mirror",
+    "MirroredCheckpoint": "mirror",
+    "Store": "store",
+    "cached": "cache",
+}
 
 __all__ = sorted(_PUBLIC)
 

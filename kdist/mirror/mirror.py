@@ -189,7 +189,7 @@ class Mirror:
         Raises:
             OSError: the store cannot be read.
         """
-        return [each for each in self._checkpoints() if each.names[-1].endswith(f"/{CHECKSUMS}")]
+        return complete_checkpoints(self._store)
 
     def fetch(self, checkpoint: MirroredCheckpoint, directory: pathlib.Path):
         """Copies the files of a checkpoint to a local directory, which exists.
@@ -197,8 +197,7 @@ class Mirror:
         Raises:
             OSError: a file cannot be read or written.
         """
-        for name in checkpoint.names:
-            self._store.get(name, directory / name.rpartition("/")[2])
+        _get(self._store, checkpoint, directory)
 
     # Claiming and fetching.
 
@@ -365,23 +364,9 @@ class Mirror:
         """Removes old checkpoints, and incomplete ones of processes that were killed."""
         newest_of_step = {each.step: each for each in reversed(self.checkpoints())}
         kept = sorted(newest_of_step.values())[-_KEPT_CHECKPOINTS:]
-        for each in self._checkpoints():
+        for each in _checkpoints(self._store):
             if each not in kept or each.names != kept[kept.index(each)].names:
                 self._store.remove(reversed(each.names))
-
-    def _checkpoints(self):
-        """Returns all checkpoints, newest first; the last file of complete ones is `CHECKSUMS`."""
-        files: dict[tuple[int, int], list[str]] = {}
-        for name in self._store.names("checkpoints"):
-            if match := _CHECKPOINT.fullmatch(name):
-                files.setdefault((int(match[1]), int(match[2] or 0)), []).append(name)
-        found = [
-            MirroredCheckpoint(
-                *number, tuple(sorted(names, key=lambda name: name.endswith(CHECKSUMS)))
-            )
-            for number, names in files.items()
-        ]
-        return sorted(found, reverse=True)
 
     def _put(self, path, name):
         if self._lease.is_lost:
@@ -413,6 +398,73 @@ class Mirror:
     def _scratch(self) -> Iterator[pathlib.Path]:
         with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=self._run.path) as directory:
             yield pathlib.Path(directory)
+
+
+def complete_checkpoints(store: Store) -> list[MirroredCheckpoint]:
+    """Returns the complete checkpoints of a run in a store, newest first.
+
+    Raises:
+        OSError: the store cannot be read.
+    """
+    return [each for each in _checkpoints(store) if each.names[-1].endswith(f"/{CHECKSUMS}")]
+
+
+def find_checkpoint(url: str) -> tuple[Store, MirroredCheckpoint]:
+    """Returns a checkpoint at a URL, and the store of its run.
+
+    Args:
+        url: URL of a run, whose newest checkpoint is meant, or of one of its checkpoints, such as
+            gs://bucket/runs/a/checkpoints/step-0000000150.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint.
+        OSError: the store cannot be read.
+    """
+    run, separator, name = url.rstrip("/").partition("/checkpoints/")
+    store = Store(run)
+    for found in complete_checkpoints(store):
+        if not separator or found.names[0].startswith(f"checkpoints/{name}/"):
+            return store, found
+    raise FileNotFoundError(
+        f"{url} has no complete checkpoint; give the URL of a run, or of a checkpoint below its "
+        "checkpoints/"
+    )
+
+
+@contextlib.contextmanager
+def fetched_checkpoint(url: str) -> Iterator[pathlib.Path]:
+    """Copies a checkpoint of `find_checkpoint` to a temporary directory.
+
+    Yields:
+        The directory of the checkpoint.
+
+    Raises:
+        OSError: there is no complete checkpoint, or it cannot be copied.
+    """
+    store, found = find_checkpoint(url)
+    with tempfile.TemporaryDirectory(prefix="kdist-") as parent:
+        directory = pathlib.Path(parent) / checkpoint_name(found.step)
+        directory.mkdir()
+        _get(store, found, directory)
+        yield directory
+
+
+def _get(store, checkpoint, directory):
+    for name in checkpoint.names:
+        store.get(name, directory / name.rpartition("/")[2])
+
+
+def _checkpoints(store):
+    """Returns all checkpoints, newest first; the last file of complete ones is `CHECKSUMS`."""
+    files: dict[tuple[int, int], list[str]] = {}
+    for name in store.names("checkpoints"):
+        if match := _CHECKPOINT.fullmatch(name):
+            files.setdefault((int(match[1]), int(match[2] or 0)), []).append(name)
+    found = [
+        MirroredCheckpoint(*number, tuple(sorted(names, key=lambda name: name.endswith(CHECKSUMS))))
+        for number, names in files.items()
+    ]
+    return sorted(found, reverse=True)
 
 
 def _state(path):

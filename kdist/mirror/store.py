@@ -8,7 +8,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdist.run_directory import RUNS
 
@@ -32,10 +32,12 @@ def check_url(url: str):
     """
     protocol, separator, path = url.partition("://")
     if not separator or not is_url(url):
-        raise ValueError(f"{url} is no URL; write gs://BUCKET/RUN, s3://BUCKET/RUN, or file:///RUN")
+        raise ValueError(
+            f"{url} is no URL; write gs://BUCKET/NAME, s3://BUCKET/NAME, or file:///NAME"
+        )
     parts = path.strip("/").split("/")
     if not parts[-1] or (protocol in _EXTRAS and len(parts) < 2) or ".." in parts:
-        raise ValueError(f"{url} names no run; write {protocol}://BUCKET/RUN")
+        raise ValueError(f"{url} names no directory of a bucket; write {protocol}://BUCKET/NAME")
     import fsspec
 
     try:
@@ -86,12 +88,28 @@ def fetched(url: str, names: Iterable[str]) -> Iterator[pathlib.Path]:
         yield directory
 
 
+class FileState(NamedTuple):
+    """Size of a file in bytes, and a value that changes with its content.
+
+    Example:
+
+        store.listing()["config.json"].size
+    """
+
+    size: int
+    state: list[str]
+
+
 class Store:
     """Files under a URL. Their names are relative to it, such as "checkpoints/step-0000000150".
 
     Args:
         url: the URL, such as gs://bucket/runs/a. gcsfs, s3fs, or another package of fsspec takes
             credentials and endpoints from the environment.
+
+    Attributes:
+        url: the URL, without a slash at its end.
+        is_local: whether it is a directory of this machine.
 
     Raises:
         ValueError: it is no URL of a prefix, or its protocol is unknown.
@@ -107,7 +125,7 @@ class Store:
     def __init__(self, url: str):
         check_url(url)
         self.url = url.rstrip("/")
-        self._is_local = url.partition("://")[0] in _LOCAL
+        self.is_local = url.partition("://")[0] in _LOCAL
 
     def names(self, below: str = "") -> list[str]:
         """Returns the names of all files, or of those below a directory; sorted.
@@ -115,13 +133,25 @@ class Store:
         Raises:
             OSError: the store cannot be read.
         """
+        return list(self.listing(below))
+
+    def listing(self, below: str = "") -> dict[str, FileState]:
+        """Returns the sizes and states of all files, or of those below a directory, by their names.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
         with self._reporting("list", below):
             self._files.invalidate_cache()
             try:
-                found = self._files.find(self._path(below))
+                found = self._files.find(self._path(below), detail=True)
             except FileNotFoundError:
-                return []
-        return sorted(path.removeprefix(f"{self._root}/") for path in found)
+                return {}
+        return {
+            path.removeprefix(f"{self.root}/"): FileState(details["size"], _state_of(details))
+            for path, details in sorted(found.items())
+            if path.startswith(f"{self.root}/")  # not the URL itself, if it is a file
+        }
 
     def states(self, names: Iterable[str]) -> dict[str, Any]:
         """Returns {name: value that changes with the file} of those files that exist.
@@ -147,6 +177,27 @@ class Store:
             except FileNotFoundError:
                 return None
 
+    def create(self, name: str, content: bytes) -> bool:
+        """Writes a small file unless it exists; of several processes, one succeeds.
+
+        Stores that cannot refuse to replace a file, such as fsspec's memory, only look for it
+        before they write.
+
+        Returns:
+            Whether the file was written.
+
+        Raises:
+            OSError: the store cannot be written.
+        """
+        with self._reporting("write", name):
+            if self._state(name) is not None:
+                return False
+            try:
+                self._files.pipe_file(self._path(name), content, mode="create")
+            except FileExistsError:
+                return False
+        return True
+
     def write(self, name: str, content: bytes):
         """Writes a small file; it is complete, or unchanged.
 
@@ -154,7 +205,7 @@ class Store:
             OSError: the store cannot be written.
         """
         with self._reporting("write", name):
-            if not self._is_local:
+            if not self.is_local:
                 self._files.pipe_file(self._path(name), content)
                 return
             unfinished = self._path(f"{name}.{uuid.uuid4().hex[:8]}")
@@ -197,7 +248,7 @@ class Store:
         for name in names:
             with self._reporting("remove", name), contextlib.suppress(FileNotFoundError):
                 self._files.rm_file(self._path(name))
-            if self._is_local:  # buckets have no directories
+            if self.is_local:  # buckets have no directories
                 with contextlib.suppress(OSError):
                     os.rmdir(os.path.dirname(self._path(name)))
 
@@ -206,24 +257,24 @@ class Store:
         """The file system, whose package may connect to the store when it is first used."""
         import fsspec
 
-        options: dict[str, Any] = {"auto_mkdir": True} if self._is_local else {}
+        options: dict[str, Any] = {"auto_mkdir": True} if self.is_local else {}
         with self._reporting("open", ""):
             return fsspec.core.url_to_fs(self.url, **options)[0]
 
     @property
-    def _root(self):
+    def root(self) -> str:
+        """The URL as a path of its file system, without the protocol."""
         return self._files._strip_protocol(self.url).rstrip("/")
 
     def _path(self, name):
-        return f"{self._root}/{name}".rstrip("/")
+        return f"{self.root}/{name}".rstrip("/")
 
     def _state(self, name):
         try:
             details = self._files.info(self._path(name))
         except FileNotFoundError:
             return None
-        keys = ("size", "etag", "ETag", "updated", "LastModified", "mtime", "created")
-        return [str(details.get(key)) for key in keys]
+        return _state_of(details)
 
     @contextlib.contextmanager
     def _reporting(self, action, name):
@@ -233,3 +284,9 @@ class Store:
             url = f"{self.url}/{name}".rstrip("/")
             reason = str(error).strip().partition("\n")[0] or "no reason given"
             raise OSError(f"cannot {action} {url} ({type(error).__name__}: {reason})") from error
+
+
+def _state_of(details):
+    """Returns a value that changes with a file, from what its store tells about it."""
+    keys = ("size", "etag", "ETag", "updated", "LastModified", "mtime", "created")
+    return [str(details.get(key)) for key in keys]

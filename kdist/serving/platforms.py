@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kdist.mirror.store import Store
+from kdist.serving.core.model_directory import SAVED_MODEL
 from kdist.serving.core.settings import ServerLimits
 
 _HTTP_PORT = 8080  # default of all platforms
@@ -124,7 +125,7 @@ def _sagemaker(environment, root):
             "put all models into one archive, and name one in each request by tfs-model-name"
         )
     found = {}
-    for path in sorted((root / _SAGEMAKER_MODELS).rglob("saved_model.pb")):
+    for path in sorted((root / _SAGEMAKER_MODELS).rglob(SAVED_MODEL)):
         if path.parent.name.isdecimal():
             found[str(path.parents[1])] = None
     return Platform(
@@ -189,7 +190,7 @@ def _route(environment, name, default):
 
 
 def fetch_models(url: str, directory: str | os.PathLike) -> None:
-    """Copies the versions of a model from a URL to a directory.
+    """Copies the complete versions of a model from a URL to a directory.
 
     Args:
         url: directory of the versions, or of one SavedModel, such as `gs://bucket/models/digits`.
@@ -202,9 +203,13 @@ def fetch_models(url: str, directory: str | os.PathLike) -> None:
     """
     store = Store(url)
     names = [name for name in store.names() if ".." not in pathlib.PurePosixPath(name).parts]
+    is_version = SAVED_MODEL in names
+    # One that is being written, or was cut off, has no SavedModel yet.
+    complete = {name.rpartition("/")[0] for name in names if name.endswith(f"/{SAVED_MODEL}")}
+    names = [name for name in names if is_version or name.partition("/")[0] in complete]
     if not names:
-        raise FileNotFoundError(f"{url} has no files")
-    target = pathlib.Path(directory, "1" if "saved_model.pb" in names else "")
+        raise FileNotFoundError(f"{url} has no complete version of a model")
+    target = pathlib.Path(directory, "1" if is_version else "")
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         store.get(name, target / name)

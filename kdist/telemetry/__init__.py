@@ -8,8 +8,8 @@ Example:
     writer.write_summary(summary)
     writer.close()
 
-Public names are imported on demand. None of them imports wandb, and only TensorBoard's writer and
-`Telemetry` import TensorFlow.
+Public names are imported on demand. None of them imports wandb or mlflow, and only
+TensorBoard's writer and `Telemetry` import TensorFlow.
 """
 
 from kdist.public_names import import_on_demand
@@ -19,6 +19,7 @@ _PUBLIC = {
     "Collector": "devices.collector",
     "DeviceSampler": "devices.sampler",
     "JsonlWriter": "writers.run_directory",
+    "MlflowWriter": "writers.mlflow",
     "NullWriter": "writers.base",
     "RunWriter": "writers.run_directory",
     "Samples": "samples",

@@ -1,5 +1,7 @@
 """Random access to records, alone and for a TFDS dataset that does not fit in memory."""
 
+import os
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -154,3 +156,21 @@ def test_split_expressions_on_disk(prepared, monkeypatch):
         kdist.data.load("tiny_kinds", splits=("train[:0%]", "train"), **prepared)
     with pytest.raises(ValueError, match=r"no split 'train\[x%:\]'.*train, validation"):
         kdist.data.load("tiny_kinds", splits=("train[x%:]", "train"), **prepared)
+
+
+def test_a_url_has_the_same_batches(prepared, monkeypatch):
+    monkeypatch.setenv("KDIST_CACHE_DIR", os.fspath(prepared["data_dir"] / "cache"))
+    bucket = kdist.mirror.Store("memory://tfrecords/tfds")
+    for path in (prepared["data_dir"] / "tiny_kinds").rglob("*.*"):
+        bucket.put(path, path.relative_to(prepared["data_dir"]).as_posix())
+    bucket.write("other/1.0.0/large.tfrecord", b"not fetched")
+    on_disk = kdist.data.load("tiny_kinds", **prepared)
+    fetched = kdist.data.load("tiny_kinds", **{**prepared, "data_dir": f"{bucket.url}/"})
+    copy = prepared["data_dir"] / "cache" / "memory" / "tfrecords" / "tfds"
+    assert os.listdir(copy) == ["tiny_kinds"]
+    for one, other in zip(on_disk, fetched, strict=True):
+        assert one.num_examples == other.num_examples
+        for part in ((0, 1), (1, 2)):  # all rows, and those of the second of two workers
+            pairs = zip(one.dataset(1, part).take(7), other.dataset(1, part).take(7), strict=True)
+            for batch, same in pairs:
+                assert all(np.array_equal(a, b) for a, b in zip(batch, same, strict=True))

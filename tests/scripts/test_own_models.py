@@ -70,7 +70,7 @@ def train(tmp_path):
 
 
 def test_a_model_with_logits_is_a_classifier_that_is_exported(train, tmp_path):
-    models = tmp_path / "models" / "mine"
+    models = f"file://{tmp_path}/models/mine"
     flags = ["--model_args=width=32", "--epochs=6", "--optimizer=adam", "--learning_rate=0.01"]
     flags += ["--freeze=dense", "--unfreeze_after_epochs=1", "--ema=0.5", "--clip_norm=1"]
     process = train("logits", *flags, "--save_best", "--early_stopping=5", f"--export={models}")
@@ -83,7 +83,8 @@ def test_a_model_with_logits_is_a_classifier_that_is_exported(train, tmp_path):
     assert summary["best_loss"] <= summary["test_loss"]
     assert keras.saving.load_model(best).count_params() == summary["parameters"]
     assert f"kdist serve --model_dir={models}" in process.stdout
-    assert (models / "1" / "saved_model.pb").exists()
+    for version in (tmp_path / "models" / "mine" / "1", tmp_path / "run" / "export" / "mine" / "1"):
+        assert (version / "saved_model.pb").exists()
 
 
 def test_a_compiled_model_keeps_its_loss_and_metrics(train, tmp_path):

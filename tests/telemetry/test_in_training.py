@@ -178,3 +178,14 @@ def test_variables_of_a_job_that_the_strategy_does_not_need(monkeypatch):
     strategy = kdist.create_strategy("mirrored", 2)
     monkeypatch.setenv("TF_CONFIG", "{")
     assert shares_cores(strategy)
+
+
+def test_a_checkpoint_of_the_end_of_a_run_leaves_no_steps(tmp_path):
+    for name, resume in (("first", "auto"), ("second", tmp_path / "first/checkpoints")):
+        if name == "second":
+            (resume,) = resume.glob("step-*")
+        run = tmp_path / name
+        checkpoint = kdist.callbacks.Checkpoint(run / "checkpoints", resume=resume)
+        model().fit(data(4), epochs=1, callbacks=[Telemetry(run), checkpoint], verbose=0)
+    assert checkpoint.resumed_from == 4
+    assert (run / "summary.json").exists()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+import kdist.telemetry.writers.tracker
 import kdist.telemetry.writers.wandb
 from kdist.run_directory import RunDirectory
 from kdist.telemetry import RunWriter, Samples, SeveralWriters, WandbWriter
@@ -393,7 +394,7 @@ def test_a_hanging_process_is_killed(run, capfd):
 
 
 def test_excess_records_are_dropped_and_logged_once(run, monkeypatch, capfd):
-    monkeypatch.setattr(kdist.telemetry.writers.wandb, "_MAX_QUEUED", 10)
+    monkeypatch.setattr(kdist.telemetry.writers.tracker, "_MAX_QUEUED", 10)
     wandb = new_writer(run, "offline")
     for record in metrics(range(1, 2000)):
         wandb.write(record)

@@ -269,8 +269,8 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_copied_whole(tmp_path
 @pytest.mark.parametrize(
     ("url", "error", "words"),
     [
-        ("gs://bucket", ValueError, "names no run; write gs://BUCKET/RUN"),
-        ("gs://bucket/../a", ValueError, "names no run"),
+        ("gs://bucket", ValueError, "names no directory of a bucket; write gs://BUCKET/NAME"),
+        ("gs://bucket/../a", ValueError, "names no directory"),
         ("runs/a", ValueError, "is no URL"),
         ("nowhere://bucket/a", ValueError, "fsspec knows no nowhere://"),
     ],

@@ -9,6 +9,7 @@ from absl import flags
 import kdist
 from kdist.commands.training_run.compiled_model import compiled_model
 from kdist.commands.training_run.user_code import call, is_reference
+from kdist.data.worker_addresses import resolve_data_workers
 from kdist.run_directory import RunDirectory
 
 FLAGS = flags.FLAGS
@@ -47,7 +48,7 @@ def load_data(batch):
         batch: a `kdist.Batch`.
     """
     options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
-    if FLAGS.data_workers:
+    if resolve_data_workers(FLAGS.data_workers or None):
         from kdist.data import workers
 
         workers.ends_on_silence = True
@@ -57,7 +58,7 @@ def load_data(batch):
             examples=FLAGS.examples,
             data_dir=FLAGS.data_dir,
             download=FLAGS.download,
-            data_workers=FLAGS.data_workers,
+            data_workers=FLAGS.data_workers or None,
             **options,
         )
     except kdist.data.DatasetUnavailable as error:
@@ -65,7 +66,9 @@ def load_data(batch):
             raise
         print(f"{error}\nTraining on {FLAGS.fallback_dataset} instead.", file=sys.stderr)
         FLAGS.epochs = FLAGS.fallback_epochs or FLAGS.epochs
-        return FLAGS.fallback_dataset, *load_by_name(FLAGS.fallback_dataset, **options)
+        return FLAGS.fallback_dataset, *load_by_name(
+            FLAGS.fallback_dataset, data_workers=(), **options
+        )
 
 
 def load_by_name(name, *, data_dir=None, download=True, **options):

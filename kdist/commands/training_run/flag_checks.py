@@ -6,6 +6,7 @@ import pathlib
 
 from absl import flags
 
+from kdist import program
 from kdist.commands.training_run.applications import APPLICATIONS, PREFIX, application
 from kdist.commands.training_run.compiled_model import MODELS
 from kdist.commands.training_run.fine_tuning import check_weights, freeze_patterns
@@ -14,6 +15,8 @@ from kdist.data.names import check_dataset_name, dataset_path
 from kdist.data.operations import as_operations
 from kdist.data.worker_addresses import check_answers, parse_data_workers
 from kdist.json_text import parse_json
+from kdist.mirror.mirror import find_checkpoint
+from kdist.mirror.store import Store, is_url
 from kdist.run_directory import check_writable
 
 FLAGS = flags.FLAGS
@@ -32,22 +35,31 @@ def check_flags(spec):
         FileNotFoundError: a directory does not exist.
         ConnectionError: a data worker does not answer.
     """
+    if FLAGS.mlflow_uri is not None:
+        program.check_installed("mlflow", "mlflow")
     _check_model()
     _check_fine_tuning(spec)
     _check_export()
     check_data(FLAGS.dataset, FLAGS.fallback_dataset)
     for address in parse_data_workers(FLAGS.data_workers):
         check_answers(address)
-    state = os.path.join(FLAGS.resume, "state.json")
-    if FLAGS.resume not in ("auto", "never") and not os.path.isfile(state):
-        raise FileNotFoundError(
-            f"--resume={FLAGS.resume}: no such checkpoint; give the path of one in "
-            "RUN_DIR/checkpoints, auto, or never"
-        )
+    _check_resume()
     check_split()
     _check_profile()
     _check_strategy(spec)
     _check_effects(spec)
+
+
+def _check_resume():
+    if FLAGS.resume in ("auto", "never"):
+        return
+    if is_url(FLAGS.resume):
+        find_checkpoint(FLAGS.resume)
+    elif not os.path.isfile(os.path.join(FLAGS.resume, "state.json")):
+        raise FileNotFoundError(
+            f"--resume={FLAGS.resume}: no such checkpoint; give the path of one in "
+            "RUN_DIR/checkpoints, auto, or never"
+        )
 
 
 def check_data(*datasets):
@@ -64,7 +76,7 @@ def check_data(*datasets):
         elif name is not None:
             _check_dataset(name)
     directory = FLAGS.data_dir
-    if directory is None or os.path.isdir(directory):
+    if directory is None or is_url(directory) or os.path.isdir(directory):
         return
     if os.path.exists(directory) or not FLAGS.download:
         raise FileNotFoundError(
@@ -75,7 +87,7 @@ def check_data(*datasets):
 
 def _check_dataset(name):
     path = dataset_path(name)
-    if name != "digits" and not os.path.isdir(path):
+    if name != "digits" and not is_url(path) and not os.path.isdir(path):
         check_dataset_name(path, FLAGS.data_dir)
 
 
@@ -137,6 +149,9 @@ def _check_fine_tuning(spec):
 def _check_export():
     if FLAGS.export is None:
         return
+    if is_url(FLAGS.export):
+        Store(FLAGS.export).names()
+        return
     path = pathlib.Path(FLAGS.export)
     if not FLAGS.export or (path.exists() and not path.is_dir()):
         raise ValueError(f"--export={path} is not a directory; give one, such as models/fashion")
@@ -189,6 +204,7 @@ def _check_effects(spec):
         ("decay", FLAGS.schedule == "ramp", "--schedule=ramp"),
         ("ramp_epochs", FLAGS.schedule != "constant", "--schedule=ramp or cosine"),
         ("wandb_samples", FLAGS.wandb_mode != "off", "--wandb_mode=auto"),
+        ("mlflow_experiment", FLAGS.mlflow_uri is not None, "--mlflow_uri"),
         ("base_batch_size", FLAGS.scale_learning_rate != "none", "--scale_learning_rate"),
     ):
         if FLAGS[name].present and not is_used:

@@ -26,6 +26,7 @@ from kdist.commands.training_run.recording import (
     start_recording,
 )
 from kdist.commands.training_run.summary import cost, print_summary, run_config
+from kdist.mirror.store import is_url
 from kdist.report.records import NO_RECORDS, read_records
 from kdist.run_directory import RunDirectory, checkpoint_step
 from kdist.strategy_spec import resolve
@@ -92,7 +93,8 @@ def _train(spec, plan, path, mirror):
     try:
         finish(recording, summary, plan)
         if FLAGS.export:
-            exported = export_model(model_to_export(model, recording.run), train.class_names)
+            to_export = model_to_export(model, recording.run)
+            exported = export_model(to_export, recording.run, train.class_names)
             write_models(recording, exported, summary)
     finally:
         recording.writer.close()
@@ -191,14 +193,18 @@ def results_at(step, run):
     )
 
 
-def export_model(model, class_names):
+def export_model(model, run, class_names):
     """Exports the trained model to --export, and prints how to serve it.
 
+    If --export is a URL, the version is written to the run directory first, and stays there.
+
     Returns:
-        The directory of the version.
+        The local directory of the version.
     """
+    from kdist.serving.exporting.bucket import next_version, put_version
     from kdist.serving.exporting.export import export
 
+    url = FLAGS.export.rstrip("/") if is_url(FLAGS.export) else None
     fits = class_names and model.output_shape[-1] == len(class_names)
     if not (has_server := importlib.util.find_spec("tensorflow_serving") is not None):
         _logger.warning(
@@ -206,9 +212,11 @@ def export_model(model, class_names):
         )
     version = export(
         model,
-        FLAGS.export,
+        FLAGS.export if url is None else run.path / "export" / url.rpartition("/")[2],
+        None if url is None else next_version(url),
         classes=class_names if fits else None,
         examples=None if has_server else {},
     )
-    print(f"export: {version}; serve it: kdist serve --model_dir={FLAGS.export}")
+    exported = version if url is None else put_version(version, url)
+    print(f"export: {exported}; serve it: kdist serve --model_dir={FLAGS.export}")
     return version

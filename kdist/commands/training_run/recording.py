@@ -155,6 +155,8 @@ def start_recording(path, config, model, is_chief, resumes, test, mirror=None):
         name=run.path.name,
         tags=FLAGS.wandb_tags,
         notes=FLAGS.wandb_notes,
+        mlflow_uri=FLAGS.mlflow_uri,
+        mlflow_experiment=FLAGS.mlflow_experiment,
     )
     profile = profile_callbacks(run)
     telemetry = kdist.callbacks.Telemetry(

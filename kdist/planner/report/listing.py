@@ -21,6 +21,7 @@ from kdist.planner.report.arithmetic import (
     term_texts,
 )
 from kdist.planner.selection.candidates import CHOICES
+from kdist.planner.selection.data_workers import find_data_workers
 from kdist.planner.selection.prediction import Predictor
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def plans_text(result: RankedPlans, number: int = 10) -> str:
     lines += [f"Warning: {warning}" for warning in result.warnings[:_MAX_WARNINGS]]
     if len(result.warnings) > _MAX_WARNINGS:
         lines.append(f"… and {len(result.warnings) - _MAX_WARNINGS} more of these")
+    if option := find_data_workers(result.best):
+        lines.append(str(option))
     lines.append(notes_text(result))
     lines += [f"{row.count} left out, {row.limit}: {row.reason}" for row in result.rejected]
     return "\n".join(lines)

@@ -88,6 +88,23 @@ class Offer:
 
 
 @dataclasses.dataclass(frozen=True)
+class CpuHost:
+    """A VM without GPUs and its price.
+
+    Attributes:
+        cloud: the provider.
+        name: name of the VM.
+        vcpus: number of its vCPUs.
+        usd_per_hour: on-demand price in US dollars per hour.
+    """
+
+    cloud: str
+    name: str
+    vcpus: float
+    usd_per_hour: float
+
+
+@dataclasses.dataclass(frozen=True)
 class PriceTable:
     """Offers of a table of prices, and the VMs that are left out.
 
@@ -111,6 +128,22 @@ class PriceTable:
 
 def _vm(name):
     return name.partition(" (")[0]
+
+
+@functools.cache
+def known_cpu_hosts() -> tuple[CpuHost, ...]:
+    """Returns all VMs without GPUs of `tables/vm_prices.csv`.
+
+    Example:
+
+        >>> sorted({host.cloud for host in known_cpu_hosts()})
+        ['gcp']
+    """
+    return tuple(
+        CpuHost(row["cloud"], row["item"], row["vcpus"], row["usd_per_hour_on_demand"])
+        for row in read_own_table(OWN_TABLE, _PRICES)
+        if row["kind"] == "vm" and row["vcpus"]
+    )
 
 
 @functools.cache

@@ -15,6 +15,8 @@ from kdist.run_directory import replacing
 from kdist.serving.core.settings import BatchSettings, padded_sizes
 
 METADATA = pathlib.PurePath("assets.extra", "kdist.json")
+# The file that makes a version complete. It is written last where a directory cannot be renamed.
+SAVED_MODEL = "saved_model.pb"
 BATCHING_PARAMETERS = "batching_parameters.txt"
 MODEL_CONFIG = "models.config"
 
@@ -31,7 +33,7 @@ def versions(directory: str | os.PathLike) -> list[int]:
         for path in pathlib.Path(directory).iterdir()
         if path.name.isdecimal()
         and path.name == str(int(path.name))  # 01 would be a second path of version 1
-        and (path / "saved_model.pb").exists()
+        and (path / SAVED_MODEL).exists()
     )
 
 

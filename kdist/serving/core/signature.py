@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.core.protobuf import saved_model_pb2
 
 from kdist.serving.core.graph_safety import check_safe
+from kdist.serving.core.model_directory import SAVED_MODEL
 from kdist.serving.core.requests import count_rows
 
 SERVING_DEFAULT = "serving_default"
@@ -81,7 +82,7 @@ def read_signatures(version_directory: str | os.PathLike):
     Raises ValueError if `saved_model.pb` in the directory is not a SavedModel, has no such
     signatures, or could run code or touch files of the server (unless `TRUST_MODELS` allows it).
     """
-    path = pathlib.Path(version_directory, "saved_model.pb")
+    path = pathlib.Path(version_directory, SAVED_MODEL)
     proto = saved_model_pb2.SavedModel()
     try:
         proto.ParseFromString(path.read_bytes())

@@ -29,12 +29,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdist.mirror.store import is_url
 from kdist.parallel.inspect.operation_devices import groups_of
 from kdist.parallel.placement.patterns import functional_graph
 from kdist.parallel.split_model import merged
 from kdist.serving.core.model_directory import METADATA, versions, write_serving_files
 from kdist.serving.core.settings import BatchSettings, padded_sizes
 from kdist.serving.core.signature import SERVING_DEFAULT, read_signatures
+from kdist.serving.exporting.bucket import check_version, next_version, put_version
 from kdist.serving.exporting.warmup_file import (
     Examples,
     check_protos_installed,
@@ -62,12 +64,14 @@ def export(
     settings: BatchSettings | None = None,
     examples: Examples | None = None,
     placement: str = "merged",
-) -> pathlib.Path:
+) -> pathlib.Path | str:
     """Writes a version of a model for model servers.
 
     Args:
         model: a functional or Sequential model that is built.
         directory: directory of all versions, created if needed. Its last part is the model's name.
+            Or a URL such as gs://bucket/models/fashion; the model is then written to a temporary
+            directory first.
         version: positive integer. Defaults to one more than the highest existing version.
         preprocessing: computes the input of the model, and becomes part of the graph. Either a
             functional or Sequential model, or a `tf.function` with an `input_signature`, such as
@@ -83,7 +87,7 @@ def export(
             server then needs devices with the same names.
 
     Returns:
-        The directory of the new version.
+        The directory of the new version, or its URL.
 
     Raises:
         FileExistsError: the version exists.
@@ -91,12 +95,24 @@ def export(
         ValueError: the version is not a positive integer, the model is of another kind or not
             built, the number of classes does not match the outputs, the examples cannot be
             computed, or the placement cannot be kept.
+        OSError: the directory cannot be written, or the URL cannot be read or written.
 
     Example:
 
         path = kdist.serving.export(model, "models/fashion", classes=["shirt", "shoe"])
         # then: kdist serve --model_dir=models/fashion
     """
+    if is_url(directory):
+        return _export_to_bucket(
+            model,
+            os.fspath(directory),
+            version,
+            preprocessing=preprocessing,
+            classes=classes,
+            settings=settings,
+            examples=examples,
+            placement=placement,
+        )
     directory, settings = pathlib.Path(directory), settings or BatchSettings(0.002)
     devices = _kept_devices(model, placement)
     if getattr(model, "is_split", False) and not devices:
@@ -123,6 +139,16 @@ def export(
                 raise _exists(target)
     write_serving_files(directory, settings)
     return target
+
+
+def _export_to_bucket(model, url, version, **options):
+    if version is None:
+        next_version(url)  # fails early if the store cannot be read
+    else:
+        check_version(url, version)
+    with tempfile.TemporaryDirectory(prefix="kdist-export-") as parent:
+        local = pathlib.Path(parent) / url.rstrip("/").rpartition("/")[2]
+        return put_version(export(model, local, version, **options), url, version)
 
 
 @contextlib.contextmanager

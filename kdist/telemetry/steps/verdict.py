@@ -106,15 +106,41 @@ def _input(timing):
     share, rate = timing.get("input_share"), timing.get("examples_per_second")
     if share is None or share < _MIN_INPUT_SHARE or not rate:
         return None
-    # Data workers take over all of the work; another one makes up for what the network costs.
-    workers = math.ceil(1 / max(1 - share, 0.001))
+    workers = math.ceil(round(1 / max(1 - share, 0.001), 6))
+    counts = sorted({2, workers} if workers > 2 else {workers})
+    predictions = " and ".join(
+        f"{count} data worker{'s' * (count > 1)} to {predicted_input_share(share, count):.0%}"
+        for count in counts
+    )
     return share, (
         f"input-bound: the pipeline delivers {rate:,.0f} examples/s, the devices could train on "
         f"{rate / max(1 - share, 0.001):,.0f} ({share:.0%} of a step is waiting for input); keep "
-        "decoded examples in memory (cache=True), make the operations cheaper, or use more cores, "
-        f"such as {workers} data worker{'s' * (workers > 1)} with as many as this machine (`kdist "
-        "data_worker`); `kdist check --input` measures the pipeline alone"
+        "decoded examples in memory (cache=True), make the operations cheaper, or use data "
+        f"workers: {predictions} of waiting, if each prepares as much as this machine does now "
+        f"(`kdist launch --data_workers={workers}` if cores are idle or storage is slow, else "
+        "`kdist data_worker` on other machines); `kdist check --input` measures the pipeline alone"
     )
+
+
+def predicted_input_share(share: float, workers: int) -> float:
+    """Returns the fraction of a step that is waiting for input with data workers.
+
+    The input of an input-bound training takes as long as its step. `n` data workers divide this
+    time by `n`, and the rest of the step takes as long as before: `max(0, 1 - n (1 - share))`.
+
+    Args:
+        share: the fraction without data workers.
+        workers: number of data workers, each as fast as the pipeline of the training itself.
+
+    Returns:
+        The fraction with them.
+
+    Example:
+
+        >>> predicted_input_share(0.75, 2), predicted_input_share(0.75, 4)
+        (0.5, 0.0)
+    """
+    return max(0.0, 1 - workers * (1 - share))
 
 
 def _over_share(timing, shares_cores):

@@ -1,1 +1,1 @@
-"""Destinations of measurements: the run directory, W&B, and TensorBoard."""
+"""Destinations of measurements: the run directory, W&B, MLflow, and TensorBoard."""

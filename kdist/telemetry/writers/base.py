@@ -13,7 +13,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Writer:
-    """Base class of writers: the run directory, W&B, and TensorBoard. Its methods do nothing.
+    """Base class of writers: the run directory, W&B, MLflow, TensorBoard. Its methods do nothing.
 
     Several threads may call a writer. No method raises because of a file, a network, or a server,
     and none blocks training. A writer logs its first failure and discards what follows.
@@ -176,8 +176,10 @@ def create_writer(
     name: str | None = None,
     tags: Sequence[str] = (),
     notes: str | None = None,
+    mlflow_uri: str | None = None,
+    mlflow_experiment: str | None = None,
 ) -> Writer:
-    """Creates the writer of a run: the run directory, and optionally W&B and TensorBoard.
+    """Creates the writer of a run: the run directory, and optionally W&B, MLflow, and TensorBoard.
 
     Args:
         run: the run directory, which is always written.
@@ -186,13 +188,15 @@ def create_writer(
             to "off".
         tensorboard: whether to write event files for TensorBoard to `<run>/tensorboard/`. Defaults
             to False.
-        config: configuration of the run, for W&B.
+        config: configuration of the run, for W&B and MLflow.
         project: W&B project; see `WandbWriter`.
         group: W&B group; see `WandbWriter`.
         job_type: W&B job type; see `WandbWriter`.
-        name: name of the run in W&B; see `WandbWriter`.
+        name: name of the run in W&B and MLflow; see `WandbWriter`.
         tags: tags of the run in W&B; see `WandbWriter`.
         notes: notes on the run in W&B; see `WandbWriter`.
+        mlflow_uri: tracking URI of MLflow; see `MlflowWriter`. Defaults to None, no MLflow.
+        mlflow_experiment: MLflow experiment; see `MlflowWriter`.
 
     Returns:
         The writer. The caller closes it.
@@ -217,6 +221,10 @@ def create_writer(
         names = project, group, job_type, name
         writer = WandbWriter(run.path, wandb_mode, *names, config=config, tags=tags, notes=notes)
         writers.append(writer)
+    if mlflow_uri is not None:
+        from kdist.telemetry.writers.mlflow import MlflowWriter
+
+        writers.append(MlflowWriter(run.path, mlflow_uri, mlflow_experiment, name, config))
     if tensorboard:
         from kdist.telemetry.writers.tensorboard import TensorBoardWriter  # imports TensorFlow
 

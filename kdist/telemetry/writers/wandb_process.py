@@ -5,24 +5,21 @@ answers on standard output are where the run is, problems, and that the run has 
 """
 
 import base64
-import contextlib
 import json
 import netrc
 import os
 import pathlib
-import signal
 import ssl
 import sys
 import threading
 import urllib.error
 import urllib.request
 
-import psutil
-
 from kdist.telemetry.provenance import git_commit, git_remote
 from kdist.telemetry.samples import decoded
 from kdist.telemetry.writers.base import DEVICE_KINDS, METRIC_KINDS, device_curves, metric_curves
-from kdist.telemetry.writers.wandb import files_of
+from kdist.telemetry.writers.tracker import files_of
+from kdist.telemetry.writers.tracker_process import first_line, serve
 
 # Settings of a run that `wandb.init` accepts by name.
 _ABOUT = ("project", "group", "job_type", "name", "tags", "notes")
@@ -32,55 +29,7 @@ _INIT_SECONDS = 20.0
 
 def main():
     """Opens a run, executes commands until the input ends, and finishes the run."""
-    # The training program decides when this process ends, and has priority.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(5)
-    commands, answers = _own_pipes()
-    lock = threading.Lock()
-
-    def send(**answer):
-        with lock:
-            answers.write(json.dumps(answer) + "\n")
-
-    start = json.loads(commands.readline())
-    try:
-        run = _WandbRun(start, send)
-    except Exception as error:
-        send(problem=f"no run was created ({type(error).__name__}: {_first_line(error)})")
-        send(finished=True)
-        os._exit(0)
-    in_order = False
-    for line in commands:
-        command = json.loads(line)
-        do = command.pop("do")
-        if do == "finish":
-            in_order = True
-            break
-        try:
-            getattr(run, do)(**command)
-        except Exception as error:
-            send(problem=f"{do} failed ({type(error).__name__}: {_first_line(error)})")
-    if not in_order:
-        # The training program has ended and cannot kill this process if it hangs.
-        limit = threading.Timer(start["close_seconds"], _end_all)
-        limit.daemon = True
-        limit.start()
-    run.finish(exit_code=0 if in_order else 1)
-    send(finished=True)
-
-
-def _own_pipes():
-    """Returns copies of standard input and output, which wandb's process must not inherit.
-
-    It would keep them open after this process has ended.
-    """
-    commands, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w", buffering=1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    # What is written to these is the training program's output, which only wandb shall copy.
-    sys.stdout, sys.stderr = (open(os.devnull, "w") for _ in range(2))  # noqa: SIM115
-    return commands, answers
+    serve(_WandbRun)
 
 
 class _WandbRun:
@@ -203,7 +152,7 @@ class _WandbRun:
                     try:
                         return self._init(wandb, "online"), None
                     except Exception as error:
-                        url, why = self._settings.base_url, _first_line(error)
+                        url, why = self._settings.base_url, first_line(error)
                         reason = f"cannot create a run at {url} ({why})"
             mode = "offline"
         return self._init(wandb, mode), reason
@@ -289,15 +238,3 @@ def _api_key(settings):
     except (OSError, netrc.NetrcParseError):
         return None
     return login[2] if login else None
-
-
-def _end_all():
-    """Kills this process and wandb's."""
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    os._exit(1)
-
-
-def _first_line(error):
-    return (str(error).splitlines() or [""])[0]

@@ -6,8 +6,10 @@ import sys
 import pytest
 
 from kdist.cluster import Cluster
+from kdist.cluster.cluster import TF_CONFIG
 from kdist.cluster.handshake import TOKEN_VARIABLE
-from kdist.hardware import CORES_VARIABLE, find_gpus
+from kdist.data.worker_addresses import DATA_WORKERS
+from kdist.hardware import CORES_VARIABLE, VISIBLE_DEVICES, find_gpus
 from kdist.launch import local_engine
 from kdist.launch.local_engine import local_job, share_gpus, share_threads
 
@@ -119,3 +121,19 @@ def test_the_tasks_of_a_job_share_a_token_of_their_own(tmp_path, monkeypatch):
     assert len(first) == 32
     assert tokens[0] == first
     assert tokens[1] == tokens[2] != first
+
+
+def test_data_workers_are_known_to_the_tasks_and_no_tasks_of_the_cluster(tmp_path):
+    environment = {"PATH": os.environ["PATH"]}
+    counts, command = {"worker": 1}, [sys.executable]
+    with local_job(counts, command, tmp_path, environment=environment, data_workers=2) as group:
+        task, *workers = group.tasks
+        assert [worker.name for worker in workers] == ["data worker 0", "data worker 1"]
+        assert group.chief is task
+        addresses = task._environment[DATA_WORKERS].split(",")
+        for worker, address in zip(workers, addresses, strict=True):
+            port = address.removeprefix("127.0.0.1:")
+            assert worker._command[-3:-1] == ["data_worker", f"--port={port}"]
+            assert worker._environment[VISIBLE_DEVICES] == "-1"
+            assert TF_CONFIG not in worker._environment
+    assert len(set(addresses)) == 2

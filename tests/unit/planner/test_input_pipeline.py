@@ -6,14 +6,19 @@ import types
 import numpy as np
 import pytest
 
+from kdist import planner
 from kdist.planner.cost.constants import known_constants
+from kdist.planner.cost.setup import make_features
 from kdist.planner.cost.update import (
     copy_seconds,
     core_seconds,
     effective_cores,
     numpy_feed_seconds,
     soft_maximum,
+    update_seconds,
 )
+from kdist.planner.plans import make_setup
+from kdist.planner.tables.prices import known_offers
 
 CONSTANTS = dataclasses.replace(
     known_constants(),
@@ -84,3 +89,38 @@ def test_soft_maximum():
     assert soft_maximum(1.0, 0.0, 2.0) == pytest.approx(1.0)
     several = soft_maximum(np.array([1.0, 10.0]), np.array([10.0, 1.0]), 2.0)
     assert several == pytest.approx(np.hypot(1, 10))
+
+
+def plan_on(name, model="resnet50"):
+    offer = next(offer for offer in known_offers() if offer.name == name)
+    return planner.plan(
+        model, examples=1_281_167, offers=[offer], measurements=None, max_machines=1
+    ).best
+
+
+def test_data_workers_replace_the_cores_of_the_host():
+    plan = plan_on("n1-standard-8 + 8 x V100")
+    option = planner.find_data_workers(plan)
+    assert 0.2 < option.share_before < 0.5
+    assert option.share < 0.1
+    assert option.hours < plan.prediction.hours
+    # The same machine with the cores of all data workers.
+    cores = option.count * option.host.vcpus
+    machine = dataclasses.replace(plan.machine, cpu_cores=cores, cores_are_vcpus=True)
+    features = make_features(
+        make_setup(plan.layout, plan.local_batch, machine), plan.gradients, plan.input_work
+    )
+    terms = update_seconds(features, plan.micro_step_seconds, known_constants())
+    seconds = float(sum(terms.values()))
+    before = plan.prediction
+    assert option.hours / before.hours == pytest.approx(seconds / before.step_seconds)
+    price = before.usd / before.hours + option.count * option.host.usd_per_hour
+    assert option.usd == pytest.approx(option.hours * price)
+    assert f"{option.count} × {option.host.name} as data workers" in str(option)
+
+
+def test_no_data_workers_for_a_plan_that_does_not_wait_or_of_a_cloud_without_prices():
+    assert planner.find_data_workers(plan_on("n1-standard-8 + 1 x K80")) is None
+    waiting = plan_on("n1-standard-8 + 8 x V100")
+    machine = dataclasses.replace(waiting.machine, name="elsewhere vm")
+    assert planner.find_data_workers(dataclasses.replace(waiting, machine=machine)) is None

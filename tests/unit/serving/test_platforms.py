@@ -106,5 +106,5 @@ def test_models_at_urls_are_served_from_copies(tmp_path):
     copies = local_copies(["models/a", url, f"second={url}/"], tmp_path)
     assert copies == ["models/a", f"digits={tmp_path}/1", f"second={tmp_path}/2"]
     assert (tmp_path / "2" / "7" / "saved_model.pb").read_bytes() == b"content"
-    with pytest.raises(FileNotFoundError, match="has no files"):
+    with pytest.raises(FileNotFoundError, match="no complete version"):
         local_copies([f"{url}-2"], tmp_path)

@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from kdist.telemetry.steps import verdict as verdicts
 
 LONG = {"window_steps": 500, "window_seconds": 60.0}
@@ -35,6 +37,15 @@ def test_waiting_for_input_names_both_rates():
     assert text.startswith("input-bound: the pipeline delivers 410 examples/s, ")
     assert "the devices could train on 2,050 " in text
     assert "80% of a step" in text
+    assert "2 data workers to 60% and 5 data workers to 0% of waiting" in text
+    assert "kdist launch --data_workers=5" in text
+
+
+@pytest.mark.parametrize(
+    ("share", "workers", "predicted"), [(0.5, 1, 0.5), (0.5, 2, 0.0), (0.8, 2, 0.6), (0.8, 9, 0.0)]
+)
+def test_data_workers_divide_the_time_of_the_input(share, workers, predicted):
+    assert verdicts.predicted_input_share(share, workers) == pytest.approx(predicted)
 
 
 def test_gradients_and_callbacks():
