@@ -410,7 +410,7 @@ class BatchDependence:
         with np.errstate(over="ignore"):
             divisor = abs(float(1 / value if kind == "Mul" else value))
         if not np.isfinite(divisor):
-            return None  # such as of a mask, whose values shall not count
+            return None  # such as of a mask, whose values do not count
         times = divisor / self._rows
         is_multiple = times > 0.5 and abs(times - round(times)) < 1e-5 * times
         return round(divisor) if is_multiple else None
