@@ -158,6 +158,7 @@ with program.flag_group("Machines of an engine"):
         None,
         "Rate at which a checkpoint reaches a place that survives its spot VM. By default that of "
         "an earlier attempt of the run, or of the plan.",
+        upper_bound=1e6,
     )
 
 with program.flag_group("A submitted job"):

@@ -76,12 +76,14 @@ with program.flag_group("Budget and ranking"):
         0.1,
         "Preemptions of one spot VM per day.",
         lower_bound=0.0,
+        upper_bound=1e4,
     )
     flags.DEFINE_float(
         "checkpoint_mb_per_second",
         None,
         "Rate at which a checkpoint reaches a place that survives its spot VM; by default 66: to a "
         "disk and then to a bucket, at 125 MiB/s each.",
+        upper_bound=1e6,
     )
     flags.DEFINE_enum(
         "rank",

@@ -11,12 +11,12 @@ a training has the same batches, each once, with any number of data workers.
 """
 
 import dataclasses
-import functools
 import logging
 import os
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -102,22 +102,25 @@ def divided(
                 )
             )
         )
-    _watch(tuple(addresses))
     turns = tf.data.Dataset.range(count).repeat()
     dataset = tf.data.Dataset.choose_from_datasets(parts, turns, stop_on_empty_dataset=True)
-    return dataset.apply(tf.data.experimental.assert_cardinality(last - first))
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(last - first))
+    _watch(dataset, addresses)
+    return dataset
 
 
-@functools.cache
-def _watch(addresses):
-    """Reports data workers that die."""
-    threading.Thread(target=_report_silence, args=(addresses,), daemon=True).start()
+def _watch(dataset, addresses):
+    """Reports data workers that die, for as long as the dataset is in use."""
+    is_over = threading.Event()
+    weakref.finalize(dataset, is_over.set).atexit = False
+    threading.Thread(
+        target=_report_silence, args=(addresses, is_over), name="data workers", daemon=True
+    ).start()
 
 
-def _report_silence(addresses):
+def _report_silence(addresses, is_over):
     answered = dict.fromkeys(addresses, time.monotonic())
-    while True:
-        time.sleep(_CHECK_SECONDS)
+    while not is_over.wait(_CHECK_SECONDS):
         for address in addresses:
             try:
                 check_answers(address)

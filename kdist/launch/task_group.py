@@ -305,8 +305,7 @@ class TaskGroup:
         elif self.is_restarting:
             self._screen.announce(f"ending {names} within {self._seconds_to_end():g} s")
         elif self.timed_out:
-            seconds = self._timeouts.timeout_seconds
-            self._screen.announce(f"the job ran longer than {seconds:g} s; ending {names}")
+            self._screen.announce(f"the time limit of the job is over; ending {names}")
         elif late := [task.name for task in running if not task.only_serves]:
             self._screen.announce(
                 f"{', '.join(late)} still ran {self._timeouts.wait_seconds:g} s after "

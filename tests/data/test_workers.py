@@ -1,7 +1,9 @@
 """Batches that data workers prepare: those of one process, each once, in their order."""
 
+import gc
 import threading
 
+import keras
 import numpy as np
 import pytest
 from PIL import Image
@@ -125,6 +127,35 @@ def test_a_process_ends_when_a_data_worker_is_silent(monkeypatch, caplog):
     monkeypatch.setattr(workers, "_CHECK_SECONDS", 0.05)
     monkeypatch.setattr(workers, "_SILENCE_SECONDS", 0.2)
     with reserve_ports(1) as (port,), pytest.raises(SystemExit):
-        workers._report_silence([f"127.0.0.1:{port}"])
+        workers._report_silence([f"127.0.0.1:{port}"], threading.Event())
     assert ended.is_set()
     assert f"the data worker 127.0.0.1:{port} has not answered" in caplog.text
+
+
+def silence_threads():
+    return [each for each in threading.enumerate() if each.name == "data workers"]
+
+
+@pytest.mark.parametrize("kind", ["one_device", "mirrored"])
+def test_data_workers_are_watched_while_a_model_trains(folder, addresses, kind):
+    gc.collect()
+    before = len(silence_threads())
+    during = []
+
+    def count(batch, logs):
+        gc.collect()
+        during.append(len(silence_threads()))
+
+    strategy = kdist.create_strategy(kind, 2 if kind == "mirrored" else None)
+    train, _ = kdist.data.load(
+        str(folder), batch=Batch(4), operations="resize(8, 8)", data_workers=addresses
+    )
+    with strategy.scope():
+        model = kdist.models.mlp(train.image_shape, train.num_classes)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    counter = keras.callbacks.LambdaCallback(on_train_batch_end=count)
+    model.fit(train, epochs=2, verbose=0, callbacks=[counter])
+    assert min(during) > before
+    del train
+    gc.collect()
+    assert len(silence_threads()) == before

@@ -147,7 +147,7 @@ def test_a_job_that_exceeds_its_time_limit_is_ended(launcher, all_end):
     assert code == 124
     assert seconds < 6
     all_end(launcher.pids("worker-0", "worker-1"), 0)
-    assert "the job ran longer than 1 s; ending worker 0, worker 1" in err
+    assert "the time limit of the job is over; ending worker 0, worker 1" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

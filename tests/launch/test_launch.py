@@ -135,7 +135,7 @@ def launch(program, *arguments, directory):
         (["--", "no-such-program"], "cannot find an executable program 'no-such-program'"),
         (["--run_dir=train.py", "--", "true"], "cannot create the directory train.py/logs"),
         (["--workers=0", "--", "x"], "--workers=0: 0 is not an integer in the range [1, 256]"),
-        (["--wrkers=2", "--", "x"], "Did you mean: workers ?"),
+        (["--wrkers=2", "--", "x"], "Did you mean: worker_check, workers ?"),
     ],
 )
 def test_an_error_at_the_start_is_one_line(scripts, tmp_path, arguments, message):

@@ -1,6 +1,7 @@
 """Tasks that hang, become silent, or come back, as the launcher reports them."""
 
 import os
+import re
 import signal
 import time
 
@@ -71,8 +72,8 @@ def test_a_slow_step_is_logged_before_it_counts_as_hung(launcher, beating):
     )
     assert code == 128 + signal.SIGABRT
     assert "[worker 0] kdist: in step 6 for " in out
-    assert " s so far; it usually takes 0.2 s" in out
-    assert "worker 0 hung: it was in step 6 for 8 s, usually 0.2 s" in err
+    assert " s so far; it usually takes 0.2" in out
+    assert re.search(r"worker 0 hung: it was in step 6 for \d+ s, usually 0\.2", err)
 
 
 @pytest.mark.slow
@@ -99,7 +100,7 @@ steps([100], 5)
         "--hang_seconds=3",
     )
     assert code == 128 + signal.SIGABRT
-    assert "worker 1 hung: it was in step 6 for 3 s, usually 0.1 s" in err
+    assert re.search(r"worker 1 hung: it was in step 6 for \d+ s, usually 0\.1", err)
 
 
 @pytest.mark.slow

@@ -186,7 +186,7 @@ def test_mixed_precision_with_a_loss_scale():
     keras.config.set_dtype_policy("mixed_float16")
     try:
         make = lambda: three_stages([keras.layers.Dropout(0.5)])  # noqa: E731
-        # Processors with float16 kernels round where others do not, by up to 5e-4 of a number.
+        # oneDNN fuses other operations in the two graphs, and float16 rounds by up to 5e-4.
         model = assert_recomputes_the_same(make, EVERY_SCHEDULE[0], *vectors(), tolerance=5e-4)
     finally:
         keras.config.set_dtype_policy("float32")
