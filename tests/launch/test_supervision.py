@@ -72,8 +72,8 @@ def test_a_slow_step_is_logged_before_it_counts_as_hung(launcher, beating):
     )
     assert code == 128 + signal.SIGABRT
     assert "[worker 0] kdist: in step 6 for " in out
-    assert " s so far; it usually takes 0.2" in out
-    assert re.search(r"worker 0 hung: it was in step 6 for \d+ s, usually 0\.2", err)
+    assert re.search(r" s so far; it usually takes 0\.\d+ s", out)
+    assert re.search(r"worker 0 hung: it was in step 6 for \d+ s, usually 0\.\d+ s", err)
 
 
 @pytest.mark.slow

@@ -98,6 +98,12 @@ def on_the_first_line(tab):
     )
 
 
+def reload(tab):
+    """Loads the page again, as soon as Chromium's other processes have what the page has stored."""
+    tab.wait_for_timeout(1000)
+    tab.reload()
+
+
 def row(tab, run):
     headings = tab.locator("#runs thead th").all_inner_texts()
     cells = tab.locator("#runs tbody tr", has_text=run).locator("th, td").all_inner_texts()
@@ -143,7 +149,7 @@ def test_a_name_in_the_legend_hides_its_run_in_all_plots(tab, runs, tmp_path):
     assert visible(tab, "loss") == hidden
     draw(tab, "time-of-a-step")  # not drawn until now
     assert visible(tab, "time-of-a-step") == hidden
-    tab.reload()
+    reload(tab)
     draw(tab, "loss")
     assert visible(tab, "loss") == hidden  # remembered
 
@@ -168,7 +174,7 @@ def test_the_reader_chooses_the_axis_smoothing_and_scale(tab, runs, tmp_path):
     tab.locator("#smoothing").fill("0.9")
     assert tab.evaluate(noise) < before / 2
     tab.locator("#logarithmic").check()
-    tab.reload()
+    reload(tab)
     draw(tab, "loss")
     assert tab.evaluate("document.getElementById('loss')._fullLayout.yaxis.type") == "log"
     assert tab.locator("#controls [value=epoch]").is_checked()  # remembered
@@ -194,7 +200,7 @@ def test_a_heading_sorts_the_runs(tab, runs, tmp_path):
     assert names.all_inner_texts() == ["one_gpu", "four_gpus"]
     tab.locator("#runs th button", has_text="Examples per second").click()
     assert names.all_inner_texts() == ["four_gpus", "one_gpu"]
-    tab.reload()
+    reload(tab)
     assert names.all_inner_texts() == ["four_gpus", "one_gpu"]  # remembered
 
 
@@ -214,7 +220,7 @@ def test_the_reader_chooses_the_columns_of_the_runs(tab, runs, tmp_path, width):
     tab.locator("#columns > summary").click()
     tab.get_by_label("step_seconds_p90").check()
     tab.get_by_label("Test accuracy").uncheck()
-    tab.reload()
+    reload(tab)
     assert (shown("step_seconds_p90"), shown("Test accuracy")) == (times, [])  # remembered
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     tab.locator("#columns button").click()
