@@ -131,7 +131,7 @@ def share_threads(tasks: Sequence[Cluster], environment: Mapping[str, str]) -> d
     Variables that the user has set are left out.
     """
     computing = [task for task in tasks if _computes(task) or task.role == "evaluator"]
-    each = str(max(1, count_cores(environment) // len(computing)))
+    each = str(max(1, count_cores(environment) // max(1, len(computing))))
     # A task that launches a job divides its own share, which a launcher has set.
     from_launcher = CORES_VARIABLE in environment
     shares = {name: each for name in _THREAD_VARIABLES if from_launcher or name not in environment}

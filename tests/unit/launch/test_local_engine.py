@@ -91,6 +91,8 @@ def test_tasks_that_compute_share_the_cores():
     assert share_threads(job(chief=1, worker=2, ps=5), {}) == threads(4)
     assert share_threads(job(worker=2, evaluator=1), {}) == threads(3)
     assert share_threads(job(worker=20), {}) == threads(1)
+    chief, _, server = job(chief=1, worker=1, ps=1)
+    assert share_threads([chief], {}) == share_threads([server], {}) == threads(9)
 
 
 @pytest.mark.usefixtures("nine_cores")
