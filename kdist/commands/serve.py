@@ -28,10 +28,9 @@ from absl import flags
 
 import kdist
 from kdist import program
-from kdist.mirror.store import is_url
 from kdist.serving.core.model_directory import versions
 from kdist.serving.core.settings import TRUST_MODELS, BatchSettings, Objective, ServerLimits
-from kdist.serving.platforms import PLATFORMS, fetch_models, find_platform
+from kdist.serving.platforms import PLATFORMS, find_platform, local_copies
 
 FLAGS = flags.FLAGS
 # Characters that a URL needs no escapes for. A colon would start the method.
@@ -261,21 +260,6 @@ def directories_to_serve(platform):
         given = [f"model={url}"] if url else platform.model_directories
     with tempfile.TemporaryDirectory(prefix="kdist-") as directory:
         yield local_copies(given, directory)
-
-
-def local_copies(directories, parent):
-    """Returns directories, of which those at URLs are copied into the directory `parent`."""
-    found = []
-    for number, each in enumerate(directories):
-        name, _, url = each.rpartition("=") if not is_url(each) else ("", "", each)
-        if is_url(url):
-            logging.info("copying %s", url)
-            copy = os.path.join(parent, str(number))
-            fetch_models(url, copy)
-            name = name or url.rstrip("/").rpartition("/")[2]
-            each = f"{name}={copy}"
-        found.append(each)
-    return found
 
 
 def options(models, platform=None):

@@ -15,16 +15,18 @@ Imports no TensorFlow.
 """
 
 import dataclasses
+import logging
 import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kdist.mirror.store import Store
+from kdist.mirror.store import Store, is_url
 from kdist.serving.core.model_directory import SAVED_MODEL
 from kdist.serving.core.settings import ServerLimits
 
+_logger = logging.getLogger(__name__)
 _HTTP_PORT = 8080  # default of all platforms
 _SAGEMAKER_MODELS, _KSERVE_MODELS = "opt/ml/model", "mnt/models"
 # SageMaker sets these for endpoints, and others for notebooks and jobs as well.
@@ -213,3 +215,26 @@ def fetch_models(url: str, directory: str | os.PathLike) -> None:
     for name in names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         store.get(name, target / name)
+
+
+def local_copies(directories: Sequence[str], parent: str | os.PathLike) -> list[str]:
+    """Returns directories of models, of which those at URLs are copied into a directory.
+
+    Args:
+        directories: directories or URLs, each with a name before it or none: `NAME=URL`.
+        parent: receives a directory for each URL.
+
+    Raises:
+        ImportError: the package that opens a URL is not installed.
+        OSError: there are no files at a URL, or they cannot be read.
+    """
+    found = []
+    for number, each in enumerate(directories):
+        name, _, url = each.rpartition("=") if not is_url(each) else ("", "", each)
+        if is_url(url):
+            _logger.info("copying %s", url)
+            copy = os.path.join(parent, str(number))
+            fetch_models(url, copy)
+            each = f"{name or url.rstrip('/').rpartition('/')[2]}={copy}"
+        found.append(each)
+    return found

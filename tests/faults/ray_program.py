@@ -4,13 +4,10 @@ Run as a program: `python ray_program.py DIRECTORY CHECKPOINTS RESULT`. The last
 says, as JSON, what was seen.
 """
 
-import contextlib
 import json
 import pathlib
 import sys
 import time
-
-import psutil
 
 from kdist import launch
 from kdist.launch.engines import Job, get_engine
@@ -21,11 +18,13 @@ PROGRAM = pathlib.Path(__file__).with_name("training_program.py")
 
 
 def main(directory, checkpoints, result):
-    with nodes(pathlib.Path(directory), 3) as cluster:
+    directory = pathlib.Path(directory)
+    with nodes(directory, 3):
         seen = {"roles": roles()}
         seen |= {"code": train(checkpoints, result), "stopped": stopped()}
         seen["called"] = launch.on("ray", place, workers=2, arguments=("a",))
-        seen["elastic"] = elastic(cluster, pathlib.Path(directory))
+    with nodes(directory / "e", 1, head_cpus=2) as cluster:
+        seen["elastic"] = elastic(cluster, directory)
     print(json.dumps(seen))
 
 
@@ -79,7 +78,7 @@ def elastic(cluster, directory):
         ("sh", "-c", shell),
         workers=2,
         min_workers=1,
-        wait_minutes=0.02,
+        wait_minutes=0.1,
         max_restarts=1,
         grace_seconds=10,
         options={"room_seconds": "3"},
@@ -87,7 +86,7 @@ def elastic(cluster, directory):
     assert engine.check(job) == []
     engine.submit(job)
     _wait_for_tasks(log, [(2, 2)] * 2)
-    cluster.remove_node(_node_of_a_task(cluster), allow_graceful=False)
+    cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
     _wait_for_tasks(log, [(2, 2)] * 2 + [(1, 2)])
     cluster.add_node(num_cpus=2, **NODE)
     _wait_for_tasks(log, [(2, 2)] * 2 + [(1, 2)] + [(2, 2)] * 2)
@@ -95,17 +94,6 @@ def elastic(cluster, directory):
     code = engine.find("elastic").follow(lambda line: print(line, flush=True))
     engine.find("elastic").remove()
     return code
-
-
-def _node_of_a_task(cluster):
-    """Returns a node that is alive and does not have the actor that supervises the job."""
-    for node in cluster.worker_nodes:
-        with contextlib.suppress(psutil.Error):  # a test has killed one
-            children = psutil.Process(node.all_processes["raylet"][0].process.pid).children()
-            actors = " ".join(" ".join(each.cmdline()) for each in children)
-            if "ray::" in actors and "ray::Supervisor" not in actors:
-                return node
-    raise AssertionError("no node has only a task")
 
 
 def _wait_for_tasks(log, expected):

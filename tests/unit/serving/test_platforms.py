@@ -3,8 +3,7 @@
 import fsspec
 import pytest
 
-from kdist.commands.serve import local_copies
-from kdist.serving.platforms import fetch_models, find_platform
+from kdist.serving.platforms import fetch_models, find_platform, local_copies
 
 # As the platforms' pages list them; each process has others besides.
 VERTEX = {
