@@ -3,6 +3,8 @@
 import keras
 import tensorflow as tf
 
+from kdist.training.sharding.optimizer_state import shards_of, weights_of
+
 
 class AveragedWeights(keras.callbacks.SwapEMAWeights):
     """Swaps in the moving averages of an optimizer with `use_ema` for validation and files.
@@ -32,10 +34,16 @@ class AveragedWeights(keras.callbacks.SwapEMAWeights):
 
     def _tf_swap_variables(self, optimizer):
         copies = self.model.distribute_strategy.experimental_local_results
+        shards = shards_of(optimizer)
         for weight, average in zip(
-            optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True
+            weights_of(optimizer), optimizer._model_variables_moving_average, strict=True
         ):
             if not weight.trainable:
+                continue
+            if shards is not None:
+                whole, value = shards.slot(average), weight.numpy()
+                weight.assign(whole.whole())
+                whole.assign(value)
                 continue
             for own, mean in zip(copies(weight.value), copies(average.value), strict=True):
                 value = tf.identity(own)

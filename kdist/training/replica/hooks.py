@@ -56,6 +56,7 @@ from kdist.training.scopes import (
     outside_any_scope,
     outside_multi_worker_scope,
 )
+from kdist.training.sharding.optimizer_state import weights_of
 
 # Optimizer methods that Keras implements once for one device and once for tf.distribute.
 _IMPLEMENTED_TWICE = (
@@ -124,8 +125,10 @@ def hooks():
         (tf.nn, "scale_regularization_loss", _regularization_loss),
         (BaseOptimizer, "scale_loss", _scale_loss),
         (BaseOptimizer, "apply", _apply),
+        (BaseOptimizer, "_clip_gradients", _clip),
         (loss_scale, "scale_loss", _scale_loss),
         (loss_scale, "apply", _apply),
+        (loss_scale, "check_finite", _check_finite),
         *((each, "apply", _apply) for each in MULTI_OPTIMIZERS),
         (loss_scale, "_tf_apply", _apply_on_copies),
         (TFOptimizer, "_all_reduce_sum_gradients", _already_reduced),
@@ -574,14 +577,12 @@ def _tape_gradient(
 def _apply(step, keras_function, optimizer, grads, trainable_variables=None):
     if step.applying or not len(grads):
         return keras_function(optimizer, grads, trainable_variables)
-    variables = list(trainable_variables or optimizer._trainable_variables)
+    variables = list(trainable_variables or weights_of(optimizer))
     if not optimizer.built:
         step.build(optimizer, variables)
     gradients = step.gradients(optimizer, list(grads), variables)
     if gradients is not None:
-        step.apply(
-            lambda g: keras_function(optimizer, g, variables), optimizer, gradients, variables
-        )
+        step.apply(functools.partial(keras_function, optimizer), optimizer, gradients, variables)
     return None
 
 
@@ -591,6 +592,14 @@ def _apply_on_copies(step, keras_function, optimizer, grads, trainable_variables
         "_tf_apply", keras.optimizers.LossScaleOptimizer._common_apply, keras_function
     )
     return apply(optimizer, grads, trainable_variables)
+
+
+def _check_finite(step, keras_function, optimizer, grads):
+    return step.are_finite(optimizer, keras_function(optimizer, grads))
+
+
+def _clip(step, keras_function, optimizer, grads):
+    return step.clipped(keras_function, optimizer, grads)
 
 
 def _already_reduced(step, keras_function, optimizer, grads_and_vars):
