@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from kdist.training.sharding.optimizer_state import shards_of, weights_of
+from kdist.training.sharding.optimizer_state import shards_of
 
 
 class AveragedWeights(keras.callbacks.SwapEMAWeights):
@@ -35,15 +35,13 @@ class AveragedWeights(keras.callbacks.SwapEMAWeights):
     def _tf_swap_variables(self, optimizer):
         copies = self.model.distribute_strategy.experimental_local_results
         shards = shards_of(optimizer)
+        if shards is not None:
+            shards.swap_averages()
+            return
         for weight, average in zip(
-            weights_of(optimizer), optimizer._model_variables_moving_average, strict=True
+            optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True
         ):
             if not weight.trainable:
-                continue
-            if shards is not None:
-                whole, value = shards.slot(average), weight.numpy()
-                weight.assign(whole.whole())
-                whole.assign(value)
                 continue
             for own, mean in zip(copies(weight.value), copies(average.value), strict=True):
                 value = tf.identity(own)

@@ -13,6 +13,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 2020 (arXiv:1910.02054), section 5.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,12 +21,19 @@ import math
 import keras
 import tensorflow as tf
 
+from kdist.compat.keras import unbuild_optimizer
+from kdist.compat.tensorflow import refuse_checkpoints
 from kdist.layout import Layout
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.optimizers import check_elementwise, inner_optimizers, unwrapped
 from kdist.training.scopes import variable_like
 
 _KEY = "_kdist_shards"
+
+_NOT_IN_CHECKPOINTS = (
+    "the slot {path} is sharded, and tf.train.Checkpoint would store the part of one device. Use "
+    "kdist.callbacks.Checkpoint, or model.save with a .keras file"
+)
 
 # Parts consist of whole rows if at most one in this many rows of a part is padding. Embeddings
 # need it, whose gradients are rows.
@@ -169,7 +177,9 @@ class OptimizerShards:
         if self._optimizer.built:
             return
         self.weights = list(variables)
-        with self._strategy.scope():
+        # Steps that build an optimizer are within replicas, which are in the scope.
+        is_in_scope = tf.distribute.has_strategy()
+        with contextlib.nullcontext() if is_in_scope else self._strategy.scope():
             for weight in self.weights:
                 if self._is_divided(weight):
                     self._add(weight)
@@ -201,6 +211,7 @@ class OptimizerShards:
         shard = self._by_variable.get(id(reference_variable))
         if shard is not None:
             self._slots[id(slot)] = shard.division
+            refuse_checkpoints(slot, _NOT_IN_CHECKPOINTS.format(path=slot.path))
         return slot
 
     def slot(self, variable: keras.Variable) -> DividedVariable:
@@ -219,12 +230,35 @@ class OptimizerShards:
 
     def load(self, optimizer, store):
         """Reads what `save` has written, or a file of an optimizer that is not sharded."""
-        variables = optimizer.variables
-        if len(store.keys()) != len(variables):  # Keras warns and leaves the optimizer unchanged
+        count = len(optimizer.variables)
+        if len(store.keys()) != count:  # Keras warns and leaves the optimizer unchanged
             type(optimizer).load_own_variables(optimizer, store)
-            return
-        for number, variable in enumerate(variables):
-            self.slot(variable).assign(store[str(number)])
+        else:
+            self.set_weights(optimizer, [store[str(number)] for number in range(count)])
+
+    def set_weights(self, optimizer, weights):
+        """Assigns the variables of the optimizer, given those of one that is not sharded."""
+        for variable, weight in zip(optimizer.variables, weights, strict=True):
+            self.slot(variable).assign(weight)
+
+    def swap_averages(self):
+        """Exchanges the trainable weights and their moving averages."""
+        for weight, average in self._averages():
+            if weight.trainable:
+                value = weight.numpy()
+                weight.assign(average.whole())
+                average.assign(value)
+
+    def reset_averages(self):
+        """Sets the moving averages to the weights."""
+        for weight, average in self._averages():
+            average.assign(weight.numpy())
+
+    def _averages(self):
+        averages = self.leaf._model_variables_moving_average
+        for weight, average in zip(self.weights, averages, strict=True):
+            if average is not None:
+                yield weight, self.slot(average)
 
     def finalize(self, variables):
         """Assigns the moving averages to the weights, as Keras does at the end of `fit`."""
@@ -232,16 +266,17 @@ class OptimizerShards:
         if not self.leaf.use_ema or len(variables) != len(averages):
             type(self.leaf).finalize_variable_values(self.leaf, variables)
             return
-        for weight, average in zip(self.weights, averages, strict=True):
-            if average is not None:
-                weight.assign(self.slot(average).whole())
+        for weight, average in self._averages():
+            weight.assign(average.whole())
 
 
 def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy):
     """Makes an optimizer build its slots on shards if the strategy's layout says so.
 
+    One that has been built is built again, with the values that its slots have.
+
     Raises:
-        ValueError: the optimizer has been built before, or needs whole weights.
+        ValueError: the optimizer needs whole weights.
     """
     if not is_sharded(strategy) or shards_of(optimizer) is not None:
         return
@@ -257,13 +292,13 @@ def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribu
             f"{where}, and {type(optimizer).__name__} has several optimizers. Compile with one "
             "optimizer, or leave shard (--shard) out"
         )
-    if optimizer.built:
-        raise ValueError(
-            f"{where}, and the optimizer {optimizer.name!r} was built on whole weights before the "
-            "model was compiled with it. Call optimizer.build after compile, or pass a new "
-            "optimizer to compile"
-        )
     shards = OptimizerShards(optimizer, strategy)
+    weights, values = [], []
+    if optimizer.built:
+        weights = list(optimizer._trainable_variables)
+        values = [variable.numpy() for variable in optimizer.variables]
+        for each in (optimizer, *inner_optimizers(optimizer)):
+            unbuild_optimizer(each)
     optimizer.build = shards.build
     shards.leaf.add_variable_from_reference = shards.add_slot
     shards.leaf.finalize_variable_values = shards.finalize
@@ -271,6 +306,10 @@ def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribu
         each.__dict__[_KEY] = shards  # not an attribute that Keras would track
         each.save_own_variables = functools.partial(shards.save, each)
         each.load_own_variables = functools.partial(shards.load, each)
+        each.set_weights = functools.partial(shards.set_weights, each)
+    if weights:
+        optimizer.build(weights)
+        optimizer.set_weights(values)
 
 
 def is_sharded(strategy: tf.distribute.Strategy) -> bool:

@@ -120,7 +120,7 @@ class ShardedStep(ReplicaStep):
             return None
         present = [each for each in zip(gradients, own, found, strict=True) if each[0] is not None]
         squares = [
-            tf.reduce_sum(tf.square(_as_clipped(optimizer, leaf, gradient, variable)))
+            keras.ops.sum(keras.ops.square(_as_clipped(optimizer, leaf, gradient, variable)))
             for gradient, variable, _ in present
         ]
         is_part = [shard is not None for *_, shard in present]
@@ -153,18 +153,15 @@ def _with_gradient(shards, gradients):
 
 
 def _as_clipped(optimizer, leaf, gradient, variable):
-    """Returns the values of the gradient that Keras's optimizer clips.
+    """Returns the gradient that Keras's optimizer clips, computed by Keras's operations.
 
     Before, it has divided the gradient by a loss scale, and added those of its micro-steps.
     """
-    steps = leaf.gradient_accumulation_steps
-    if isinstance(gradient, tf.IndexedSlices):
-        gradient = tf.convert_to_tensor(gradient) if steps else gradient.values
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        gradient = gradient / tf.cast(optimizer.dynamic_scale, gradient.dtype)
+        gradient = keras.ops.divide(gradient, optimizer.dynamic_scale)
     if leaf.loss_scale_factor is not None:
         gradient = gradient / leaf.loss_scale_factor
-    if steps:
+    if leaf.gradient_accumulation_steps:
         accumulated = leaf._accumulated_gradients[leaf._get_variable_index(variable)]
-        gradient = (gradient + accumulated.value) / steps
+        gradient = (gradient + accumulated.value) / leaf.gradient_accumulation_steps
     return gradient
