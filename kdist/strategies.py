@@ -79,8 +79,8 @@ def create_strategy(
             parameter servers, `"multi_worker"` in any other job of several tasks, otherwise
             `"mirrored"` on several devices and `"one_device"` on one; the choice is logged. Or a
             `kdist.planner.Plan`, which also determines the devices; the job must have as many tasks
-            as the plan has machines. Or the `kdist.Layout` of a split model, or of sharded replicas.
-            Defaults to `"auto"`.
+            as the plan has machines. Or the `kdist.Layout` of a split model, or of replicas
+            that are sharded. Defaults to `"auto"`.
         devices: Number of devices or their names, such as `["GPU:0", "GPU:3"]`. A number on a
             machine without GPUs creates that many logical CPU devices. In a job, these are the
             devices of this task, and every task has the same number. Defaults to all GPUs, or the

@@ -107,7 +107,9 @@ def resolve(
     devices = parse_devices(devices)
     sharded = Layout(shard=shard) if shard is not None else None
     if isinstance(name, Layout) and name.shard is not None:
-        name, sharded, devices = "mirrored", name, _devices_of_replicas(name, devices)
+        devices = _devices_of_replicas(name, devices)
+        sharded = name
+        name = "mirrored"
     if name == "auto":
         name, cluster = _automatic(cluster)
     layout = name if isinstance(name, Layout) else None
@@ -197,7 +199,9 @@ def _with_layout_devices(spec):
     return dataclasses.replace(spec, devices=devices)
 
 
-def _devices_of_replicas(layout, devices):
+def _devices_of_replicas(
+    layout: Layout, devices: int | tuple[str, ...] | None
+) -> int | tuple[str, ...]:
     """Returns the devices of a layout whose replicas have one device each."""
     if devices is None:
         devices = layout.data

@@ -207,7 +207,10 @@ def check_shards(spec, layout, shape):
     print(f"\n{'device':8} {'weights MB':>11} {'optimizer MB':>13}")
     for device, held in state_bytes(model).items():
         print(f"{device:8} {held.weights / 1e6:11.2f} {held.optimizer / 1e6:13.2f}")
-    whole = 2 * sum(weight.value.dtype.size * weight.shape.num_elements() for weight in model.trainable_variables)
+    whole = 2 * sum(
+        weight.value.dtype.size * weight.shape.num_elements()
+        for weight in model.trainable_variables
+    )
     print(f"without shard={layout.shard}, the optimizer takes {whole / 1e6:.2f} MB on each device")
     return 0
 

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import numpy as np

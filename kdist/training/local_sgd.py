@@ -267,7 +267,9 @@ def _initial_values(optimizer):
     with tf.device("CPU:0"):
         like_it = type(optimizer).from_config(config)
         # Slots are filled uniformly: one element tells the value.
-        like_it.build([variable_like(v, [1] * len(v.shape)) for v in optimizer._trainable_variables])
+        like_it.build(
+            [variable_like(v, [1] * len(v.shape)) for v in optimizer._trainable_variables]
+        )
         values = [slot.numpy().flat[0] for slot in _float_slots(like_it)]
     return list(zip(_float_slots(optimizer), values, strict=True))
 

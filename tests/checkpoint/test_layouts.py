@@ -261,7 +261,7 @@ def test_divided_variables_stay_on_their_devices(written, tmp_path):
     }
 
 
-@pytest.mark.parametrize("name", ["tensor=2", "pipeline and tensor", "sharded=2"])
+@pytest.mark.parametrize("name", ["tensor=2", "pipeline and tensor"])
 def test_arrays_are_those_of_the_plain_model(name):
     """Compares names, shapes, and dtypes, including random number generators."""
     of = functools.partial(compiled, model=lambda: built(dropout=0.1))

@@ -78,8 +78,8 @@ OPTIMIZERS = {
     "Adamax": lambda: optimizers.Adamax(0.01, epsilon=EPSILON),
     "Ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=1e-3),
     "Adadelta": lambda: optimizers.Adadelta(0.5, epsilon=EPSILON),
-    "clipnorm": lambda: optimizers.SGD(0.1, clipnorm=0.02),
-    "global_clipnorm": lambda: optimizers.SGD(0.1, global_clipnorm=0.05),
+    "clipnorm": lambda: optimizers.Adam(0.01, epsilon=EPSILON, clipnorm=0.02),
+    "global_clipnorm": lambda: optimizers.Adam(0.01, epsilon=EPSILON, global_clipnorm=0.05),
     "accumulating, clipped": lambda: optimizers.SGD(
         0.1, gradient_accumulation_steps=2, global_clipnorm=0.05
     ),

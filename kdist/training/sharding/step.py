@@ -141,7 +141,7 @@ class ShardedStep(ReplicaStep):
         limit = optimizer.global_clipnorm
         norm = tf.sqrt(tf.add_n(self._squares))
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # NaN for infinity
-        return [scale_gradient(gradient, scale) for gradient in gradients]
+        return [gradient * scale for gradient in gradients]  # Keras also makes slices dense here
 
 
 def _with_gradient(shards, gradients):
