@@ -48,7 +48,9 @@ def main(_):
     parameters = sum(weight.shape.num_elements() for weight in models[None].trainable_variables)
     formula = 2 * (FLAGS.devices - 1) * 4 * parameters
     print(f"{FLAGS.depth} blocks of width {FLAGS.width}, {parameters:,} parameters, Adam")
-    print("| shard | step ms | optimizer MB per device | MB between devices | 2 (N - 1) gradients |")
+    print(
+        "| shard | step ms | optimizer MB per device | MB between devices | 2 (N - 1) gradients |"
+    )
     print("|--|--:|--:|--:|--:|")
     for shard, model in models.items():
         largest = max(held.optimizer for held in state_bytes(model).values())

@@ -1074,7 +1074,7 @@ def _values(gradient):
 
 
 def scale_gradient(gradient, factor):
-    """Returns a gradient, which may be `tf.IndexedSlices`, times a factor; None is a factor of 1."""
+    """Returns a gradient or `tf.IndexedSlices`, multiplied by a factor; None stands for 1."""
     if factor is None:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
