@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 SCHEDULES = ("1f1b", "gpipe")
 BETWEEN = ("data", "model")
+SHARDS = ("optimizer",)
 
 _DEGREES = ("data", "tensor", "pipeline", "branch", "micro_batches", "machines", "accumulate")
+_DEFAULT_MIN_SHARD_BYTES = 64 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,11 @@ class Layout:
             as they fit; `"model"` gives each host a part of every replica. Defaults to `"data"`.
         recompute: Whether a stage keeps only its inputs and recomputes its activations in the
             backward pass: less memory for up to a third more work. Defaults to `False`.
+        shard: What the replicas divide among themselves, to save memory. `"optimizer"` (ZeRO stage
+            1): each replica holds the optimizer's slots of 1/`data` of each large weight, and
+            updates that part. `None`, the default, divides nothing.
+        min_shard_bytes: Smallest size of a weight, in bytes, whose state is divided. Defaults to
+            65,536.
         machines: Number of machines, each with an equal share of the devices. Defaults to 1.
         accumulate: Micro-steps whose gradients are added before an update. Defaults to 1.
         local_steps: Updates of each replica between two averages of the weights (local SGD).
@@ -67,6 +74,8 @@ class Layout:
     schedule: str = "1f1b"
     between: str = "data"
     recompute: bool = False
+    shard: str | None = None
+    min_shard_bytes: int = _DEFAULT_MIN_SHARD_BYTES
     machines: int = 1
     accumulate: int = 1
     local_steps: int | None = None
@@ -85,6 +94,7 @@ class Layout:
                 raise ValueError(f"{name}={getattr(self, name)!r}: use {' or '.join(known)}")
         self._check_split()
         self._check_replicas()
+        self._check_shard()
 
     def _check_split(self):
         if self.between == "model" and self.group_size == 1:
@@ -123,6 +133,30 @@ class Layout:
             )
         if self.asynchronous and self.group_size > 1:
             raise ValueError("asynchronous replicas cannot be split: leave asynchronous out")
+
+    def _check_shard(self):
+        _check_degree("min_shard_bytes", self.min_shard_bytes)
+        if self.shard is None:
+            if self.min_shard_bytes != _DEFAULT_MIN_SHARD_BYTES:
+                raise ValueError(
+                    f"min_shard_bytes={self.min_shard_bytes} has no effect without "
+                    "shard=optimizer: set both, or leave min_shard_bytes out"
+                )
+            return
+        if self.shard not in SHARDS:
+            raise ValueError(f"shard={self.shard!r}: use {' or '.join(SHARDS)}")
+        others = {
+            "tensor, pipeline, or branch": self.group_size > 1,
+            "machines": self.machines > 1,
+            "asynchronous": self.asynchronous,
+            "local_steps": self.local_steps is not None,
+        }
+        for name, is_set in others.items():
+            if is_set:
+                raise ValueError(
+                    f"shard={self.shard} divides the state of whole replicas that one process "
+                    f"updates in each step: leave {name} out, or shard"
+                )
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -210,6 +244,8 @@ class Layout:
         refused = [
             f"{name}={n}" for name in ("pipeline", "branch") if (n := getattr(self, name)) > 1
         ]
+        if self.shard:
+            refused.append(f"shard={self.shard}")
         if refused:
             raise ValueError(
                 f"{' and '.join(refused)}: on a JAX mesh all devices of a replica compute every "

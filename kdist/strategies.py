@@ -7,6 +7,7 @@
     strategy = create_strategy("parameter_server")                 # only the chief returns
     strategy = create_strategy(kdist.planner.Plan.load("plan.json"))      # as planned
     strategy = create_strategy(kdist.Layout(data=2, pipeline=2))          # split models
+    strategy = create_strategy("mirrored", devices=4, shard="optimizer")  # sharded slots
 
 Create the strategy before anything else uses TensorFlow: the number of logical devices and the
 GPUs' memory growth are fixed by the first operation.
@@ -61,6 +62,7 @@ def create_strategy(
     step_timeout_seconds: float = 600.0,
     allow_remote: bool = False,
     partitioner: "Partitioner | None" = None,
+    shard: str | None = None,
 ) -> tf.distribute.Strategy:
     """Creates a distribution strategy.
 
@@ -77,7 +79,8 @@ def create_strategy(
             parameter servers, `"multi_worker"` in any other job of several tasks, otherwise
             `"mirrored"` on several devices and `"one_device"` on one; the choice is logged. Or a
             `kdist.planner.Plan`, which also determines the devices; the job must have as many tasks
-            as the plan has machines. Or the `kdist.Layout` of a split model. Defaults to `"auto"`.
+            as the plan has machines. Or the `kdist.Layout` of a split model, or of replicas
+            that are sharded. Defaults to `"auto"`.
         devices: Number of devices or their names, such as `["GPU:0", "GPU:3"]`. A number on a
             machine without GPUs creates that many logical CPU devices. In a job, these are the
             devices of this task, and every task has the same number. Defaults to all GPUs, or the
@@ -98,6 +101,9 @@ def create_strategy(
         partitioner: For `"parameter_server"`: partitions embedding tables over the servers, such as
             `tf.distribute.experimental.partitioners.MinSizePartitioner(max_shards=2)`. Other
             variables are never partitioned. Defaults to None, no partitions.
+        shard: What the replicas of `"mirrored"` divide among themselves to save memory.
+            `"optimizer"`: the optimizer's slots, and its update. See `kdist.Layout`. Defaults to
+            None: each device holds everything.
 
     Returns:
         A `tf.distribute.Strategy`. In a job with a coordinator (`"parameter_server"`, a layout),
@@ -125,6 +131,7 @@ def create_strategy(
         step_timeout_seconds=step_timeout_seconds,
         allow_remote=allow_remote,
         partitioner=partitioner,
+        shard=shard,
     )
     return build(spec)
 
@@ -229,6 +236,8 @@ def _auto(spec):
     else:
         reason = f"TensorFlow sees {len(names)} GPU{'s' * (len(names) > 1)}"
     kind, builder = ("mirrored", _mirrored) if len(names) > 1 else ("one_device", _one_device)
+    if spec.layout is not None and len(names) == 1:
+        _logger.warning("shard=%s has no effect on one device", spec.layout.shard)
     _logger.info("auto chose %s on %s: %s", kind, ", ".join(names), reason)
     return builder(dataclasses.replace(spec, devices=names))
 
@@ -253,7 +262,10 @@ def _mirrored(spec):
             reduction = "reduction_to_one_device"
     packs = {} if spec.num_packs is None else {"num_packs": spec.num_packs}
     operations = None if reduction == "auto" else _CROSS_DEVICE_OPS[reduction](**packs)
-    return tf.distribute.MirroredStrategy(names, cross_device_ops=operations)
+    strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=operations)
+    if spec.layout is not None:
+        strategy.layout = dataclasses.replace(spec.layout, data=len(names))
+    return strategy
 
 
 def _central_storage(spec):

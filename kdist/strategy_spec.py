@@ -50,7 +50,8 @@ class StrategySpec:
         devices: Number of devices of this task, or their names; None for all.
         reduction: Algorithm that reduces gradients.
         num_packs: Number of tensors that gradients are packed into; None for TensorFlow's default.
-        layout: Layout of a split model; None for other kinds.
+        layout: Layout of a split model, or of sharded replicas; None for others. The number of
+            sharded replicas is that of the devices.
         cluster: Tasks of the job; a single process for `SINGLE_PROCESS`.
         cluster_timeout_seconds: Limit for all tasks to start.
         step_timeout_seconds: Limit of a `multi_worker` step; 0 for none.
@@ -84,6 +85,7 @@ def resolve(
     step_timeout_seconds: float = 600.0,
     allow_remote: bool = False,
     partitioner: Callable | None = None,
+    shard: str | None = None,
 ) -> StrategySpec:
     """Returns the spec of a strategy, after checking that its options agree.
 
@@ -96,9 +98,18 @@ def resolve(
     """
     if isinstance(name, Layout):
         name.check_only_degrees()
+        if shard is not None:
+            raise ValueError(
+                f"shard={shard} (--shard) and the layout {name}: write shard={shard} in the layout"
+            )
     elif not isinstance(name, str):
         name, devices, cluster = _from_plan(name, devices, cluster)
     devices = parse_devices(devices)
+    sharded = Layout(shard=shard) if shard is not None else None
+    if isinstance(name, Layout) and name.shard is not None:
+        devices = _devices_of_replicas(name, devices)
+        sharded = name
+        name = "mirrored"
     if name == "auto":
         name, cluster = _automatic(cluster)
     layout = name if isinstance(name, Layout) else None
@@ -107,12 +118,17 @@ def resolve(
         _check_layout_options(reduction, num_packs, partitioner)
     elif name not in SINGLE_PROCESS + MULTI_PROCESS:
         raise ValueError(_unknown(name))
+    if sharded is not None and name not in ("auto", "mirrored"):
+        raise ValueError(
+            f"shard={sharded.shard} (--shard) divides training state over the devices of one "
+            f"process, which {name} does not support; use --strategy=mirrored, or leave shard out"
+        )
     spec = StrategySpec(
         name,
         devices,
         reduction,
         num_packs,
-        layout,
+        layout or sharded,
         Cluster(),
         cluster_timeout_seconds,
         step_timeout_seconds,
@@ -181,6 +197,22 @@ def _with_layout_devices(spec):
     names = [f"device {n}" for n in range(devices)] if isinstance(devices, int) else devices
     spec.layout.groups([names] * tasks)
     return dataclasses.replace(spec, devices=devices)
+
+
+def _devices_of_replicas(
+    layout: Layout, devices: int | tuple[str, ...] | None
+) -> int | tuple[str, ...]:
+    """Returns the devices of a layout whose replicas have one device each."""
+    if devices is None:
+        devices = layout.data
+        parse_devices(devices)
+    count = devices if isinstance(devices, int) else len(devices)
+    if count != layout.data:
+        raise ValueError(
+            f"{layout} is for {layout.data} devices, and devices={devices!r} names {count}; make "
+            "them equal, or leave devices (--num_devices) out"
+        )
+    return devices
 
 
 def _from_plan(plan, devices, cluster):

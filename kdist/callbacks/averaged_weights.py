@@ -3,6 +3,8 @@
 import keras
 import tensorflow as tf
 
+from kdist.training.sharding.optimizer_state import shards_of
+
 
 class AveragedWeights(keras.callbacks.SwapEMAWeights):
     """Swaps in the moving averages of an optimizer with `use_ema` for validation and files.
@@ -32,6 +34,10 @@ class AveragedWeights(keras.callbacks.SwapEMAWeights):
 
     def _tf_swap_variables(self, optimizer):
         copies = self.model.distribute_strategy.experimental_local_results
+        shards = shards_of(optimizer)
+        if shards is not None:
+            shards.swap_averages()
+            return
         for weight, average in zip(
             optimizer._trainable_variables, optimizer._model_variables_moving_average, strict=True
         ):

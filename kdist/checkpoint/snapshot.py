@@ -18,11 +18,13 @@ import tensorflow as tf
 from kdist.checkpoint.files import CheckpointError
 from kdist.compat.keras import recompute_constants
 from kdist.compat.tensorflow import first_replica
-from kdist.parallel.tensor.shards import DividedVariable, plain_slots, plain_variables
+from kdist.parallel.tensor.shards import plain_slots, plain_variables
+from kdist.training.divided_variable import DividedVariable
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.replica.reduction import sums_over_replicas
 from kdist.training.replica.step import this_replica
 from kdist.training.scopes import is_multi_worker, num_local_replicas
+from kdist.training.sharding.optimizer_state import slots_of
 
 
 def capture(model: keras.Model) -> dict[str, np.ndarray]:
@@ -80,7 +82,7 @@ def _by_kind(model):
         slots = [slot for each in optimizers_of(model) for slot in plain_slots(model, each)]
     else:
         weights = _whole(model.variables)
-        slots = _whole(slot for each in optimizers_of(model) for slot in each.variables)
+        slots = [slot for each in optimizers_of(model) for slot in slots_of(each)]
     weights = [division for division in weights if id(division.pieces[0]) not in metrics]
     replicas = model.distribute_strategy.num_replicas_in_sync
     is_local = model.training_state.local_steps is not None and replicas > 1

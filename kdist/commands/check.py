@@ -6,6 +6,9 @@
   # throughput of an input pipeline alone: the upper limit of any training that reads from it
   kdist check --input --dataset=path/to/PetImages --operations="resize(160, 160)"
 
+  # replicas that divide the optimizer's state: bytes on each device
+  kdist check --layout=data=4,shard=optimizer --model=resnet18
+
   # a split model: the device of each layer, weight, and operation in one step
   kdist check --layout=data=2,branch=2 --model=inception
 
@@ -54,9 +57,11 @@ with program.flag_group("Input pipeline (--input)"):
     flags.DEFINE_integer("batch_size", 128, "Global batch size.", lower_bound=1)
     flags.DEFINE_float("seconds", 5.0, "Duration of the measurement, in seconds.", lower_bound=0.1)
 
-with program.flag_group("Split models (--layout)"):
+with program.flag_group("Split models and sharded replicas (--layout)"):
     flags.DEFINE_string(
-        "layout", None, "Inspect a split model; see --layout of `kdist train` for the format."
+        "layout",
+        None,
+        "Inspect a split model, or sharded replicas; see --layout of `kdist train` for the format.",
     )
     flags.DEFINE_string("split", "auto", "See --split of `kdist train`.")
     flags.DEFINE_string("model", "inception", "See --model of `kdist train`.")
@@ -154,6 +159,8 @@ def check_layout():
     check_split()
     layout, shape = kdist.Layout.parse(FLAGS.layout), program.read_numbers("input_shape")
     spec = resolve(layout)
+    if layout.shard is not None:
+        return check_shards(spec, layout, shape)
     import numpy as np
 
     from kdist.parallel.inspect.operation_devices import profile_devices
@@ -185,6 +192,26 @@ def check_layout():
         f"held: peak bytes of activations stored for the backward pass ({rows} examples); live: "
         "the number of micro-batches they belong to"
     )
+    return 0
+
+
+def check_shards(spec, layout, shape):
+    """Returns 0, after printing the bytes of a model's training state on each device."""
+    from kdist.training.sharding.memory import state_bytes
+
+    with kdist.strategies.build(spec).scope():
+        model = kdist.models.create(FLAGS.model, input_shape=shape, num_classes=FLAGS.num_classes)
+        model.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
+        model.optimizer.build(model.trainable_variables)
+    print(f"{FLAGS.model} {shape}, {model.count_params():,} parameters, {layout}, Adam")
+    print(f"\n{'device':8} {'weights MB':>11} {'optimizer MB':>13}")
+    for device, held in state_bytes(model).items():
+        print(f"{device:8} {held.weights / 1e6:11.2f} {held.optimizer / 1e6:13.2f}")
+    whole = 2 * sum(
+        weight.value.dtype.size * weight.shape.num_elements()
+        for weight in model.trainable_variables
+    )
+    print(f"without shard={layout.shard}, the optimizer takes {whole / 1e6:.2f} MB on each device")
     return 0
 
 

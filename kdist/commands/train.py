@@ -58,6 +58,7 @@ from kdist import program
 from kdist.commands.training_run.backend_and_plan import choose_backend
 from kdist.commands.training_run.on_jax import train_on_jax
 from kdist.commands.training_run.on_tensorflow import train_on_tensorflow
+from kdist.layout import SHARDS
 
 FLAGS = flags.FLAGS
 
@@ -167,6 +168,14 @@ with program.flag_group("Devices and layout"):
         "computation; schedule=gpipe: all forward passes first). tensor=2: weights divided over "
         "two devices. On several hosts each host computes whole replicas; with between=model each "
         "host computes a part of the model for all replicas.",
+    )
+    flags.DEFINE_enum(
+        "shard",
+        None,
+        list(SHARDS),
+        "Training state that the replicas of --strategy=mirrored divide among themselves, to save "
+        "memory. optimizer: each holds the optimizer's slots of its part of every large weight. In "
+        "a layout: data=4,shard=optimizer.",
     )
     flags.DEFINE_string(
         "split",

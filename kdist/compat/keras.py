@@ -98,7 +98,10 @@ FUNCTIONAL_MEMBERS = (
     "_standardize_inputs",
 )
 # Attributes of optimizers, besides those in `kdist.training.replica.hooks`.
-OPTIMIZER_MEMBERS = ("_common_apply", "_distribution_strategy", "_trainable_variables", "_var_key")
+OPTIMIZER_MEMBERS = (
+    *("_clip_gradients", "_common_apply", "_distribution_strategy", "_get_variable_index"),
+    *("_trainable_variables", "_trainable_variables_indices", "_untrack_variable", "_var_key"),
+)
 # Variables of a built optimizer that are no slots.
 OPTIMIZER_STATE = (
     "_iterations",
@@ -146,6 +149,20 @@ def adopt_optimizer(optimizer, strategy):
             variable._initialize(variable.numpy())
     for part in parts:
         part._distribution_strategy = strategy
+
+
+def unbuild_optimizer(optimizer):
+    """Removes the slots and other variables that `build` has added to a Keras optimizer.
+
+    Args:
+        optimizer: an optimizer that has been built. Those that it wraps are not changed.
+    """
+    kept = {id(optimizer._iterations), id(optimizer._learning_rate)}
+    for variable in list(optimizer._variables):
+        if id(variable) not in kept:
+            optimizer._untrack_variable(variable)
+    optimizer._trainable_variables_indices = {}
+    optimizer.built = False
 
 
 def recompute_constants(model):

@@ -301,6 +301,20 @@ class _Accessed:
         self.handle = tensor
 
 
+def refuse_checkpoints(variable, message: str):
+    """Lets TensorFlow's checkpoints and SavedModels raise a ValueError where they save a variable.
+
+    Args:
+        variable: a Keras variable whose copies differ. TensorFlow would save the first one.
+        message: the message of the error.
+    """
+
+    def refuse():
+        raise ValueError(message)
+
+    variable._serialize_to_tensors = refuse
+
+
 def run_once(strategy: tf.distribute.Strategy, function: Callable, *args) -> Any:
     """Returns `strategy.run(function, args)` without TensorFlow's warning that eager runs are slow.
 

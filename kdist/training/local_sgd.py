@@ -27,7 +27,8 @@ from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import fraction
 from kdist.training.replica.slices import SplitSlices
 from kdist.training.replica.step import ReplicaStep, can_be_averaged, this_replica
-from kdist.training.scopes import in_new_thread, num_local_replicas
+from kdist.training.scopes import in_new_thread, num_local_replicas, variable_like
+from kdist.training.sharding.optimizer_state import is_sharded
 
 # What happens to an optimizer's slots, such as momenta, when weights are averaged.
 SLOTS = ("keep", "average", "reset")
@@ -47,6 +48,11 @@ def check(local_steps, local_slots, strategy: tf.distribute.Strategy):
         raise ValueError(
             "local_steps must be None (gradients are reduced in every step) or a positive integer, "
             f"got {local_steps!r}"
+        )
+    if is_sharded(strategy):
+        raise ValueError(
+            f"local_steps={local_steps} (--local_steps): every replica updates all weights within "
+            f"a round, and shard={strategy.layout.shard} divides the update; leave one of them out"
         )
     if not _have_copies(strategy):
         raise ValueError(
@@ -260,19 +266,12 @@ def _initial_values(optimizer):
     config = {**optimizer.get_config(), "learning_rate": 0.0}
     with tf.device("CPU:0"):
         like_it = type(optimizer).from_config(config)
-        like_it.build([_small(variable) for variable in optimizer._trainable_variables])
+        # Slots are filled uniformly: one element tells the value.
+        like_it.build(
+            [variable_like(v, [1] * len(v.shape)) for v in optimizer._trainable_variables]
+        )
         values = [slot.numpy().flat[0] for slot in _float_slots(like_it)]
     return list(zip(_float_slots(optimizer), values, strict=True))
-
-
-def _small(variable):
-    """Returns a variable of the same rank and name with one element: slots are filled uniformly."""
-    *scopes, name = variable.path.split("/")
-    with contextlib.ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(keras.name_scope(scope))
-        shape = [1] * len(variable.shape)
-        return keras.Variable(tf.zeros(shape), dtype=variable.dtype, name=name)
 
 
 def _inner(optimizer):

@@ -1,7 +1,8 @@
-"""Facts about a strategy, and calls outside its scope."""
+"""Facts about a strategy, calls outside its scope, and variables in the scopes of others."""
 
 import concurrent.futures
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -63,3 +64,14 @@ def in_new_thread(function: Callable[[], Any]):
     """Returns the result of `function`, called in a thread without scope, graph, or replica."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
+
+
+def variable_like(variable: keras.Variable, shape: Sequence[int]) -> keras.Variable:
+    """Returns a new variable of zeros with the name, scopes, and type of another one."""
+    *scopes, name = variable.path.split("/")
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(keras.name_scope(scope))
+        return keras.Variable(
+            "zeros", shape=tuple(shape), dtype=variable.dtype, trainable=False, name=name
+        )

@@ -44,6 +44,7 @@ from kdist.training.scopes import (
     outside_any_scope,
     shares_storage,
 )
+from kdist.training.sharding.optimizer_state import shard_optimizer
 from kdist.training.state import Position, TrainingState, data_facts, resumption_of
 from kdist.training.strategy_setup import set_up
 
@@ -193,11 +194,13 @@ class Trainer(TensorFlowTrainer):
     def _adopt_optimizers(self):
         """Moves optimizers that were created outside of the strategy's scope into it.
 
-        Else the replicas share a step counter, and each of them increments it.
+        Else the replicas share a step counter, and each of them increments it. Optimizers are also
+        sharded, if the strategy's layout says so.
         """
         if self._distribute_strategy:
             for optimizer in optimizers_of(self):
                 adopt_optimizer(optimizer, self._distribute_strategy)
+                shard_optimizer(optimizer, self._distribute_strategy)
 
     def get_compile_config(self):
         """Returns the compile configuration for a file; empty if plain Keras could not read it.

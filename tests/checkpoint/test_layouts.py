@@ -26,6 +26,8 @@ ON_STAGES = {"up": stage(0), "down": stage(1)}
 LAYOUTS = {
     "one device": (None, None),
     "mirrored": (kdist.Layout(data=2), None),
+    "sharded=2": (kdist.Layout(data=2, shard="optimizer", min_shard_bytes=64), None),
+    "sharded=4": (kdist.Layout(data=4, shard="optimizer", min_shard_bytes=64), None),
     "pipeline": (kdist.Layout(pipeline=2, micro_batches=2), ON_STAGES),
     "tensor=2": (kdist.Layout(tensor=2), DIVIDED),
     "tensor=4": (kdist.Layout(tensor=4), DIVIDED),
@@ -139,8 +141,12 @@ PAIRS = [
     ("one device", "tensor=2"),
     ("tensor=2", "one device"),
     ("tensor=2", "tensor=4"),
+    ("sharded=2", "one device"),
+    ("one device", "sharded=4"),
 ]
 MORE_PAIRS = [
+    ("sharded=4", "sharded=2"),
+    ("tensor=2", "sharded=2"),
     ("data and tensor", "pipeline"),
     ("one device", "pipeline and tensor"),
     ("mirrored", "tensor=4"),
@@ -189,6 +195,8 @@ def test_resume_under_another_layout(pair, written, whole, tmp_path):
         (("tensor=2", "one device"), "moving average"),
         (("tensor=2", "one device"), "loss scale"),
         (("tensor=2", "one device"), "two optimizers"),
+        (("sharded=2", "sharded=4"), "moving average"),
+        (("sharded=2", "one device"), "loss scale"),
         (("one device", "data and tensor"), "moving average"),
         (("one device", "data and tensor"), "loss scale"),
         (("one device", "tensor=2"), "two optimizers"),
@@ -218,6 +226,13 @@ def test_resume_between_averagings_of_local_sgd(pair, written, tmp_path):
     kept = [capture(each)["optimizer/5"] for each in (model, expected)]
     assert largest_difference(kept[0][:1], kept[0][1:]) > 10 * TOLERANCE  # each replica has its own
     assert_same_weights(*kept, TOLERANCE)
+
+
+def test_a_sharded_run_resumes_bit_by_bit(written, tmp_path):
+    expected = fit(compiled("sharded=2"))
+    model = resumed("sharded=2", written("sharded=2"), tmp_path)
+    assert_same_weights(model.get_weights(), expected.get_weights(), 0)
+    assert_same_weights(slots(model), slots(expected), 0)
 
 
 def test_slots_count(written, whole, tmp_path):

@@ -92,6 +92,8 @@ PARAMETERS_OF_HOOKED = {
     "_direct_assign": ["self", "value"],
     "scale_loss": ["self", "loss"],
     "apply": ["self", "grads", "trainable_variables"],
+    "_clip_gradients": ["self", "grads"],
+    "check_finite": ["self", "grads"],
     "_tf_apply": ["self", "grads", "trainable_variables"],
     "_all_reduce_sum_gradients": ["self", "grads_and_vars"],
     "_apply_weight_decay": ["self", "variables"],
@@ -174,3 +176,9 @@ def test_files_name_a_class_by_the_export_table():
 def test_reduce_per_replica_takes_a_strategy_and_a_reduction():
     parameters = inspect.signature(keras_internals.reduce_per_replica).parameters
     assert list(parameters) == ["values", "strategy", "reduction"]
+
+
+@pytest.mark.parametrize("name", ["_tf_swap_variables", "_tf_finalize_ema_values"])
+def test_methods_that_swap_averages(name):
+    method = getattr(keras.callbacks.SwapEMAWeights, name)
+    assert list(inspect.signature(method).parameters) == ["self", "optimizer"]

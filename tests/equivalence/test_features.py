@@ -49,6 +49,25 @@ def test_feature_is_that_of_one_device_with_central_storage(name):
     assert says.kind == "works", f"{name}: {says}"
 
 
+_SHARDED = ("AdamW", "embedding, global_clipnorm", "mixed_float16, overflow", "accumulate")
+# Refused: the optimizers that a function returns are not known in advance.
+_NOT_SHARDED = ("MultiOptimizer",)
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        *((name, 2) for name in _SHARDED),
+        *seldom([(n, 2) for n in FEATURES if n not in (*_SHARDED, *_NOT_SHARDED)]),
+        *seldom([(name, 4) for name in FEATURES if name not in _NOT_SHARDED]),
+    ],
+)
+def test_feature_is_that_of_one_device_with_sharded_slots(name, replicas):
+    layout = kdist.Layout(data=replicas, shard="optimizer", min_shard_bytes=16)
+    says = verdict(name, kdist.Model, kdist.create_strategy(layout))
+    assert says.kind == "works", f"{name} on {replicas} replicas: {says}"
+
+
 @pytest.mark.parametrize("name", ["SGD", "dropout", "accumulate", "uneven batch, odd remainder"])
 def test_one_replica_is_no_exception(name):
     says = verdict(name, kdist.Model, kdist.create_strategy("one_device"))

@@ -17,8 +17,8 @@ import keras
 
 from kdist.parallel.inspect.operation_devices import RanOperation, devices_of, groups_of
 from kdist.parallel.placement.patterns import operations_by_name
-from kdist.parallel.tensor.divisibility import inner_optimizers
 from kdist.parallel.tensor.shards import ShardedLayer, own_variables, owners_of
+from kdist.training.optimizers import inner_optimizers
 from kdist.training.replica.accumulation import optimizers_of
 
 # ResourceScatter applies sparse gradients, such as those of embeddings.

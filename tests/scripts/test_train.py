@@ -254,6 +254,19 @@ def test_check_reports_working_strategies():
     assert "does not work here: tpu" in broken.stdout
 
 
+@pytest.mark.slow
+def test_sharded_replicas(tmp_path):
+    """`check` prints the bytes on each device, and `train` trains whole replicas."""
+    layout = "--layout=data=2,shard=optimizer"
+    process = program("check", layout, "--model=mlp", "--input_shape=8,8,1")
+    assert process.returncode == 0, process.stderr
+    lines = [line.split() for line in process.stdout.splitlines() if line.startswith("CPU:")]
+    assert [device for device, *_ in lines] == ["CPU:0", "CPU:1"]
+    train(tmp_path / "run", layout, "--model=mlp", "--optimizer=adam")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["layout"] == "data=2,shard=optimizer"
+
+
 def test_report_of_a_run(tmp_path):
     train(tmp_path / "run", "--model=mlp")
     page = tmp_path / "page.html"

@@ -12,6 +12,15 @@ def test_parse_inverts_str():
     assert Layout.parse("") == Layout() == Layout.parse(str(Layout()))
 
 
+def test_shard():
+    layout = Layout(data=4, shard="optimizer", min_shard_bytes=1024)
+    assert Layout.parse("data=4,shard=optimizer,min_shard_bytes=1024") == layout
+    assert Layout.parse(str(layout)) == layout
+    assert layout.strategy == "mirrored"
+    with pytest.raises(ValueError, match="shard=optimizer: on a JAX mesh"):
+        layout.check_mesh()
+
+
 def test_recompute():
     layout = Layout(pipeline=2, micro_batches=2, recompute=True)
     assert str(layout) == "pipeline=2,micro_batches=2,recompute=true"
@@ -54,6 +63,11 @@ def test_devices(layout, group_size):
         ("data=3,machines=2", "cannot be divided"),
         ("pipeline=2,asynchronous", "asynchronous"),
         ("data=2,local_steps=0", "local_steps=0"),
+        ("data=2,shard=weight", "use optimizer"),
+        ("data=2,tensor=2,shard=optimizer", "leave tensor"),
+        ("data=2,machines=2,shard=optimizer", "leave machines out"),
+        ("data=2,min_shard_bytes=1", "without shard"),
+        ("data=2,shard=optimizer,min_shard_bytes=0", "min_shard_bytes=0"),
     ],
 )
 def test_parse_rejects(text, message):

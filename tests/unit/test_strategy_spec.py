@@ -142,3 +142,26 @@ def test_only_whole_replicas_that_wait_for_each_other_can_be_missing(name):
         tasks["ps"] = ["localhost:3"]
     with pytest.raises(ValueError, match="without --min_workers"):
         resolve(name, cluster=Cluster(tasks, "chief", planned_workers=3))
+
+
+def test_sharded_replicas():
+    layout = Layout(data=4, shard="optimizer", min_shard_bytes=1)
+    spec = resolve(layout)
+    assert (spec.kind, spec.devices, spec.layout) == ("mirrored", 4, layout)
+    assert resolve("mirrored", 2, shard="optimizer").layout == Layout(shard="optimizer")
+    assert resolve("auto", shard="optimizer").kind == "auto"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "shard", "message"),
+    [
+        ("central_storage", None, "optimizer", "use --strategy=mirrored"),
+        ("multi_worker", None, "optimizer", "which multi_worker does not support"),
+        (PIPELINES, None, "optimizer", "write shard=optimizer in the layout"),
+        (Layout(data=4, shard="optimizer"), 2, None, "make them equal"),
+        ("mirrored", None, "weight", "use optimizer"),
+    ],
+)
+def test_shards_are_of_the_replicas_of_one_process(name, devices, shard, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(name, devices, cluster=workers(2), shard=shard)

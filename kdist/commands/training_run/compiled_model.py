@@ -29,7 +29,7 @@ _COMPILE_FLAGS = (
 
 def compiled_model(strategy, train):
     """Returns the compiled model."""
-    plain = call_on_cpu(build_model, train) if FLAGS.layout else None
+    plain = call_on_cpu(build_model, train) if splits_model() else None
     with strategy.scope():
         if plain is None:
             model = kdist.Model.of(build_model(train))
@@ -56,6 +56,11 @@ def compiled_model(strategy, train):
     return model
 
 
+def splits_model():
+    """Returns whether --layout is that of a split model, and not one of sharded replicas."""
+    return bool(FLAGS.layout) and kdist.Layout.parse(FLAGS.layout).shard is None
+
+
 def split_layout():
     """Returns the layout of --layout, or None.
 
@@ -68,6 +73,8 @@ def split_layout():
         return None
     if FLAGS["strategy"].present:
         raise ValueError("--layout replaces --strategy; leave --strategy out")
+    if FLAGS["split"].present and not splits_model():
+        raise ValueError(f"--layout={FLAGS.layout} splits no model; leave --split out")
     return kdist.Layout.parse(FLAGS.layout)
 
 
@@ -152,7 +159,7 @@ def check_compiled():
                 f"--{name} has no effect, because {FLAGS.model} returns a compiled model; leave "
                 "the flag out, or return the model uncompiled"
             )
-    if FLAGS.layout:
+    if splits_model():
         raise ValueError(
             f"--layout compiles its own copy of the model, and {FLAGS.model} returns a compiled "
             "one; return it uncompiled"

@@ -10,7 +10,12 @@ from absl import flags
 
 import kdist
 from kdist.commands.training_run.backend_and_plan import apply_plan, report_data_differences
-from kdist.commands.training_run.compiled_model import compiled_model, split_layout, verbosity
+from kdist.commands.training_run.compiled_model import (
+    compiled_model,
+    split_layout,
+    splits_model,
+    verbosity,
+)
 from kdist.commands.training_run.datasets import load_data_in_time
 from kdist.commands.training_run.flag_checks import check_flags
 from kdist.commands.training_run.next_steps import (
@@ -111,6 +116,7 @@ def strategy_spec(plan):
         cluster_timeout_seconds=FLAGS.cluster_timeout_seconds,
         step_timeout_seconds=FLAGS.step_timeout_seconds,
         allow_remote=FLAGS.allow_remote,
+        shard=FLAGS.shard,
     )
 
 
@@ -149,7 +155,7 @@ def model_to_export(model, run):
     path = best_model(run)
     if path is None:
         return model
-    if FLAGS.layout:  # the file holds the merged model
+    if splits_model():  # the file holds the merged model
         return keras.saving.load_model(path, compile=False)
     model.load_weights(path)
     return model

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import keras
 
-from kdist.compat.keras import MULTI_OPTIMIZERS
+from kdist.training.optimizers import check_elementwise, unwrapped
 
 CONVOLUTIONS = (keras.layers.Conv1D, keras.layers.Conv2D, keras.layers.Conv3D)
 # Each layer class also needs an entry in `_SHARDED_CLASSES` of `kdist.parallel.tensor.layers`.
@@ -178,61 +178,18 @@ def _check_options(name, layer):
         )
 
 
-_of = keras.optimizers
-
-# The update of each element depends only on its own gradients (and on the number of the step).
-_ELEMENTWISE_OPTIMIZERS = (
-    *(_of.SGD, _of.Adam, _of.RMSprop, _of.Adagrad, _of.Adadelta, _of.Adamax, _of.Nadam),
-    *(_of.Ftrl, _of.Lion, _of.ScheduleFreeAdamW),
-)
-_REASONS = {
-    _of.Adafactor: "it factors a matrix's second moments into rows and columns, and scales an "
-    "update by the root mean square of the whole weight",
-    _of.Lamb: "its trust ratio uses the norms of a whole weight and its update",
-    _of.Muon: "it orthogonalizes a whole matrix",
-    MULTI_OPTIMIZERS: "the optimizers that a function returns are not known in advance. Use a "
-    "keras.optimizers.OptimizerMap",
-}
-
-
 def check_optimizer(optimizers: Iterable[keras.optimizers.Optimizer], layers: Iterable[str]):
     """Raises ValueError if an optimizer of a model with divided `layers` needs whole weights.
 
     An optimizer that is not known to act on each element separately is refused as well. Wrapped
     optimizers are also checked.
     """
-    remedy = (
-        "Use SGD, Adam, AdamW, RMSprop or another optimizer that acts on each element separately, "
-        "or do not divide the layers"
-    )
-    for optimizer in (inner for outer in optimizers for inner in _unwrapped(outer)):
-        name = type(optimizer).__name__
-        where = f"the weights of {', '.join(list(layers)[:3])} … are divided"
-        for kind, reason in _REASONS.items():
-            if isinstance(optimizer, kind):
-                raise ValueError(f"{where}, and {name} could act differently: {reason}. {remedy}")
-        if not isinstance(optimizer, _ELEMENTWISE_OPTIMIZERS):
-            raise ValueError(
-                f"{where}, and {name} is not known to act on each element separately. {remedy}"
-            )
-        if optimizer.clipnorm:
-            raise ValueError(
-                f"{where}, and clipnorm={optimizer.clipnorm} would clip each part by its own norm. "
-                "Use global_clipnorm, which is the norm of all weights, or clipvalue"
-            )
-
-
-def _unwrapped(optimizer):
-    """Yields the optimizers that update weights, without those that only wrap others."""
-    inner = inner_optimizers(optimizer)
-    for each in inner:
-        yield from _unwrapped(each)
-    if not inner:
-        yield optimizer
-
-
-def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Returns the optimizers that an optimizer wraps."""
-    if isinstance(optimizer, _of.LossScaleOptimizer):
-        return [optimizer.inner_optimizer]
-    return list(optimizer.optimizers) if isinstance(optimizer, MULTI_OPTIMIZERS) else []
+    where = f"the weights of {', '.join(list(layers)[:3])} … are divided"
+    for optimizer in optimizers:
+        check_elementwise(optimizer, where, "do not divide the layers")
+        for each in unwrapped(optimizer):
+            if each.clipnorm:
+                raise ValueError(
+                    f"{where}, and clipnorm={each.clipnorm} would clip each part by its own norm. "
+                    "Use global_clipnorm, which is the norm of all weights, or clipvalue"
+                )

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from kdist.parallel.tensor.activations import is_elementwise
 from kdist.parallel.tensor.divisibility import CONVOLUTIONS
-from kdist.parallel.tensor.shards import DividedVariable, SeedStates, ShardedLayer, Shards, saved_as
+from kdist.parallel.tensor.shards import SeedStates, ShardedLayer, Shards, saved_as
+from kdist.training.divided_variable import DividedVariable
 
 
 @saved_as(keras.layers.MultiHeadAttention)

@@ -31,6 +31,8 @@ from kdist.training.replica.step import (
     this_replica,
 )
 from kdist.training.scopes import is_multi_worker, num_local_replicas, shares_storage
+from kdist.training.sharding.optimizer_state import is_sharded
+from kdist.training.sharding.step import ShardedStep
 from kdist.training.strategy_setup import step_timeout_of
 
 _logger = logging.getLogger(__name__)
@@ -407,7 +409,7 @@ class ReplicatedStep:
         if self._shares_storage:
             return functools.partial(CentralStep, self._trainer)
         if self._rounds is None:
-            return ReplicaStep
+            return ShardedStep if is_sharded(self._strategy) else ReplicaStep
         return functools.partial(LocalStep, rows, self._rounds)
 
     def _synchronized_statistics(self):

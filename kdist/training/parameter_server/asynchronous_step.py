@@ -250,7 +250,7 @@ class AsynchronousStep(StepOnCopies):
             # TensorFlow may increment it first.
             with tf.control_dependencies([part for part in parts if part is not None]):
                 with self.update():
-                    update(gradients)
+                    update(gradients, variables)
                 return counter.read_value()
 
         parts = tf.nest.flatten(moved, expand_composites=True)

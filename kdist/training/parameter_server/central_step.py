@@ -82,7 +82,7 @@ class CentralStep(StepOnCopies):
 
     def apply(self, update, optimizer, gradients, variables):
         """Updates variables once for all replicas."""
-        self._write_once(lambda: update(gradients))
+        self._write_once(lambda: update(gradients, variables))
         self._copies.forget(variables)
 
     def optimizer_method(self, name, for_one_device, keras_function):

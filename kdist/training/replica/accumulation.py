@@ -6,6 +6,7 @@ import tensorflow as tf
 from kdist.training.replica.slices import SplitSlices
 from kdist.training.replica.step import this_replica
 from kdist.training.scopes import in_new_thread
+from kdist.training.sharding.optimizer_state import weights_of
 
 
 class Accumulators:
@@ -19,7 +20,7 @@ class Accumulators:
         self._sums = {
             id(optimizer): {
                 optimizer._var_key(variable): _zeros_like(variable)
-                for variable in optimizer._trainable_variables
+                for variable in weights_of(optimizer)
             }
             for optimizer in optimizers
         }

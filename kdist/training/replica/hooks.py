@@ -56,6 +56,7 @@ from kdist.training.scopes import (
     outside_any_scope,
     outside_multi_worker_scope,
 )
+from kdist.training.sharding.optimizer_state import OptimizerShards, shards_of, weights_of
 
 # Optimizer methods that Keras implements once for one device and once for tf.distribute.
 _IMPLEMENTED_TWICE = (
@@ -79,6 +80,12 @@ _BY_ROW = (
     keras.layers.RNN,
     keras.layers.TimeDistributed,
 )
+
+# Methods of `SwapEMAWeights` that exchange weights with their moving averages.
+_METHODS_ON_AVERAGES = {
+    "_tf_swap_variables": OptimizerShards.swap_averages,
+    "_tf_finalize_ema_values": OptimizerShards.reset_averages,
+}
 
 # oneDNN computes 16 channels at a time with AVX-512, and 8 with AVX2.
 _FEW_CHANNELS = 16
@@ -124,8 +131,10 @@ def hooks():
         (tf.nn, "scale_regularization_loss", _regularization_loss),
         (BaseOptimizer, "scale_loss", _scale_loss),
         (BaseOptimizer, "apply", _apply),
+        (BaseOptimizer, "_clip_gradients", _clip),
         (loss_scale, "scale_loss", _scale_loss),
         (loss_scale, "apply", _apply),
+        (loss_scale, "check_finite", _check_finite),
         *((each, "apply", _apply) for each in MULTI_OPTIMIZERS),
         (loss_scale, "_tf_apply", _apply_on_copies),
         (TFOptimizer, "_all_reduce_sum_gradients", _already_reduced),
@@ -145,6 +154,9 @@ def install():
     keep_scopes()
     merge_between_replicas()
     KerasVariable._initialize = _whole(KerasVariable._initialize)
+    for name, of_shards in _METHODS_ON_AVERAGES.items():
+        method = getattr(keras.callbacks.SwapEMAWeights, name)
+        setattr(keras.callbacks.SwapEMAWeights, name, _on_shards(method, of_shards))
     for owner, name in SAVING:
         setattr(owner, name, _saving_alone(getattr(owner, name)))
     # Keras stores the result under another name than it looks for, and computes it in each save by
@@ -175,15 +187,38 @@ def _hook(owner, name, hook):
 # Outside of steps.
 
 
+def _on_shards(keras_function, of_shards):
+    """Returns a method of a callback that passes sharded optimizers to `of_shards`."""
+
+    @functools.wraps(keras_function)
+    def on_shards(callback, optimizer):
+        shards = shards_of(optimizer)
+        return keras_function(callback, optimizer) if shards is None else of_shards(shards)
+
+    return on_shards
+
+
 def _saving_alone(keras_function):
     @functools.wraps(keras_function)
     def saving_alone(model, filepath, *args, **kwargs):
+        if keras_function.__name__ == "save_model_to_hdf5":
+            _check_slots_are_whole(model, *args, **kwargs)
         with _whole_files(filepath) as path:
             return outside_multi_worker_scope(
                 functools.partial(keras_function, model, path, *args, **kwargs)
             )
 
     return saving_alone
+
+
+def _check_slots_are_whole(model, overwrite=True, include_optimizer=True):
+    """Raises a ValueError if an HDF5 file would hold one replica's part of each slot."""
+    optimizer = getattr(model, "optimizer", None)
+    if include_optimizer and optimizer is not None and shards_of(optimizer) is not None:
+        raise ValueError(
+            "HDF5 files cannot hold the state of a sharded optimizer. Save a .keras file, or leave "
+            "the optimizer out: model.save(path, include_optimizer=False)"
+        )
 
 
 @contextlib.contextmanager
@@ -574,14 +609,12 @@ def _tape_gradient(
 def _apply(step, keras_function, optimizer, grads, trainable_variables=None):
     if step.applying or not len(grads):
         return keras_function(optimizer, grads, trainable_variables)
-    variables = list(trainable_variables or optimizer._trainable_variables)
+    variables = list(trainable_variables or weights_of(optimizer))
     if not optimizer.built:
         step.build(optimizer, variables)
     gradients = step.gradients(optimizer, list(grads), variables)
     if gradients is not None:
-        step.apply(
-            lambda g: keras_function(optimizer, g, variables), optimizer, gradients, variables
-        )
+        step.apply(functools.partial(keras_function, optimizer), optimizer, gradients, variables)
     return None
 
 
@@ -591,6 +624,14 @@ def _apply_on_copies(step, keras_function, optimizer, grads, trainable_variables
         "_tf_apply", keras.optimizers.LossScaleOptimizer._common_apply, keras_function
     )
     return apply(optimizer, grads, trainable_variables)
+
+
+def _check_finite(step, keras_function, optimizer, grads):
+    return step.are_finite(optimizer, keras_function(optimizer, grads))
+
+
+def _clip(step, keras_function, optimizer, grads):
+    return step.clipped(keras_function, optimizer, grads)
 
 
 def _already_reduced(step, keras_function, optimizer, grads_and_vars):

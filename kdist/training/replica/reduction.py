@@ -31,6 +31,39 @@ def all_reduce_sum(tensors):
         return _all_reduced(tensors)
 
 
+def reduce_scatter_sum(parts):
+    """Returns this replica's part of the sum over replicas of each tensor, in replica context.
+
+    For the replicas of one process. Unlike `all_reduce_sum`, a device receives only its own part of
+    each tensor from each of the others.
+
+    Args:
+        parts: list with one list per tensor: the tensor's part of each replica, in order.
+    """
+    replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+    with tf.name_scope(SCOPE):
+        sent = iter(of_all_replicas([part for tensor in parts for part in tensor]))
+        received = [[next(sent) for _ in tensor] for tensor in parts]
+        return [tf.add_n(tensor[replica]) for tensor in received]
+
+
+def of_all_replicas(tensors):
+    """Returns the values that each tensor has on the replicas of this process, in their order.
+
+    Nothing is copied before another device reads it. Called in replica context, by all replicas.
+    """
+    if not tensors:
+        return []
+
+    def merged(strategy, *values):
+        return [strategy.experimental_local_results(value) for value in values]
+
+    with _kept_attributes():
+        return tf.distribute.get_replica_context().merge_call(
+            tf.autograph.experimental.do_not_convert(merged), args=tuple(tensors)
+        )
+
+
 def gather_rows(tensors, share=None):
     """Returns the rows of all replicas of each tensor, and where this replica's rows begin.
 

@@ -183,7 +183,7 @@ class ReplicaStep:
         self._check_not_gathered("a loss with one value per row")
         is_mean = {degree for *_, degree in self._terms(loss)} == {0}
         weight = self.weight if is_mean else self.sum_weight
-        return self._noted(loss if weight is None else _scaled(loss, weight), ROWS)
+        return self._noted(loss if weight is None else scale_gradient(loss, weight), ROWS)
 
     def as_mean(self, value, is_loss=True):
         """Returns a scalar whose mean over replicas, weighted by their rows, is the global value.
@@ -720,7 +720,7 @@ class ReplicaStep:
                 gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)
             if not self.is_last:
                 return None
-        reduced = self.reduced(gradients)
+        reduced = self.reduced_for(optimizer, gradients, variables)
         return [g if w is None else w for g, w in zip(reduced, whole, strict=True)]
 
     def _scaled_by_rows(self, gradients, is_scaled):
@@ -732,7 +732,7 @@ class ReplicaStep:
         """
         weights = [None if g is None else self._weight_of(g, is_scaled) for g in gradients]
         scaled = [
-            g if g is None else _scaled(self.zero_gradient_if_empty(g), weight)
+            g if g is None else scale_gradient(self.zero_gradient_if_empty(g), weight)
             for g, weight in zip(gradients, weights, strict=True)
         ]
         return [self.split_slices(g) if _is_sparse(g) else g for g in scaled]
@@ -784,6 +784,10 @@ class ReplicaStep:
         values = tf.get_static_value(looked_up) if looked_up.shape.rank == 1 else None
         return values is not None and len(set(values.tolist())) == rows
 
+    def reduced_for(self, optimizer, gradients, variables):
+        """Returns the sums over replicas of gradients with which `optimizer` updates variables."""
+        return self.reduced(gradients)
+
     def reduced(self, gradients):
         """Returns the sums of gradients over all replicas.
 
@@ -816,13 +820,26 @@ class ReplicaStep:
         """Calls `update` on gradients that have been reduced.
 
         Args:
-            update: function of the gradients.
+            update: function of gradients and variables.
             optimizer: the optimizer that it belongs to.
             gradients: one gradient per variable.
             variables: Keras variables.
         """
         with self.update():
-            update(gradients)
+            update(gradients, variables)
+
+    def are_finite(self, optimizer, is_finite):
+        """Returns whether the gradients of `optimizer` are finite on all replicas.
+
+        Args:
+            optimizer: an optimizer with a loss scale.
+            is_finite: whether those that this replica applies are finite.
+        """
+        return is_finite
+
+    def clipped(self, keras_function, optimizer, gradients):
+        """Returns the gradients that an optimizer applies, clipped by `keras_function`."""
+        return keras_function(optimizer, gradients)
 
     def optimizer_method(self, name, for_one_device, keras_function):
         """Returns the function for a part of an update: for one replica, or Keras's own."""
@@ -894,7 +911,7 @@ class ReplicaStep:
         ]
         with self._colocation():
             parts = [
-                _scaled(self.zero_if_empty(tf.identity(c)), self.share.micro_step_fraction)
+                scale_gradient(self.zero_if_empty(tf.identity(c)), self.share.micro_step_fraction)
                 for c in copies
             ]
             for copy, mean in zip(copies, all_reduce_sum(parts) if parts else [], strict=True):
@@ -1056,7 +1073,8 @@ def _values(gradient):
     return gradient
 
 
-def _scaled(gradient, factor):
+def scale_gradient(gradient, factor):
+    """Returns a gradient or `tf.IndexedSlices`, multiplied by a factor; None stands for 1."""
     if factor is None:
         return gradient
     if isinstance(gradient, tf.IndexedSlices):

@@ -1,0 +1,97 @@
+"""Step time, memory, and traffic of sharded replicas, next to replicas that are not sharded.
+
+  python -m benchmarks.sharding                    # a transformer with 12 blocks on 2 devices
+  python -m benchmarks.sharding --devices=4 --depth=4
+
+Both models train in one process, in turns, so that the ratio of their step times hardly depends on
+what else the machine does. A ratio above 1 means that sharded steps are slower. The bytes between
+devices are read from the optimized graph of a step. Next to them is the formula of the ZeRO paper
+(arXiv:1910.02054, section 7): an all-reduce, and a reduce-scatter with an all-gather, both move
+2 (N - 1) times the bytes of the gradients in all.
+"""
+
+import statistics
+import time
+
+from absl import flags
+
+from kdist import program
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("devices", 2, "Number of devices; logical CPUs without GPUs.", 2, 16)
+flags.DEFINE_integer("depth", 12, "Number of blocks of the transformer.", lower_bound=1)
+flags.DEFINE_integer("width", 128, "Features of a token, a multiple of 4.", lower_bound=4)
+flags.DEFINE_integer("tokens", 64, "Tokens of an example.", lower_bound=1)
+flags.DEFINE_integer("local_batch_size", 8, "Examples of a replica.", lower_bound=1)
+flags.DEFINE_integer("turns", 15, "Turns of both models.", lower_bound=1)
+flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
+
+
+def main(_):
+    """Prints a table with both models."""
+    import numpy as np
+
+    from kdist.training.sharding.memory import state_bytes
+
+    rows = FLAGS.local_batch_size * FLAGS.devices
+    random = np.random.default_rng(0)
+    data = random.integers(0, 1000, (rows, FLAGS.tokens)), random.integers(0, 10, rows)
+    models, sent = {}, {}
+    for shard in (None, "optimizer"):
+        models[shard], sent[shard] = first_step(shard, data)
+    seconds = {shard: [] for shard in models}
+    for _turn in range(FLAGS.turns):
+        for shard, model in models.items():
+            started = time.perf_counter()
+            fit(model, data, FLAGS.steps)
+            seconds[shard].append((time.perf_counter() - started) / FLAGS.steps)
+    parameters = sum(weight.shape.num_elements() for weight in models[None].trainable_variables)
+    formula = 2 * (FLAGS.devices - 1) * 4 * parameters
+    print(f"{FLAGS.depth} blocks of width {FLAGS.width}, {parameters:,} parameters, Adam")
+    print(
+        "| shard | step ms | optimizer MB per device | MB between devices | 2 (N - 1) gradients |"
+    )
+    print("|--|--:|--:|--:|--:|")
+    for shard, model in models.items():
+        largest = max(held.optimizer for held in state_bytes(model).values())
+        print(
+            f"| {shard} | {1000 * statistics.median(seconds[shard]):.1f} | {largest / 1e6:.2f} | "
+            f"{sent[shard] / 1e6:.2f} | {formula / 1e6:.2f} |"
+        )
+    ratios = [a / b for a, b in zip(seconds["optimizer"], seconds[None], strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    print(
+        f"sharded / unsharded step: {statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} "
+        f"to {quartiles[2]:.3f})"
+    )
+
+
+def first_step(shard, data):
+    """Returns a model after its first steps, and the bytes that devices exchange in one."""
+    import keras
+
+    import kdist
+    from kdist.parallel.inspect.traffic import watched_graphs
+
+    keras.utils.set_random_seed(1)
+    with kdist.create_strategy("mirrored", FLAGS.devices, shard=shard).scope():
+        model = kdist.models.transformer(
+            (FLAGS.tokens,), 10, vocabulary_size=1000, width=FLAGS.width, depth=FLAGS.depth
+        )
+        model.compile("adam", "sparse_categorical_crossentropy")
+    with watched_graphs() as graphs:
+        fit(model, data, 1)
+    fit(model, data, FLAGS.steps)
+    return model, sum(graphs.crossing_bytes(FLAGS.local_batch_size).values())
+
+
+def fit(model, data, steps):
+    """Trains some steps on the same batch."""
+    import tensorflow as tf
+
+    batches = tf.data.Dataset.from_tensors(data).repeat(steps)
+    model.fit(batches, verbose=0)
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,1 @@
+"""Sharded data parallelism: training state that is divided among replicas."""

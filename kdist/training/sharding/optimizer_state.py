@@ -1,0 +1,337 @@
+"""Optimizer state that is divided among the replicas of one process (ZeRO, stage 1).
+
+    strategy = kdist.create_strategy("mirrored", devices=4, shard="optimizer")
+
+Each large weight has a shard: a variable of 1/N of its size, whose copy on replica r holds part r
+of the weight. Keras's optimizer is built on the shards instead of the weights, so that its slots
+have the size of a part, and the update is Keras's own code. `kdist.training.sharding.step` moves
+gradients and weights. Files and checkpoints hold the slots of whole weights.
+
+The weights themselves remain the truth: a step copies them to the shards before it updates these.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2020 (arXiv:1910.02054), section 5.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import math
+
+import keras
+import tensorflow as tf
+
+from kdist.compat.keras import unbuild_optimizer
+from kdist.compat.tensorflow import refuse_checkpoints
+from kdist.layout import Layout
+from kdist.training.divided_variable import DividedVariable
+from kdist.training.optimizers import check_elementwise, inner_optimizers, unwrapped
+from kdist.training.scopes import variable_like
+
+_KEY = "_kdist_shards"
+
+_NOT_IN_CHECKPOINTS = (
+    "the slot {path} is sharded, and tf.train.Checkpoint would store the part of one device. Use "
+    "kdist.callbacks.Checkpoint, or model.save with a .keras file"
+)
+
+# Parts consist of whole rows if at most one in this many rows of a part is padding. Embeddings
+# need it, whose gradients are rows.
+_ROWS_PER_PART = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualParts:
+    """Division of a tensor into parts of equal size, of which the last ones are padded with zeros.
+
+    A part consists of rows (the first axis), or of elements if there are too few rows.
+
+    Args:
+        shape: shape of the tensor.
+        count: number of parts.
+    """
+
+    shape: tuple[int, ...]
+    count: int
+
+    @property
+    def is_by_rows(self) -> bool:
+        """True if each part consists of whole rows."""
+        rows = self.shape[0]
+        return rows % self.count == 0 or rows >= _ROWS_PER_PART * self.count
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of each part."""
+        rows, *others = self._shape_of_rows
+        return (-(-rows // self.count), *others)
+
+    def part(self, value, number: int) -> tf.Tensor:
+        """Returns part `number` of a tensor."""
+        size, *others = self.part_shape
+        rows = self._shape_of_rows[0]
+        first, last = min(number * size, rows), min((number + 1) * size, rows)
+        part = tf.reshape(value, self._shape_of_rows)[first:last]
+        missing = size - (last - first)
+        return tf.pad(part, [[0, missing], *[[0, 0]] * len(others)]) if missing else part
+
+    def merge(self, parts) -> tf.Tensor:
+        """Returns the tensor that has these parts."""
+        rows = tf.concat(parts, 0)[: self._shape_of_rows[0]]
+        return tf.reshape(rows, self.shape)
+
+    def slices_of(self, gradient: tf.IndexedSlices, number: int) -> tf.IndexedSlices:
+        """Returns the rows of a sparse gradient that belong to part `number`."""
+        size, *others = self.part_shape
+        first = tf.cast(number * size, gradient.indices.dtype)
+        indices = gradient.indices - first
+        is_own = tf.logical_and(indices >= 0, indices < size)
+        return tf.IndexedSlices(
+            tf.boolean_mask(gradient.values, is_own),
+            tf.boolean_mask(indices, is_own),
+            tf.constant([size, *others], indices.dtype),
+        )
+
+    @property
+    def _shape_of_rows(self):
+        return self.shape if self.is_by_rows else (math.prod(self.shape),)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """A weight, and the variable whose copy on each replica holds a part of it."""
+
+    weight: keras.Variable
+    variable: keras.Variable
+    division: EqualParts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """One replica's copy of a variable, as a piece of a `DividedVariable`."""
+
+    value: tf.Variable
+    path: str
+
+    @property
+    def dtype(self):
+        return self.value.dtype.name
+
+    def numpy(self):
+        """Returns the value of the copy."""
+        return self.value.numpy()
+
+    def assign(self, value):
+        """Assigns the copy."""
+        self.value.assign(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedSlot(DividedVariable):
+    """A slot of a whole weight, whose parts are the copies of a variable."""
+
+    division: EqualParts = EqualParts((), 1)
+
+    def concatenate(self, values):
+        return self.division.merge(values).numpy()
+
+    def parts(self, value):
+        return [self.division.part(value, number) for number in range(self.division.count)]
+
+    @property
+    def shape(self):
+        return self.division.shape
+
+
+class OptimizerShards:
+    """The shards on which an optimizer is built, and its slots as those of whole weights.
+
+    Args:
+        optimizer: an optimizer that is not built. It may wrap another one.
+        strategy: the strategy, whose layout says what is sharded.
+
+    Attributes:
+        weights: the weights that the optimizer updates, in the order of its `build`.
+        leaf: the optimizer that has the slots: `optimizer`, or the one that it wraps.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy):
+        self._optimizer, self._strategy = optimizer, strategy
+        (self.leaf,) = unwrapped(optimizer)
+        self._build = optimizer.build
+        self._add_slot = self.leaf.add_variable_from_reference
+        self.weights: list[keras.Variable] = []
+        self._shards: dict[str, Shard] = {}  # by the optimizer's key of a weight
+        self._by_variable: dict[int, Shard] = {}
+        self._slots: dict[int, EqualParts] = {}
+
+    def __iter__(self):
+        return iter(self._shards.values())
+
+    def find(self, weight: keras.Variable) -> Shard | None:
+        """Returns the shard of a weight; None for a small one, which every replica updates."""
+        return self._shards.get(self._optimizer._var_key(weight))
+
+    def build(self, variables):
+        """Builds the optimizer on shards of the large variables."""
+        if self._optimizer.built:
+            return
+        self.weights = list(variables)
+        # Steps that build an optimizer are within replicas, which are in the scope.
+        is_in_scope = tf.distribute.has_strategy()
+        with contextlib.nullcontext() if is_in_scope else self._strategy.scope():
+            for weight in self.weights:
+                if self._is_divided(weight):
+                    self._add(weight)
+            self._build([self._updated(weight) for weight in self.weights])
+
+    def _is_divided(self, weight):
+        size, replicas = math.prod(weight.shape), self._strategy.num_replicas_in_sync
+        size_bytes = size * tf.as_dtype(weight.dtype).size
+        is_overwritten = getattr(weight, "overwrite_with_gradient", False)
+        is_large = size_bytes >= self._strategy.layout.min_shard_bytes and size >= replicas
+        return is_large and not is_overwritten
+
+    def _add(self, weight):
+        division = EqualParts(tuple(weight.shape), self._strategy.num_replicas_in_sync)
+        shard = Shard(weight, variable_like(weight, division.part_shape), division)
+        key = self._optimizer._var_key(weight)
+        self._shards[key] = self._by_variable[id(shard.variable)] = shard
+        excluded = getattr(self.leaf, "_exclude_from_weight_decay", set())
+        if key in excluded:
+            excluded.add(self._optimizer._var_key(shard.variable))
+
+    def _updated(self, weight):
+        shard = self.find(weight)
+        return weight if shard is None else shard.variable
+
+    def add_slot(self, reference_variable, *args, **kwargs):
+        """Creates a slot, and records whether it belongs to a shard."""
+        slot = self._add_slot(reference_variable, *args, **kwargs)
+        shard = self._by_variable.get(id(reference_variable))
+        if shard is not None:
+            self._slots[id(slot)] = shard.division
+            refuse_checkpoints(slot, _NOT_IN_CHECKPOINTS.format(path=slot.path))
+        return slot
+
+    def slot(self, variable: keras.Variable) -> DividedVariable:
+        """Returns a variable of the optimizer as that of an optimizer that is not sharded."""
+        division = self._slots.get(id(variable))
+        if division is None:
+            return DividedVariable([variable])
+        copies = self._strategy.experimental_local_results(variable.value)
+        pieces = [_Copy(copy, variable.path) for copy in copies]
+        return ShardedSlot(pieces, division=division)  # type: ignore[arg-type]
+
+    def save(self, optimizer, store):
+        """Writes the variables of the optimizer, or of the one that it wraps, to a file."""
+        for number, variable in enumerate(optimizer.variables):
+            store[str(number)] = self.slot(variable).whole()
+
+    def load(self, optimizer, store):
+        """Reads what `save` has written, or a file of an optimizer that is not sharded."""
+        count = len(optimizer.variables)
+        if len(store.keys()) != count:  # Keras warns and leaves the optimizer unchanged
+            type(optimizer).load_own_variables(optimizer, store)
+        else:
+            self.set_weights(optimizer, [store[str(number)] for number in range(count)])
+
+    def set_weights(self, optimizer, weights):
+        """Assigns the variables of the optimizer, given those of one that is not sharded."""
+        for variable, weight in zip(optimizer.variables, weights, strict=True):
+            self.slot(variable).assign(weight)
+
+    def swap_averages(self):
+        """Exchanges the trainable weights and their moving averages."""
+        for weight, average in self._averages():
+            if weight.trainable:
+                value = weight.numpy()
+                weight.assign(average.whole())
+                average.assign(value)
+
+    def reset_averages(self):
+        """Sets the moving averages to the weights."""
+        for weight, average in self._averages():
+            average.assign(weight.numpy())
+
+    def _averages(self):
+        averages = self.leaf._model_variables_moving_average
+        for weight, average in zip(self.weights, averages, strict=True):
+            if average is not None:
+                yield weight, self.slot(average)
+
+    def finalize(self, variables):
+        """Assigns the moving averages to the weights, as Keras does at the end of `fit`."""
+        averages = getattr(self.leaf, "_model_variables_moving_average", None)
+        if not self.leaf.use_ema or len(variables) != len(averages):
+            type(self.leaf).finalize_variable_values(self.leaf, variables)
+            return
+        for weight, average in self._averages():
+            weight.assign(average.whole())
+
+
+def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy):
+    """Makes an optimizer build its slots on shards if the strategy's layout says so.
+
+    One that has been built is built again, with the values that its slots have.
+
+    Raises:
+        ValueError: the optimizer needs whole weights.
+    """
+    if not is_sharded(strategy) or shards_of(optimizer) is not None:
+        return
+    where = f"shard={strategy.layout.shard} divides the state of each weight over the devices"
+    check_elementwise(optimizer, where, "leave shard (--shard) out")
+    if isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+        raise ValueError(
+            f"{where}, and ScheduleFreeAdamW begins with a copy of the whole weights. Use AdamW, "
+            "or leave shard (--shard) out"
+        )
+    if len(list(unwrapped(optimizer))) > 1:
+        raise ValueError(
+            f"{where}, and {type(optimizer).__name__} has several optimizers. Compile with one "
+            "optimizer, or leave shard (--shard) out"
+        )
+    shards = OptimizerShards(optimizer, strategy)
+    weights, values = [], []
+    if optimizer.built:
+        weights = list(optimizer._trainable_variables)
+        values = [variable.numpy() for variable in optimizer.variables]
+        for each in (optimizer, *inner_optimizers(optimizer)):
+            unbuild_optimizer(each)
+    optimizer.build = shards.build
+    shards.leaf.add_variable_from_reference = shards.add_slot
+    shards.leaf.finalize_variable_values = shards.finalize
+    for each in (optimizer, *inner_optimizers(optimizer)):
+        each.__dict__[_KEY] = shards  # not an attribute that Keras would track
+        each.save_own_variables = functools.partial(shards.save, each)
+        each.load_own_variables = functools.partial(shards.load, each)
+        each.set_weights = functools.partial(shards.set_weights, each)
+    if weights:
+        optimizer.build(weights)
+        optimizer.set_weights(values)
+
+
+def is_sharded(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if the replicas of a strategy divide training state among themselves."""
+    layout = getattr(strategy, "layout", None)
+    is_divided = isinstance(layout, Layout) and layout.shard is not None
+    return is_divided and strategy.num_replicas_in_sync > 1
+
+
+def shards_of(optimizer: keras.optimizers.Optimizer) -> OptimizerShards | None:
+    """Returns the shards of an optimizer; None if it is not sharded."""
+    return optimizer.__dict__.get(_KEY)
+
+
+def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Returns the weights that an optimizer was built to update."""
+    shards = shards_of(optimizer)
+    return optimizer._trainable_variables if shards is None else shards.weights
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[DividedVariable]:
+    """Returns the variables of an optimizer as those of an optimizer that is not sharded."""
+    shards = shards_of(optimizer)
+    as_slot = (lambda v: DividedVariable([v])) if shards is None else shards.slot
+    return [as_slot(variable) for variable in optimizer.variables]

@@ -1,0 +1,167 @@
+"""One replica's part of a step whose optimizer state is sharded.
+
+Gradients of large weights are reduce-scattered: each replica receives the sum of its own part. It
+updates that part with Keras's optimizer, and the new weights are gathered on all replicas. Each of
+them then receives and sends twice (N - 1) / N of the weights' bytes, as in an all-reduce.
+
+Replicas meet before and after the optimizer, never in it: Keras updates within conditionals if a
+loss scale or `gradient_accumulation_steps` is used, where replicas cannot exchange anything.
+"""
+
+import keras
+import tensorflow as tf
+
+from kdist.training.replica.reduction import all_reduce_sum, of_all_replicas, reduce_scatter_sum
+from kdist.training.replica.step import ReplicaStep, scale_gradient
+from kdist.training.sharding.optimizer_state import shards_of
+
+
+class ShardedStep(ReplicaStep):
+    """One replica's part of one micro-step; the replica updates its own parts of large weights."""
+
+    _squares: list | None = None  # of the gradients that the optimizer receives
+    _is_finite: tf.Tensor | None = None  # whether a loss scale lets the optimizer update
+
+    def reduced_for(self, optimizer, gradients, variables):
+        """Returns sums over replicas: this replica's part of large dense ones, others whole."""
+        shards = shards_of(optimizer)
+        if shards is None:
+            return self.reduced(gradients)
+        divided = [
+            shards.find(variable) if isinstance(gradient, tf.Tensor) else None
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
+        parts = iter(
+            reduce_scatter_sum(
+                [
+                    [shard.division.part(gradient, number) for number in range(self.replicas)]
+                    for gradient, shard in zip(gradients, divided, strict=True)
+                    if shard is not None
+                ]
+            )
+        )
+        whole = self.reduced(
+            [g if shard is None else None for g, shard in zip(gradients, divided, strict=True)]
+        )
+        return [
+            g if shard is None else next(parts) for g, shard in zip(whole, divided, strict=True)
+        ]
+
+    def apply(self, update, optimizer, gradients, variables):
+        """Updates this replica's parts of the weights, and gathers those of all replicas."""
+        shards = shards_of(optimizer)
+        if shards is None:
+            super().apply(update, optimizer, gradients, variables)
+            return
+        found = [shards.find(variable) for variable in variables]
+        gradients = [
+            self._own_slices(shard, gradient)
+            for shard, gradient in zip(found, gradients, strict=True)
+        ]
+        own = [
+            variable if shard is None else shard.variable
+            for shard, variable in zip(found, variables, strict=True)
+        ]
+        # Keras averages all weights that the optimizer was built for.
+        written = list(shards) if shards.leaf.use_ema else _with_gradient(found, gradients)
+        with self.update():
+            for shard in written:
+                part = shard.division.part(self.local(shard.weight.value), self.replica)
+                self.local(shard.variable.value).assign(part)
+            self._squares = self._sums_of_squares(optimizer, gradients, own, found)
+            update(gradients, own)
+            self._gather(written)
+
+    def _own_slices(self, shard, gradient):
+        if shard is None or not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if not shard.division.is_by_rows:
+            weight = shard.weight
+            raise ValueError(
+                f"{weight.path!r} has {weight.shape[0]} rows, which are looked up, and which "
+                f"{self.replicas} devices cannot divide evenly. Keep it whole on each device by "
+                f"min_shard_bytes={weight.value.dtype.size * weight.shape.num_elements() + 1}, or "
+                "leave shard (--shard) out"
+            )
+        return shard.division.slices_of(gradient, self.replica)
+
+    def _gather(self, shards):
+        """Assigns the parts of all replicas to this replica's copies of the weights."""
+        parts = of_all_replicas([tf.identity(self.local(s.variable.value)) for s in shards])
+        for shard, values in zip(shards, parts, strict=True):
+            value = shard.division.merge(values)
+            if shard.weight.constraint is not None:
+                constrained = tf.convert_to_tensor(shard.weight.constraint(value))
+                is_updated = True if self._is_finite is None else self._is_finite
+                value = tf.where(is_updated, constrained, value)
+            self.local(shard.weight.value).assign(value)
+
+    # Clipping and loss scaling, which need the gradients of whole weights.
+
+    def are_finite(self, optimizer, is_finite):
+        """Returns whether the gradients of all replicas are finite, given those of this one."""
+        if shards_of(optimizer) is None:
+            return is_finite
+        (failures,) = all_reduce_sum([tf.cast(tf.logical_not(is_finite), tf.float32)])
+        self._is_finite = tf.equal(failures, 0)
+        return self._is_finite
+
+    def _sums_of_squares(self, optimizer, gradients, own, found):
+        """Returns the squared norm of each whole gradient as it is clipped; None without clipping.
+
+        Args:
+            optimizer: the optimizer, which may wrap another one.
+            gradients: gradients of this replica's parts, of small weights, or None.
+            own: the variables that they belong to.
+            found: the shards of these variables; None for small weights.
+        """
+        leaf = shards_of(optimizer).leaf
+        if not (leaf.clipnorm or leaf.global_clipnorm):
+            return None
+        present = [each for each in zip(gradients, own, found, strict=True) if each[0] is not None]
+        squares = [
+            keras.ops.sum(keras.ops.square(_as_clipped(optimizer, leaf, gradient, variable)))
+            for gradient, variable, _ in present
+        ]
+        is_part = [shard is not None for *_, shard in present]
+        sums = iter(all_reduce_sum([s for s, part in zip(squares, is_part, strict=True) if part]))
+        return [next(sums) if part else s for s, part in zip(squares, is_part, strict=True)]
+
+    def clipped(self, keras_function, optimizer, gradients):
+        """Returns clipped gradients, by Keras's formulas and the norms of whole gradients."""
+        if self._squares is None:
+            return keras_function(optimizer, gradients)
+        if optimizer.clipnorm:
+            limit = optimizer.clipnorm
+            norms = [tf.sqrt(square) for square in self._squares]
+            return [
+                scale_gradient(gradient, limit / tf.maximum(norm, limit))
+                for gradient, norm in zip(gradients, norms, strict=True)
+            ]
+        limit = optimizer.global_clipnorm
+        norm = tf.sqrt(tf.add_n(self._squares))
+        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # NaN for infinity
+        return [gradient * scale for gradient in gradients]  # Keras also makes slices dense here
+
+
+def _with_gradient(shards, gradients):
+    return [
+        shard
+        for shard, gradient in zip(shards, gradients, strict=True)
+        if shard is not None and gradient is not None
+    ]
+
+
+def _as_clipped(optimizer, leaf, gradient, variable):
+    """Returns the gradient that Keras's optimizer clips, computed by Keras's operations.
+
+    Before, it has divided the gradient by a loss scale, and added those of its micro-steps.
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        gradient = keras.ops.divide(gradient, optimizer.dynamic_scale)
+    if leaf.loss_scale_factor is not None:
+        gradient = gradient / leaf.loss_scale_factor
+    if leaf.gradient_accumulation_steps:
+        accumulated = leaf._accumulated_gradients[leaf._get_variable_index(variable)]
+        gradient = (gradient + accumulated.value) / leaf.gradient_accumulation_steps
+    return gradient
