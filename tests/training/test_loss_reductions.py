@@ -716,6 +716,63 @@ def test_rows_at_positions_are_those_of_the_whole_batch(loss):
     assert_equal(own_step(loss), data=(X_STATIC, Y_STATIC), warns=message)
 
 
+def _until_small(x):
+    """Halves all rows until their norm is small."""
+    return tf.while_loop(lambda y: tf.norm(y) > 0.5, lambda y: (0.5 * y,), (x,))[0]
+
+
+def _by_positions(x):
+    """Adds rows of a table, scales by positions and their number, and subtracts a mean of some."""
+    rows = tf.shape(x)[0]
+    table = tf.cast(tf.reshape(tf.range(80.0), (40, 2)) / 40, x.dtype)[:rows]
+    place = tf.cast(tf.linspace(0.0, 1.0, rows), x.dtype)[:, None]
+    chosen = tf.reduce_mean(tf.boolean_mask(x, x[:, 0] > 0), 0)
+    return place * (x + table) - chosen + x / tf.cast(rows, x.dtype)
+
+
+class _Function(keras.layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("function", [_until_small, _by_positions, tf.identity])
+@pytest.mark.parametrize("data", [(X, Y), (X_STATIC, Y_STATIC)], ids=["any rows", "known rows"])
+def test_a_layer_of_all_rows_is_that_of_the_whole_batch(function, data):
+    """With a compiled loss, whose values of each row look like those of any layer."""
+
+    def make(x):
+        return keras.layers.Dense(1)(_Function(function)(x))
+
+    options = {"data": data, "make": make, "loss": "mse", "metrics": ["mae"], "logs": True}
+    expected, logs = trained(keras.Model, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = kdist.create_strategy("mirrored", 2)
+        weights, own = trained(kdist.Model, strategy=strategy, **options)
+    found = [w for w in caught if "every replica computes the whole batch" in str(w.message)]
+    assert bool(found) == (function is not tf.identity)
+    assert_same_weights(weights, expected, 1e-6)
+    for name, values in logs.items():
+        np.testing.assert_allclose(own[name], values, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
+@pytest.mark.parametrize("function", [_by_positions, tf.identity, lambda x: x[::-1]])
+def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):
+    predicted = []
+    for strategy in (contextlib.nullcontext(), kdist.create_strategy("mirrored", 2).scope()):
+        with strategy:
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((3,))
+            model = kdist.Model(inputs, _Function(function)(keras.layers.Dense(2)(inputs)))
+            predicted.append(model.predict(X[:16], batch_size=8, verbose=0))
+    np.testing.assert_allclose(predicted[1], predicted[0], atol=1e-6)
+
+
 def test_outputs_at_positions_are_taken_from_those_of_all_replicas():
     assert_equal(own_step(_halves_of_outputs), data=(X_STATIC, Y_STATIC))
     assert_equal(own_step(_halves_of_outputs))

@@ -253,7 +253,7 @@ def _kind(tensor, dependence) -> Kind | None:
         return Kind.FIXED
     if tensor.dtype.is_complex:
         return None  # gradients are taken of real arguments
-    if found.is_by_row:
+    if found.is_by_row and found.degree in (0, None):
         return Kind.ROWS
     if found.mixes_rows and not is_noted:
         return None

@@ -376,6 +376,19 @@ class ReplicaStep:
             self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows
         )
 
+    def is_scaled_by_rows(self, tensor) -> bool:
+        """Returns True if the values of rows were multiplied or divided by the number of rows.
+
+        Raises:
+            KnownRowsError: a constant may be that number.
+        """
+        if not self._can_exchange or _is_eager(tensor):
+            return False
+        found = self._dependence.of(tensor)
+        if found.axis is not None and found.may_be_divided:
+            self._check_rows_are_unknown()
+        return found.axis is not None and found.degree not in (0, None)
+
     def _fall_back(self, problem, consequence, is_certain=False):
         """Lets every replica compute the whole batch, or warns if it does not have that.
 
@@ -426,7 +439,9 @@ class ReplicaStep:
     def check_outputs(self, outputs):
         """Lets every replica predict the whole batch if predictions combine its rows."""
         for output in filter(_is_in_graph, keras.tree.flatten(outputs)):
-            if self.mixes_rows(output):
+            is_moved = self._can_exchange and self._dependence.of(output).is_permuted
+            if is_moved or self.mixes_rows(output) or self.is_scaled_by_rows(output):
+                self._check_rows_are_unknown()
                 self._fall_back_on_mixed_rows(output, "output")
 
     def has_rows(self, tensor) -> bool:
