@@ -148,8 +148,10 @@ class StepFunction:
             return {**outputs, **self._read_results()} if has_results else outputs
         if self._logs_are_metrics:
             return self._totals.results(self._trainer.get_metrics_result)
-        read = lambda: (self._read_results(), self._trainer.get_metrics_result())  # noqa: E731
-        (results, metrics), first_bad_steps, votes = self._totals.results(read)
+        read = self._read_results, self._trainer.get_metrics_result
+        (results, metrics), first_bad_steps, votes = self._totals.results(
+            lambda: [function() for function in read]
+        )
         logs = self._totals.mean(outputs)
         return ({**logs, **results} if results else logs), first_bad_steps, votes, metrics
 

@@ -121,6 +121,7 @@ class Dependence:
         is_random: it was computed from random numbers.
         counts_rows: it was computed from the number of rows alone.
         is_one_row: it was computed from one row, in a loop.
+        is_chosen: its rows are some of the batch, whose number depends on values.
         is_by_row: its first axis is that of rows, and each is computed from the same row of the
             batch, so that the rows of all replicas together are those of one device.
         elements: the dependence of each element, if it is a vector such as a shape.
@@ -142,6 +143,7 @@ class Dependence:
     is_random: bool = False
     counts_rows: bool = False
     is_one_row: bool = False
+    is_chosen: bool = False
     is_by_row: bool = False
     elements: tuple["Dependence", ...] | None = None
 
@@ -356,6 +358,7 @@ class BatchDependence:
             is_random=any(i.is_random for i in inputs),
             counts_rows=result.counts_rows or _counts_rows(result, kind, inputs),
             is_one_row=result.is_one_row or any(i.is_one_row for i in inputs),
+            is_chosen=result.axis is not None and _is_chosen(kind, inputs),
             is_by_row=result.axis == 0
             and not (mixes_rows or any(i.mixes_rows for i in inputs))
             and self._is_by_row(tensor, kind, inputs),
@@ -975,6 +978,13 @@ def _divides_other_axes(tensor, axis):
     return False
 
 
+def _is_chosen(kind, inputs):
+    """Returns True for rows that a mask keeps, or for what is computed from each of them."""
+    if kind == "GatherV2" and inputs[0].axis == 0 and inputs[1].is_sized_by_values:
+        return True
+    return kind == "DynamicPartition" or any(i.is_chosen for i in inputs)
+
+
 def _loses_degree(result, inputs):
     """Returns True if rows are not only scaled by their number, but added to others, as a bias."""
     if result.axis is None or result.degree is not None:
@@ -1099,8 +1109,13 @@ def _sum_degree(tensor, inputs, first=0):
     return degrees.pop() if len(degrees) == 1 else None
 
 
-def is_count(tensor) -> bool:
-    """Returns True if a tensor is computed from shapes alone, such as a number of rows."""
+def is_count(tensor, dependence: "BatchDependence | None" = None) -> bool:
+    """Returns True if a tensor is computed from shapes alone, such as a number of rows.
+
+    Args:
+        tensor: a tensor.
+        dependence: excludes numbers of the rows that a mask keeps. Defaults to None.
+    """
     waiting, is_of_shape = [tensor], False
     while waiting:
         operation = getattr(waiting.pop(), "op", None)
@@ -1108,6 +1123,8 @@ def is_count(tensor) -> bool:
             return False
         if operation.type in ("Shape", "Size"):
             is_of_shape = True
+            if dependence is not None and dependence.of(operation.inputs[0]).is_chosen:
+                return False
         else:
             waiting.extend(operation.inputs)
     return is_of_shape

@@ -291,7 +291,8 @@ def _is_linear(operation, dependence):
         return operation.outputs[0].dtype.is_floating  # not to integers, which rounds
     if operation.type == "Mul":
         return sum(varies) < 2
-    return operation.type in _QUOTIENTS and (not varies[1] or is_count(operation.inputs[1]))
+    divisor = operation.inputs[-1]
+    return operation.type in _QUOTIENTS and (not varies[1] or is_count(divisor, dependence))
 
 
 def _can_be_copied(operation, dependence):
