@@ -701,7 +701,13 @@ def _frequencies(model, x, y):
     return 1e-2 * tf.reduce_mean(tf.abs(spectrum[:, 1:]) ** 2)
 
 
-@pytest.mark.parametrize("loss", [_padded, _largest, _frequencies])
+def _partitioned(model, x, y):
+    """Adds means of the rows of two classes."""
+    parts = tf.dynamic_partition(squares(model, x, y), tf.cast(x[:, 0] > 0, tf.int32), 2)
+    return tf.reduce_mean(parts[1]) + 0.5 * tf.reduce_mean(parts[0])
+
+
+@pytest.mark.parametrize("loss", [_padded, _largest, _frequencies, _partitioned])
 def test_functions_of_positions_are_those_of_the_whole_batch(loss):
     assert_equal(own_step(loss))
 
@@ -714,6 +720,17 @@ def test_scanned_rows_are_computed_from_the_whole_batch():
 def test_rows_at_positions_are_those_of_the_whole_batch(loss):
     message = "every replica computes the whole batch"
     assert_equal(own_step(loss), data=(X_STATIC, Y_STATIC), warns=message)
+
+
+def _of_some_rows(y_true, y_pred):
+    """Returns one value for each row that a mask keeps, whose mean Keras takes."""
+    return tf.boolean_mask((y_true - y_pred) ** 2, y_true > 0)
+
+
+def test_a_loss_of_the_values_of_some_rows():
+    expected = trained(keras.Model, loss=_of_some_rows)
+    weights = trained(kdist.Model, None, kdist.create_strategy("mirrored", 2), loss=_of_some_rows)
+    assert_same_weights(weights, expected, 1e-6)
 
 
 def _until_small(x):

@@ -270,7 +270,8 @@ def _kind(tensor, dependence) -> Kind | None:
         return None
     if found.axis is not None or found.may_be_divided:
         return None
-    if tensor.op.type == "Mean" and inputs and inputs[0].is_sized_by_values:
+    is_of_some = any(i.is_sized_by_values or i.is_chosen for i in inputs)
+    if tensor.op.type == "Mean" and is_of_some:
         return None  # such as a mean over a boolean mask
     return {0: Kind.MEAN, 1: Kind.SUM}.get(found.degree)
 

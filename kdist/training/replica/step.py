@@ -391,7 +391,9 @@ class ReplicaStep:
 
     def are_some_rows(self, tensor) -> bool:
         """Returns True for values of some rows, whose number differs between replicas."""
-        return self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).is_chosen
+        return (
+            self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).is_chosen
+        )
 
     def _fall_back(self, problem, consequence, is_certain=False):
         """Lets every replica compute the whole batch, or warns if it does not have that.
