@@ -701,6 +701,16 @@ def _frequencies(model, x, y):
     return 1e-2 * tf.reduce_mean(tf.abs(spectrum[:, 1:]) ** 2)
 
 
+def _penalty_between_rows(model, x, y):
+    """Penalizes the slope of the outputs at points between a row and the one at the other end."""
+    between = 0.3 * x + 0.7 * x[::-1]
+    with tf.GradientTape() as tape:
+        tape.watch(between)
+        outputs = model(between)
+    slopes = tape.gradient(outputs, between)
+    return tf.reduce_mean((tf.norm(slopes, axis=1) - 1) ** 2) + tf.reduce_mean(squares(model, x, y))
+
+
 def _partitioned(model, x, y):
     """Adds means of the rows of two classes."""
     parts = tf.dynamic_partition(squares(model, x, y), tf.cast(x[:, 0] > 0, tf.int32), 2)
@@ -712,8 +722,9 @@ def test_functions_of_positions_are_those_of_the_whole_batch(loss):
     assert_equal(own_step(loss))
 
 
-def test_scanned_rows_are_computed_from_the_whole_batch():
-    assert_equal(own_step(_scanned), warns="every replica computes the whole batch")
+@pytest.mark.parametrize("loss", [_scanned, _penalty_between_rows])
+def test_rows_that_are_combined_are_computed_from_the_whole_batch(loss):
+    assert_equal(own_step(loss), warns="every replica computes the whole batch")
 
 
 @pytest.mark.parametrize("loss", [_first_rows, _halves, _chosen_rows])

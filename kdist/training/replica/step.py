@@ -263,7 +263,7 @@ class ReplicaStep:
             found = gradient(target, sources, None)
             self._differentiates_sum = False
         degree = degrees.pop() if len(degrees) == 1 else None
-        self._note_gradients(flat, found, degree)
+        self._note_gradients(flat, found, degree, any(map(self.mixes_rows, targets)))
         if self._can_reduce_early():
             return self._reduced_early(found, flat)
         if to_variables and self.reduces_early and any(map(_is_eager, targets)):
@@ -311,18 +311,23 @@ class ReplicaStep:
                 is_changed = found.is_nonlinear or found.degree not in (0, 1)
                 self.needs_whole_gradients |= found.is_of_weights and is_changed
 
-    def _note_gradients(self, sources, gradients, degree):
+    def _note_gradients(self, sources, gradients, degree, mixes_rows=False):
         for source, one in zip(sources, keras.tree.flatten(_values(gradients)), strict=True):
             if one is not None:
-                self._note_gradient(source, one, degree)
+                self._note_gradient(source, one, degree, mixes_rows)
 
-    def _note_gradient(self, source, gradient, degree):
+    def _note_gradient(self, source, gradient, degree, mixes_rows):
         axis = None
         if _is_in_graph(source):
-            axis = self._dependence.of(source).axis
+            found = self._dependence.of(source)
+            axis, mixes_rows = found.axis, mixes_rows or found.mixes_rows
         if degree is not None and axis is not None:
             degree -= 1
-        dependence = Dependence(None if degree is None else float(degree), axis)
+        dependence = Dependence(
+            None if degree is None else float(degree),
+            axis,
+            mixes_rows=mixes_rows and axis is not None,
+        )
         self._noted(gradient, dependence)
         of_gradient = dataclasses.replace(
             dependence, is_of_gradient=True, is_of_weights=_is_variable(source)
