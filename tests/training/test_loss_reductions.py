@@ -788,6 +788,25 @@ def test_a_layer_of_all_rows_is_that_of_the_whole_batch(function, data):
         np.testing.assert_allclose(own[name], values, rtol=1e-6)
 
 
+class _CenteringCell(keras.layers.SimpleRNNCell):
+    """Cell that subtracts the mean of the rows."""
+
+    def call(self, x, states, training=False):
+        return super().call(x - keras.ops.mean(x, axis=0), states, training=training)
+
+
+def test_a_cell_of_all_rows_is_that_of_the_whole_batch():
+    def make(x):
+        steps = keras.layers.Reshape((2, 1))(x)
+        return keras.layers.Dense(1)(keras.layers.RNN(_CenteringCell(2))(steps))
+
+    expected = trained(keras.Model, make=make, loss="mse")
+    with pytest.warns(UserWarning, match="every replica computes the whole batch"):
+        strategy = kdist.create_strategy("mirrored", 2)
+        weights = trained(kdist.Model, None, strategy, make=make, loss="mse")
+    assert_same_weights(weights, expected, 1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
 @pytest.mark.parametrize("function", [_by_positions, tf.identity, lambda x: x[::-1]])
 def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):

@@ -148,7 +148,7 @@ class StepFunction:
             return {**outputs, **self._read_results()} if has_results else outputs
         if self._logs_are_metrics:
             return self._totals.results(self._trainer.get_metrics_result)
-        read = self._read_results, self._trainer.get_metrics_result
+        read = self._read_results, self._read_all_metrics
         (results, metrics), first_bad_steps, votes = self._totals.results(
             lambda: [function() for function in read]
         )
@@ -158,6 +158,13 @@ class StepFunction:
     def _read_results(self):
         """Returns those logs of a custom step that are results of metrics."""
         return {name: read() for name, read in self._results.items()}
+
+    def _read_all_metrics(self):
+        """Returns the results of all metrics; none if the step has not built one of them."""
+        try:
+            return self._trainer.get_metrics_result()
+        except ValueError:
+            return {}
 
     def _compiled(self, replicated_step):
         """Returns the step, compiled with XLA as a whole if there is one replica."""

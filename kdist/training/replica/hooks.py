@@ -323,7 +323,9 @@ def _batch_norm(step, keras_function, layer, inputs, training=None, mask=None):
 def _layer(step, keras_function, layer, *args, **kwargs):
     outputs = keras_function(layer, *args, **kwargs)
     if isinstance(layer, _BY_ROW):
-        step.note_layer([args, kwargs], outputs)
+        parts = [type(part).__module__ for part in layer._flatten_layers()]
+        is_of_keras = all(module.startswith("keras.") for module in parts)
+        step.note_layer([args, kwargs], outputs, is_of_keras)
     return outputs
 
 

@@ -334,11 +334,19 @@ class ReplicaStep:
         )
         self._gradient_dependence.note(gradient, of_gradient)
 
-    def note_layer(self, inputs, outputs):
+    def note_layer(self, inputs, outputs, is_of_keras=True):
         """Records that a layer computes each row of its outputs from the same row of its inputs.
 
         BatchNormalization combines rows with their means, on purpose. Loops hide what they compute.
+
+        Args:
+            inputs: structure of tensors.
+            outputs: structure of tensors.
+            is_of_keras: whether the layer and its parts, such as a cell, are Keras's own. Others
+                may combine rows. Defaults to True.
         """
+        if not is_of_keras and any(map(self.mixes_rows, keras.tree.flatten(outputs))):
+            return
         sources = list(filter(_is_in_graph, keras.tree.flatten(inputs)))
         found = [self._dependence.of(source) for source in sources]
         is_by_row = all(f.is_fixed or (f.is_by_row and f.degree == 0) for f in found)
