@@ -801,8 +801,8 @@ def test_a_cell_of_all_rows_is_that_of_the_whole_batch():
         return keras.layers.Dense(1)(keras.layers.RNN(_CenteringCell(2))(steps))
 
     expected = trained(keras.Model, make=make, loss="mse")
+    strategy = kdist.create_strategy("mirrored", 2)
     with pytest.warns(UserWarning, match="every replica computes the whole batch"):
-        strategy = kdist.create_strategy("mirrored", 2)
         weights = trained(kdist.Model, None, strategy, make=make, loss="mse")
     assert_same_weights(weights, expected, 1e-6)
 
