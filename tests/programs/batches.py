@@ -247,12 +247,7 @@ def attributes_of_a_step():
     return outcome(history, model)
 
 
-@program(
-    differs={
-        "accumulate": "labeled and unlabeled rows are not divided",
-        "workers": "labeled and unlabeled rows are not divided",
-    }
-)
+@program(differs={"accumulate": "labeled and unlabeled rows are not divided"})
 def labeled_and_unlabeled():
     """Semi-supervised contrastive learning: more unlabeled rows in a batch than labeled ones."""
 

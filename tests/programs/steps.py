@@ -7,9 +7,6 @@ from keras import layers, ops
 
 from tests.programs.program import ACROSS_ROWS, ASSIGNED_IN_THE_STEP, outcome, program
 
-_LOG = "Keras logs 0 instead of a loss that no metric follows"
-NO_METRIC = {"servers": _LOG, "workers": _LOG}
-
 
 def _data(n=50, seed=0):
     rng = np.random.default_rng(seed)
@@ -122,7 +119,7 @@ class TwoOptimizers(keras.Model):
         return {"loss": loss}
 
 
-@program(differs=NO_METRIC)
+@program
 def several_optimizers():
     """Optimizers by layer in train_step; clipping in one of them; the loss returned as a log."""
     x, y = _data(48)
@@ -170,13 +167,51 @@ class VectorLoss(keras.Model):
         return {"loss": tf.reduce_mean(loss)}
 
 
-@program(differs=NO_METRIC)
+@program
 def vector_loss():
     """Step that differentiates a vector of losses."""
     x, y = _data(49)
     model = _functional(VectorLoss)
     model.compile(optimizer=keras.optimizers.SGD(0.001))
     return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
+
+
+class MaskedDense(layers.Dense):
+    """Dense layer that removes connections from its kernel in each call."""
+
+    def call(self, x):
+        self.kernel.assign(self.kernel * np.tri(*self.kernel.shape, dtype="float32"))
+        return super().call(x)
+
+
+class FrozenAtFirst(keras.Model):
+    """Freezes a layer, as a GAN its discriminator, and differentiates before it is trainable."""
+
+    def train_step(self, data):
+        x, y = data
+        *_, head = self.layers
+        head.trainable = False
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        head.trainable = True
+        weights = head.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"objective": loss}
+
+
+@program(differs=ASSIGNED_IN_THE_STEP)
+def masked_kernel():
+    """Autoregressive layer that masks its kernel, under a head that is frozen in each step."""
+    x, y = _data(48)
+    inputs = keras.Input((6,))
+    hidden = MaskedDense(6, activation="tanh")(inputs)
+    model = keras.Model(inputs, MaskedDense(1)(hidden))
+    model.compile(keras.optimizers.Adam(0.01, epsilon=1e-3), "mse")
+    first = model.fit(x, y, batch_size=16, epochs=2, verbose=0).history
+    trained = FrozenAtFirst(inputs, model.outputs)
+    trained.compile(keras.optimizers.SGD(0.05), "mse")
+    second = trained.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    return outcome(second, model, first=first)
 
 
 class SummedLoss(keras.Model):
@@ -191,7 +226,7 @@ class SummedLoss(keras.Model):
         return {"loss": loss}
 
 
-@program(differs=NO_METRIC)
+@program
 def summed_loss():
     """Step that sums its loss over the batch and divides by the global batch size."""
     x, y = _data(48)

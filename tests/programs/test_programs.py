@@ -14,7 +14,10 @@ from tests.programs.program import outcome, programs
 PROGRAMS = programs()
 # Other modes run every 48th program in tests; `python -m tests.programs.table` runs all.
 EACH = 48
-ALSO = {"servers": ("changed_learning_rate", "lora"), "workers": ("continue_from_file",)}
+ALSO = {
+    "servers": ("changed_learning_rate", "labeled_and_unlabeled", "lora", "masked_kernel"),
+    "workers": ("continue_from_file", "vector_loss"),
+}
 OFFSETS = {"four": 0, "groups": 1, "accumulate": 2, "workers": 3, "servers": 4}
 
 

@@ -31,6 +31,23 @@ def in_a_loop(x):
     )[1]
 
 
+def written_in_turn(x):
+    """Returns running sums that a loop writes to an array."""
+    rows = tf.TensorArray(x.dtype, size=number_of(x))
+
+    def step(n, total, rows):
+        total = 0.5 * total + x[n]
+        return n + 1, total, rows.write(n, total)
+
+    state = tf.while_loop(lambda n, *_: n < number_of(x), step, (0, tf.zeros(8), rows))
+    return tf.ensure_shape(state[-1].stack(), x.shape)
+
+
+def halved_until_small(x):
+    """Returns what a loop computes whose end depends on the norm of all rows."""
+    return tf.while_loop(lambda y: tf.norm(y) > 1.0, lambda y: (0.5 * y,), (x,))[0]
+
+
 def three_times(x):
     """Returns what a loop computes that does not run over rows."""
     return tf.while_loop(lambda n, _: n < 3, lambda n, y: (n + 1, 0.5 * y + x), (0, x))[1]
@@ -133,6 +150,78 @@ ACROSS = {
     "band of all pairs": lambda x: tf.linalg.band_part(tf.matmul(x, x, transpose_b=True), 0, -1),
     "in segments": lambda x: tf.math.segment_sum(x, tf.range(number_of(x)) // 2),
     "trace": lambda x: x * tf.linalg.trace(x),
+    "positions from 1": lambda x: x * tf.cast(tf.range(1, number_of(x) + 1), "float32")[:, None],
+    "positions between 0 and 1": lambda x: x * tf.linspace(0.0, 1.0, number_of(x))[:, None],
+    "counted ones": lambda x: x * tf.cumsum(tf.ones(number_of(x)))[:, None],
+    "parity of positions": lambda x: x * tf.cast(tf.range(number_of(x)) % 2, "float32")[:, None],
+    "rows of a table": lambda x: x + tf.reshape(tf.range(160.0), (20, 8))[: number_of(x)],
+    "a slice of a table": lambda x: (
+        x + tf.slice(tf.reshape(tf.range(160.0), (20, 8)), [0, 0], [number_of(x), 8])
+    ),
+    "identity matrix": lambda x: x + tf.eye(number_of(x), 8),
+    "triangle": lambda x: (
+        x
+        * tf.reduce_sum(
+            tf.linalg.band_part(tf.ones((number_of(x), number_of(x))), -1, 0), 1, keepdims=True
+        )
+    ),
+    "columns by positions": lambda x: (
+        x * tf.gather(x, tf.range(number_of(x))[:, None] % 8, batch_dims=1)
+    ),
+    "the next row by its number": lambda x: (
+        x - tf.gather(x, (tf.range(number_of(x)) + 1) % number_of(x))
+    ),
+    "the last row": lambda x: x - tf.gather(x, number_of(x) - 1),
+    "the first row": lambda x: x - ops.take(x, [0], axis=0),
+    "an element of the first row": lambda x: x - tf.gather_nd(x, [[0, 1]]),
+    "written to the first row": lambda x: tf.tensor_scatter_nd_update(x, [[0]], tf.ones((1, 8))),
+    "added to the first row": lambda x: ops.scatter_update(x, [[0]], ops.ones((1, 8))),
+    "chosen by the number of rows": lambda x: tf.cond(number_of(x) > 7, lambda: 2 * x, lambda: x),
+    "logarithm of the number of rows": lambda x: x * tf.math.log(tf.cast(number_of(x), "float32")),
+    "a bias after the number of rows": lambda x: x / tf.cast(number_of(x), "float32") + 1.0,
+    "mean of chosen rows": lambda x: x - tf.reduce_mean(tf.boolean_mask(x, x[:, 0] > 0), 0),
+    "number of distinct classes": lambda x: (
+        x * tf.cast(tf.size(tf.unique(class_of(x)).y), "float32")
+    ),
+    "order of distinct classes": lambda x: (
+        x * tf.cast(tf.unique(class_of(x)).idx, "float32")[:, None]
+    ),
+    "sums of pairs of rows": lambda x: tf.math.unsorted_segment_sum(
+        x, tf.range(number_of(x)) // 2, number_of(x)
+    ),
+    "sums by an equation": lambda x: tf.einsum("ij,kj->ij", x, x),
+    "repeated rows": lambda x: tf.reshape(
+        tf.repeat(x, number_of(x), 0) * tf.tile(x, [number_of(x), 1]), (number_of(x), -1, 8)
+    ),
+    "a row and the mean, mapped": lambda x: tf.map_fn(lambda row: row - tf.reduce_mean(x, 0), x),
+    "a row and the reversed ones, mapped": lambda x: tf.map_fn(
+        lambda rows: rows[0] - rows[1], (x, x[::-1]), fn_output_signature=tf.float32
+    ),
+    "a row and its number, mapped": lambda x: tf.map_fn(
+        lambda n: x[n] * tf.cast(n, "float32"),
+        tf.range(number_of(x)),
+        fn_output_signature=tf.float32,
+    ),
+    "a row and all rows, mapped": lambda x: tf.map_fn(
+        lambda row: row * tf.reduce_sum(tf.map_fn(lambda other: other * row, x), 0), x
+    ),
+    "written in turn": written_in_turn,
+    "until all are small": halved_until_small,
+    "a mean in a branch": lambda x: tf.cond(
+        tf.random.uniform([]) > 0.5, lambda: x - tf.reduce_mean(x, 0), lambda: x
+    ),
+    "a fraction of zeros": lambda x: x * tf.nn.zero_fraction(tf.nn.relu(x)),
+    "normalized by an operation": lambda x: tf.compat.v1.nn.fused_batch_norm(
+        x[:, None, None, :], tf.ones(8), tf.zeros(8)
+    )[0],
+    "reversed as a sequence": lambda x: (
+        tf.reverse_sequence(tf.transpose(x), tf.fill([8], number_of(x)), 1, 0) - tf.transpose(x)
+    ),
+    "sums of a sparse tensor": lambda x: x * tf.sparse.reduce_sum(tf.sparse.from_dense(x), 0),
+    "columns put side by side": lambda x: tf.reshape(tf.transpose(x), (-1, 8)),
+    "joined texts": lambda x: (
+        x * tf.cast(tf.strings.length(tf.strings.reduce_join(tf.as_string(class_of(x)))), "float32")
+    ),
     "diagonal": lambda x: x * tf.reduce_sum(tf.linalg.diag_part(x)),
 }
 BY_ROW = {
@@ -188,22 +277,58 @@ BY_ROW = {
     "differences": lambda x: ops.diff(x, axis=1),
     "a loop with a fixed number of steps": lambda x: three_times(x),
     "triangles": lambda x: tf.linalg.band_part(of_pairs(x), 0, -1),
+    "times the number of rows, and divided by it": lambda x: (
+        x * tf.cast(number_of(x), "float32") / tf.cast(number_of(x), "float32")
+    ),
+    "each row, mapped with others": lambda x: tf.map_fn(
+        lambda rows: rows[0] - rows[1], (x, 2 * x), fn_output_signature=tf.float32
+    ),
+    "vectorized": lambda x: tf.vectorized_map(lambda row: 2 * row, x),
+    "sums by an equation": lambda x: tf.einsum("ij,kj->ik", x, tf.reshape(tf.range(16.0), (2, 8))),
+    "sums of each row of a sparse tensor": lambda x: tf.sparse.reduce_sum(
+        tf.sparse.from_dense(x), 1
+    ),
+    "steps of a sequence": lambda x: tf.reshape(
+        tf.reshape(tf.transpose(of_pairs(x), (1, 0, 2)), (-1, 2)) * 2.0, (4, -1, 2)
+    )[0],
+    "repeated columns": lambda x: tf.repeat(x, 2, 1),
+    "in a branch": lambda x: tf.cond(tf.constant(1.0) > 0.5, lambda: 2 * x, lambda: x),
     "buckets": lambda x: tf.cast(tf.searchsorted([-1.0, 0.0, 1.0], x[:, 0]), "float32"),
 }
 
 
-def _mixes_rows(function):
+def _mixes_rows(function, rows=None):
     graph = tf.Graph()
     with graph.as_default():
-        rows = tf.compat.v1.placeholder(tf.float32, (None, 8))
-        return (
-            BatchDependence([rows], None, None).of(tf.convert_to_tensor(function(rows))).mixes_rows
-        )
+        x = tf.compat.v1.placeholder(tf.float32, (rows, 8))
+        dependence = BatchDependence([x], rows, rows and 2 * rows)
+        return dependence.of(tf.convert_to_tensor(function(x))).mixes_rows
+
+
+POSITIONS = [
+    "weights by position",
+    "codes of positions",
+    "positions from 1",
+    "positions between 0 and 1",
+    "counted ones",
+    "parity of positions",
+    "rows of a table",
+    "identity matrix",
+    "columns by positions",
+    "sums of pairs of rows",
+    "chosen by the number of rows",
+    "repeated rows",
+]
 
 
 @pytest.mark.parametrize("name", ACROSS)
 def test_functions_of_all_rows(name):
     assert _mixes_rows(ACROSS[name])
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_positions_are_constants_if_the_number_of_rows_is_known(name):
+    assert _mixes_rows(ACROSS[name], rows=7)
 
 
 @pytest.mark.parametrize("name", BY_ROW)

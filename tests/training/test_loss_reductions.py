@@ -701,19 +701,123 @@ def _frequencies(model, x, y):
     return 1e-2 * tf.reduce_mean(tf.abs(spectrum[:, 1:]) ** 2)
 
 
-@pytest.mark.parametrize("loss", [_padded, _largest, _frequencies])
+def _penalty_between_rows(model, x, y):
+    """Penalizes the slope of the outputs at points between a row and the one at the other end."""
+    between = 0.3 * x + 0.7 * x[::-1]
+    with tf.GradientTape() as tape:
+        tape.watch(between)
+        outputs = model(between)
+    slopes = tape.gradient(outputs, between)
+    return tf.reduce_mean((tf.norm(slopes, axis=1) - 1) ** 2) + tf.reduce_mean(squares(model, x, y))
+
+
+def _partitioned(model, x, y):
+    """Adds means of the rows of two classes."""
+    parts = tf.dynamic_partition(squares(model, x, y), tf.cast(x[:, 0] > 0, tf.int32), 2)
+    return tf.reduce_mean(parts[1]) + 0.5 * tf.reduce_mean(parts[0])
+
+
+@pytest.mark.parametrize("loss", [_padded, _largest, _frequencies, _partitioned])
 def test_functions_of_positions_are_those_of_the_whole_batch(loss):
     assert_equal(own_step(loss))
 
 
-def test_scanned_rows_are_computed_from_the_whole_batch():
-    assert_equal(own_step(_scanned), warns="every replica computes the whole batch")
+@pytest.mark.parametrize("loss", [_scanned, _penalty_between_rows])
+def test_rows_that_are_combined_are_computed_from_the_whole_batch(loss):
+    assert_equal(own_step(loss), warns="every replica computes the whole batch")
 
 
 @pytest.mark.parametrize("loss", [_first_rows, _halves, _chosen_rows])
 def test_rows_at_positions_are_those_of_the_whole_batch(loss):
     message = "every replica computes the whole batch"
     assert_equal(own_step(loss), data=(X_STATIC, Y_STATIC), warns=message)
+
+
+def _of_some_rows(y_true, y_pred):
+    """Returns one value for each row that a mask keeps, whose mean Keras takes."""
+    return tf.boolean_mask((y_true - y_pred) ** 2, y_true > 0)
+
+
+def test_a_loss_of_the_values_of_some_rows():
+    expected = trained(keras.Model, loss=_of_some_rows)
+    weights = trained(kdist.Model, None, kdist.create_strategy("mirrored", 2), loss=_of_some_rows)
+    assert_same_weights(weights, expected, 1e-6)
+
+
+def _until_small(x):
+    """Halves all rows until their norm is small."""
+    return tf.while_loop(lambda y: tf.norm(y) > 0.5, lambda y: (0.5 * y,), (x,))[0]
+
+
+def _by_positions(x):
+    """Adds rows of a table, scales by positions and their number, and subtracts a mean of some."""
+    rows = tf.shape(x)[0]
+    table = tf.cast(tf.reshape(tf.range(80.0), (40, 2)) / 40, x.dtype)[:rows]
+    place = tf.cast(tf.linspace(0.0, 1.0, rows), x.dtype)[:, None]
+    chosen = tf.reduce_mean(tf.boolean_mask(x, x[:, 0] > 0), 0)
+    return place * (x + table) - chosen + x / tf.cast(rows, x.dtype)
+
+
+class _Function(keras.layers.Layer):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("function", [_until_small, _by_positions, tf.identity])
+@pytest.mark.parametrize("data", [(X, Y), (X_STATIC, Y_STATIC)], ids=["any rows", "known rows"])
+def test_a_layer_of_all_rows_is_that_of_the_whole_batch(function, data):
+    """With a compiled loss, whose values of each row look like those of any layer."""
+
+    def make(x):
+        return keras.layers.Dense(1)(_Function(function)(x))
+
+    options = {"data": data, "make": make, "loss": "mse", "metrics": ["mae"], "logs": True}
+    expected, logs = trained(keras.Model, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = kdist.create_strategy("mirrored", 2)
+        weights, own = trained(kdist.Model, strategy=strategy, **options)
+    found = [w for w in caught if "every replica computes the whole batch" in str(w.message)]
+    assert bool(found) == (function is not tf.identity)
+    assert_same_weights(weights, expected, 1e-6)
+    for name, values in logs.items():
+        np.testing.assert_allclose(own[name], values, rtol=1e-6)
+
+
+class _CenteringCell(keras.layers.SimpleRNNCell):
+    """Cell that subtracts the mean of the rows."""
+
+    def call(self, x, states, training=False):
+        return super().call(x - keras.ops.mean(x, axis=0), states, training=training)
+
+
+def test_a_cell_of_all_rows_is_that_of_the_whole_batch():
+    def make(x):
+        steps = keras.layers.Reshape((2, 1))(x)
+        return keras.layers.Dense(1)(keras.layers.RNN(_CenteringCell(2))(steps))
+
+    expected = trained(keras.Model, make=make, loss="mse")
+    strategy = kdist.create_strategy("mirrored", 2)
+    with pytest.warns(UserWarning, match="every replica computes the whole batch"):
+        weights = trained(kdist.Model, None, strategy, make=make, loss="mse")
+    assert_same_weights(weights, expected, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
+@pytest.mark.parametrize("function", [_by_positions, tf.identity, lambda x: x[::-1]])
+def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):
+    predicted = []
+    for strategy in (contextlib.nullcontext(), kdist.create_strategy("mirrored", 2).scope()):
+        with strategy:
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((3,))
+            model = kdist.Model(inputs, _Function(function)(keras.layers.Dense(2)(inputs)))
+            predicted.append(model.predict(X[:16], batch_size=8, verbose=0))
+    np.testing.assert_allclose(predicted[1], predicted[0], atol=1e-6)
 
 
 def test_outputs_at_positions_are_taken_from_those_of_all_replicas():

@@ -48,6 +48,14 @@ def test_every_row_is_in_exactly_one_share(rows, micro_steps, known):
         assert int(total) == rows
 
 
+def test_a_batch_that_is_not_divided_may_have_different_numbers_of_rows():
+    data = tf.zeros([4, 3]), tf.zeros([7, 2])
+    division = BatchDivision.of(data, kdist.create_strategy("one_device"))
+    taken, share = division.take(data, 0, 0)
+    assert [part.shape[0] for part in taken] == [4, 7]
+    assert share.batch_fraction == 1
+
+
 def test_static_sizes_stay_static():
     strategy = kdist.create_strategy("mirrored", 4)
     batch = tf.zeros([24, 3])

@@ -136,11 +136,11 @@ class StepFunction:
     def _logs(self, outputs):
         """Returns the logs of a group, given the outputs of its function."""
         if self._totals:
-            logs, first_bad_steps, votes = outputs
+            logs, first_bad_steps, votes, *metrics = outputs
             if self._monitor:
                 self._monitor.note(first_bad_steps)
                 self._trainer.training_state.votes.note(votes)
-            return LazyLogs(lambda: logs)
+            return LazyLogs(lambda: logs, (lambda: metrics[0]) if metrics else None)
         return LazyLogs(self._read_metrics) if self._logs_are_metrics else outputs
 
     def _end_of_group(self, outputs):
@@ -150,13 +150,23 @@ class StepFunction:
             return {**outputs, **self._read_results()} if has_results else outputs
         if self._logs_are_metrics:
             return self._totals.results(self._trainer.get_metrics_result)
-        results, first_bad_steps, votes = self._totals.results(self._read_results)
+        read = self._read_results, self._read_all_metrics
+        (results, metrics), first_bad_steps, votes = self._totals.results(
+            lambda: [function() for function in read]
+        )
         logs = self._totals.mean(outputs)
-        return ({**logs, **results} if results else logs), first_bad_steps, votes
+        return ({**logs, **results} if results else logs), first_bad_steps, votes, metrics
 
     def _read_results(self):
         """Returns those logs of a custom step that are results of metrics."""
         return {name: read() for name, read in self._results.items()}
+
+    def _read_all_metrics(self):
+        """Returns the results of all metrics; none if the step has not built one of them."""
+        try:
+            return self._trainer.get_metrics_result()
+        except ValueError:
+            return {}
 
     def _compiled(self, replicated_step):
         """Returns the step, compiled with XLA as a whole if there is one replica."""

@@ -147,12 +147,22 @@ class LazyLogs(dict):
 
     Args:
         read: function that returns a dict of metric results. It is called at most once.
+        read_metrics: function that returns the results of all metrics; None if these are the logs.
     """
 
-    def __init__(self, read):
+    def __init__(self, read, read_metrics=None):
         # The C code of json skips a dict of size 0 without calling its methods.
         super().__init__({"not read yet": None})
-        self._read = read
+        self._read, self._read_metrics = read, read_metrics
+
+    def _of_epoch(self):
+        """Returns the epoch's logs: results of metrics instead of a step's logs of these names.
+
+        Keras does the same.
+        """
+        logs, read = dict(self), self._read_metrics
+        results = pythonify_logs(read()) if read else logs
+        return results if results.keys() == logs.keys() else logs
 
     def _fill(self):
         if self._read is not None:

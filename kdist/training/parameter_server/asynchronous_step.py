@@ -110,7 +110,8 @@ class LocalCopies(keras.StatelessScope):
         copy = self.copy_of(variable)
         if copy is None:
             return variable._value
-        if variable.trainable:
+        # As TensorFlow does: the layer may be frozen, and become trainable before the tape is read.
+        if variable._value.trainable:
             watch_on_tapes(copy)
         return copy
 
@@ -140,9 +141,14 @@ class LocalCopies(keras.StatelessScope):
             return now
         return [value - begin for value, begin in zip(now, self._begun_with, strict=True)]
 
-    def write_back(self):
-        """Writes modified local copies back to the variables on the servers."""
-        written = [v for v in self._others if id(v) in self._written]
+    def write_back(self, variables=None):
+        """Writes modified local copies back to the variables on the servers.
+
+        Args:
+            variables: the variables to write; None for all.
+        """
+        written = [v for v in variables or self._others if id(v) in self._written]
+        self._written -= {id(variable) for variable in written}
         values = [self._copies[id(variable)] for variable in written]
         push([variable._value for variable in written], values, lambda v, value: v.assign(value))
 
@@ -241,6 +247,7 @@ class AsynchronousStep(StepOnCopies):
         if self.replica > 0:
             return
         natives = [variable._value for variable in variables]
+        self._copies.write_back(variables)  # what the step assigned, such as a masked kernel
         moved = move_to_servers(natives, gradients)
         counter = _counter_of(optimizer)
 

@@ -185,8 +185,8 @@ class AsynchronousFunction:
         facts, logs = results
         if self._monitor:
             self._monitor.note(*facts.numpy())
-        read = self._trainer.get_metrics_result if self._logs_are_metrics else (lambda: logs)
-        self._logs_now = LazyLogs(read)
+        read = self._trainer.get_metrics_result
+        self._logs_now = LazyLogs(read) if self._logs_are_metrics else LazyLogs(lambda: logs, read)
 
     def _start(self, batches, groups):
         function = self._function_of(batches)

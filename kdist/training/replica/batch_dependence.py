@@ -41,6 +41,7 @@ _BY_POSITION = {"DynamicPartition", "DynamicStitch", "GatherNd", "ListDiff", "Ra
 _SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentSum"}
 _TENSOR_SCATTERS = {f"TensorScatter{name}" for name in ("Add", "Max", "Min", "Sub", "Update")}
 _BY_POSITION |= {"ParallelDynamicStitch", *_TENSOR_SCATTERS, *_SEGMENTS, *_SIZED_BY_VALUES}
+_BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
 # Operations that combine rows which have the same number, and follow each other.
 _OF_SORTED_SEGMENTS = {f"Segment{name}" for name in ("Max", "Mean", "Min", "Prod", "Sum")}
 _OF_SORTED_SEGMENTS |= {f"{name}V2" for name in ("SegmentMax", "SegmentMin", "SegmentProd")}
@@ -55,6 +56,9 @@ _COMPARISONS |= {"NotEqual", "Pow", "SelectV2"}
 _CUMULATIVE = {"Cumprod", "Cumsum", "CumulativeLogsumexp"}
 _BILINEAR = {"BatchMatMulV2", "Einsum", "MatMul", "Mul"}
 _JOINS = {"AddN", "ConcatV2", "Pack", *_BILINEAR, *_COMPARISONS, *_ELEMENTWISE}
+_WITH_CONSTANTS_OF_ROWS = {"InTopKV2", "SoftmaxCrossEntropyWithLogits", *_JOINS}
+_WITH_CONSTANTS_OF_ROWS |= {"Select", "SparseSoftmaxCrossEntropyWithLogits", "GatherV2", "Tile"}
+_WITH_CONSTANTS_OF_ROWS |= {*_BRANCHES, *_SEGMENTS}
 _ON_NUMBERS = {"Add": np.add, "AddV2": np.add, "Range": np.arange, "Sub": np.subtract}
 _ON_NUMBERS |= {"ConcatV2": lambda *parts: np.concatenate(parts[:-1])}
 _ON_NUMBERS |= {"Pack": lambda *parts: np.stack(parts)}
@@ -74,12 +78,18 @@ _FOURIER = {
 _OF_NEIGHBORS = {"AvgPool", "AvgPool3D", "Conv2D", "Conv3D", "DepthwiseConv2dNative", "Dilation2D"}
 _OF_NEIGHBORS |= {"ExtractImagePatches", "LRN", "MaxPool", "MaxPool3D", "MaxPoolV2"}
 _OF_NEIGHBORS |= {"ResizeBicubic", "ResizeBilinear", "ResizeNearestNeighbor"}
+_FUSED_BATCH_NORMS = {"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"}
+# Operations on the diagonals of matrices, which are positions if rows are along these.
+_OF_DIAGONALS = {"MatrixBandPart", "MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"}
+_OF_DIAGONALS |= {"MatrixSetDiag", "MatrixSetDiagV2", "MatrixSetDiagV3"}
+# With the number of rows, these change the positions of rows.
+_MOVING_POSITIONS = {"FloorDiv", "FloorMod", "Maximum", "Minimum", "Mod", "Sub"}
 _OF_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
 _PADDING = {"MirrorPad", "Pad", "PadV2"}
 # Other operations that may leave no axis of rows.
-_SUMMARIES = {"ArgMax", "ArgMin", "ScatterNd", "StridedSlice", *_TENSOR_SCATTERS, *_UNIQUE}
+_SUMMARIES = {"ArgMax", "ArgMin", "ReduceJoin", "ScatterNd", "StridedSlice", *_UNIQUE}
+_SUMMARIES |= _TENSOR_SCATTERS
 _COUNTING = {"Bincount", "DenseBincount", "HistogramFixedWidth"}
-_BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
 _LOOPS = {"StatelessWhile", "While"}
 _CONTROL_FLOW = {*_BRANCHES, *_LOOPS}
 # Operations that do not compute with their inputs, but choose or collect them.
@@ -109,6 +119,9 @@ class Dependence:
         is_position: it consists of the positions of rows, or was computed from these: integers or
             truth values.
         is_random: it was computed from random numbers.
+        counts_rows: it was computed from the number of rows alone.
+        is_one_row: it was computed from one row, in a loop.
+        is_chosen: its rows are some of the batch, whose number depends on values.
         is_by_row: its first axis is that of rows, and each is computed from the same row of the
             batch, so that the rows of all replicas together are those of one device.
         elements: the dependence of each element, if it is a vector such as a shape.
@@ -128,6 +141,9 @@ class Dependence:
     is_permuted: bool = False
     is_position: bool = False
     is_random: bool = False
+    counts_rows: bool = False
+    is_one_row: bool = False
+    is_chosen: bool = False
     is_by_row: bool = False
     elements: tuple["Dependence", ...] | None = None
 
@@ -142,6 +158,8 @@ class Dependence:
 FIXED = Dependence(is_fixed=True)
 MEAN = Dependence()
 SUM = Dependence(degree=1.0)
+_NUMBER_OF_ROWS = Dependence(degree=1.0, counts_rows=True)
+_UNKNOWN_OVER_ROWS = Dependence(degree=None, is_over_rows=True)
 ROWS = Dependence(axis=0, is_by_row=True)
 UNKNOWN = Dependence(degree=None)
 _ROWS_OF_UNKNOWN_DEGREE = Dependence(degree=None, axis=0, is_by_row=True)
@@ -301,12 +319,15 @@ class BatchDependence:
                 or (is_over_rows and found.axis is not None),
                 is_random="Random" in kind,
             )
-        if kind == "ConcatV2" and tensor.shape.rank == 1 and all(i.elements for i in inputs[:-1]):
-            return _vector([e for i in inputs[:-1] for e in i.elements])
+        if kind == "ConcatV2" and tensor.shape.rank == 1 and any(i.elements for i in inputs):
+            parts = zip(inputs[:-1], tensor.op.inputs, strict=False)
+            return _vector([e for part in parts for e in _elements(*part)])
         if kind == "Shape":
             return self._shape(tensor.op.inputs[0], inputs[0])
         if kind == "Size" and not inputs[0].is_fixed:
-            return MEAN if inputs[0].axis is None else SUM
+            if inputs[0].axis is None:
+                return _UNKNOWN_OVER_ROWS if inputs[0].is_sized_by_values else MEAN
+            return SUM if inputs[0].is_sized_by_values else _NUMBER_OF_ROWS
         if all(i.is_fixed for i in inputs):
             if inputs and not _is_equal_on_all(tensor.op):
                 return self._unknown if tensor.shape.rank != 0 else UNKNOWN
@@ -314,6 +335,12 @@ class BatchDependence:
         result = self._varying(tensor, kind, inputs)
         sized = kind in _SIZED_BY_VALUES or any(i.is_sized_by_values for i in inputs)
         divided = result.may_be_divided or any(i.may_be_divided for i in inputs)
+        mixes_rows = (
+            _mixes_rows(tensor, kind, inputs)
+            or self._mixes_rows_inside(tensor.op, inputs)
+            or self._has_constants_of_rows(tensor, kind, inputs)
+            or _loses_degree(result, inputs)
+        )
         return dataclasses.replace(
             result,
             is_sized_by_values=sized,
@@ -322,12 +349,19 @@ class BatchDependence:
             is_of_weights=any(i.is_of_weights for i in inputs),
             is_nonlinear=any(i.is_nonlinear for i in inputs) or _changes_gradients(kind, inputs),
             is_reduced=any(i.is_reduced for i in inputs),
-            is_over_rows=result.axis is None and _is_over_rows(kind, inputs),
-            mixes_rows=any(i.mixes_rows for i in inputs) or _mixes_rows(tensor, kind, inputs),
-            is_permuted=result.axis is not None and _is_permuted(tensor, kind, inputs),
+            is_over_rows=result.axis is None
+            and (result.is_over_rows or _is_over_rows(kind, inputs)),
+            mixes_rows=mixes_rows or any(i.mixes_rows for i in inputs),
+            is_permuted=(result.axis is not None or result.is_one_row)
+            and _is_permuted(tensor, kind, inputs),
             is_position=result.axis is not None and _is_position(tensor, kind, inputs),
             is_random=any(i.is_random for i in inputs),
-            is_by_row=result.axis == 0 and self._is_by_row(tensor, kind, inputs),
+            counts_rows=result.counts_rows or _counts_rows(result, kind, inputs),
+            is_one_row=result.is_one_row or any(i.is_one_row for i in inputs),
+            is_chosen=result.axis is not None and _is_chosen(kind, inputs),
+            is_by_row=result.axis == 0
+            and not (mixes_rows or any(i.mixes_rows for i in inputs))
+            and self._is_by_row(tensor, kind, inputs),
         )
 
     def _varying(self, tensor, kind, inputs):
@@ -372,6 +406,8 @@ class BatchDependence:
                 continue
             other, whose = tensor.op.inputs[1 - place], inputs[1 - place]
             divisor = self._divisor(tensor.op.inputs[place], kind)
+            if divisor is None and axis is not None and kind == "Mul":
+                divisor = self._divisor(tensor.op.inputs[place], "RealDiv")  # multiplies by it
             if divisor is None or (
                 whose.degree == 1 and divisor == self._batch_rows != _size(other)
             ):
@@ -440,11 +476,82 @@ class BatchDependence:
         with_rows = [i for i in inputs if i.axis is not None]
         if not with_rows or not all(i.is_by_row for i in with_rows) or kind in _BY_POSITION:
             return False
-        if any(i.is_over_rows for i in inputs) or _mixes_rows(tensor, kind, inputs):
+        if any(i.is_over_rows for i in inputs):
             return False
         if kind == "Reshape":
             return self._begins_with_rows(tensor, inputs[1])
         return kind not in _KEEPS_ROWS or _KEEPS_ROWS[kind](tensor, inputs)
+
+    def _mixes_rows_inside(self, operation, inputs):
+        """Returns True if the functions of a branch or a loop combine rows with each other."""
+        is_loop = operation.type in _LOOPS
+        given = inputs if is_loop else inputs[1:]
+        if operation.type not in _CONTROL_FLOW or all(i.axis is None for i in given):
+            return False
+        if any(i.is_one_row for i in given):
+            return True  # a loop in another loop, which combines one row with all
+        if not is_loop:
+            functions = [(graph, given) for graph in _function_graphs(operation)]
+            return any(any(o.mixes_rows for o in self._outputs(*one)) for one in functions)
+        condition, body = (
+            operation.graph._get_function(operation.get_attr(name).name).graph
+            for name in ("cond", "body")
+        )
+        for _ in range(2):  # over several iterations
+            outputs = self._outputs(body, given)
+            (goes_on,) = self._outputs(condition, given)
+            if goes_on.is_over_rows or any(output.mixes_rows for output in outputs):
+                return True
+            given = [
+                after if before.is_fixed else before
+                for before, after in zip(given, outputs, strict=True)
+            ]
+        return False
+
+    def _outputs(self, graph, inputs):
+        """Returns the dependences of the outputs of a function, given those of its inputs."""
+        inside = BatchDependence([], self._rows, self._batch_rows)
+        for placeholder, dependence in zip(graph.inputs, inputs, strict=True):
+            inside.note(placeholder, dependence)
+        return [inside.of(output) for output in graph.outputs]
+
+    def _has_constants_of_rows(self, tensor, kind, inputs):
+        """Returns True if rows meet a constant that has other values for each of them.
+
+        If the number of rows is known, their positions are such constants.
+        """
+        if (self._rows or 0) < 2 or kind not in _WITH_CONSTANTS_OF_ROWS:
+            return False
+        operands = list(tensor.op.inputs)
+        if kind in _BRANCHES:
+            return _is_computed_from_constants(operands[0])
+        if kind == "Tile":
+            sizes = zip(tensor.shape, operands[0].shape, strict=True)
+            is_repeated = any(new and old and new == old * self._rows for new, old in sizes)
+            return inputs[0].axis is not None and is_repeated
+        if kind == "GatherV2" and not tensor.op.get_attr("batch_dims"):
+            return False
+        if kind in _BILINEAR - {"Mul"}:
+            places = _contracted_places(tensor, inputs)
+        elif None in [operand.shape.rank for operand in operands]:
+            return False
+        else:
+            rank = max(operand.shape.rank for operand in operands)
+            # Others compare the first axes.
+            ends = [rank - o.shape.rank if kind in _JOINS else 0 for o in operands]
+            axes = {
+                i.axis + end
+                for i, end in zip(inputs, ends, strict=True)
+                if i.axis not in (None, _SOME_AXIS)
+            }
+            places = [(n, axis - end) for n, end in enumerate(ends) for axis in axes]
+        return any(
+            inputs[n].is_fixed
+            and 0 <= place < operands[n].shape.rank
+            and operands[n].shape[place] == self._rows
+            and not _repeats_along(operands[n], place)
+            for n, place in places
+        )
 
     def _begins_with_rows(self, tensor, shape):
         """Returns True if the first axis after a reshape is that of rows, or of parts of these."""
@@ -462,11 +569,13 @@ class BatchDependence:
         if rank is None or dependence.axis == _SOME_AXIS:
             return UNKNOWN
         is_known = not dependence.is_sized_by_values
+        unknown = _UNKNOWN_OVER_ROWS if dependence.axis is None else UNKNOWN
         others = [
-            FIXED if is_known and (size is not None or not dependence.mixes_rows) else UNKNOWN
+            FIXED if is_known and (size is not None or not dependence.mixes_rows) else unknown
             for size in tensor.shape
         ]  # of all pairs of rows, another axis grows, too
-        return _vector([SUM if n == dependence.axis else other for n, other in enumerate(others)])
+        rows = _NUMBER_OF_ROWS if is_known else SUM
+        return _vector([rows if n == dependence.axis else other for n, other in enumerate(others)])
 
     def _kept_axis(self, tensor, inputs):
         """Returns the axis of rows after an operation that is not known in detail."""
@@ -555,7 +664,7 @@ def _multiplies_pairs(tensor, kind, inputs):
     if kind == "Einsum":
         terms, _, result = tensor.op.get_attr("equation").decode().partition("->")
         labels = {term[i.axis] for i, term in zip(inputs, terms.split(","), strict=True)}
-        return len(labels) == 2 and labels <= set(result) and "." not in terms
+        return len(labels) == 2 and bool(labels & set(result)) and "." not in terms
     return all(
         i.axis >= operand.shape.rank - 2 and i.axis != _contracted_axis(tensor, place)
         for place, (i, operand) in enumerate(zip(inputs, operands, strict=True))
@@ -579,9 +688,12 @@ def _mixes_rows(tensor, kind, inputs):
     if _takes_positions(tensor, kind, inputs) or _uses_positions(tensor, kind, inputs):
         return True
     if kind == "Tile" and not inputs[1].is_fixed:
-        return _repeats_over_rows(kind, inputs)
+        of_pairs = inputs[0].axis is not None and _has_counts(inputs[1])
+        return of_pairs or _repeats_over_rows(kind, inputs)
     if kind in (*_ELEMENTWISE, *_COMPARISONS) and _has_pairs(tensor, inputs):
         return True
+    if kind == "Reshape" and (inputs[0].axis or 0) > 0:
+        return _divides_other_axes(tensor, inputs[0].axis)
     is_with_rows = any(i.axis is not None for i in inputs)
     if kind in _LOOPS:
         return _passes_rows_on(tensor.op, inputs)
@@ -591,7 +703,13 @@ def _mixes_rows(tensor, kind, inputs):
         return True  # such as of the row that has the largest value
     if kind in _BRANCHES:
         is_check = tensor.op.inputs[0].op.type in ("All", "Any")  # such as of the labels of hinge
-        return is_with_rows and inputs[0].is_over_rows and not is_check
+        is_of_rows = (inputs[0].is_over_rows and not is_check) or inputs[0].counts_rows
+        return is_with_rows and is_of_rows
+    if is_with_rows and kind in (*_ELEMENTWISE, *_COMPARISONS) and tensor.dtype.is_floating:
+        # Not only scaled by the number of rows.
+        is_scale = {i.degree is not None and kind != "SelectV2" for i in inputs if i.counts_rows}
+        if False in is_scale:
+            return True
     if kind in _OF_MATRICES:
         return any(
             i.axis == _SOME_AXIS or i.axis >= operand.shape.rank - 2
@@ -599,7 +717,7 @@ def _mixes_rows(tensor, kind, inputs):
             if i.axis is not None
         )
     if kind in _JOINS and not any(i.is_random for i in inputs):
-        is_permuted = {i.is_permuted for i in inputs if i.axis is not None}
+        is_permuted = {i.is_permuted for i in inputs if i.axis is not None or i.is_one_row}
         if len(is_permuted) == 2 and (kind != "ConcatV2" or _is_along_others(-1)(tensor, inputs)):
             return True  # a row and the one at another position
     if kind in ("BatchMatMulV2", "Einsum", "MatMul"):
@@ -619,7 +737,7 @@ def _mixes_rows(tensor, kind, inputs):
         return place is not None and inputs[0].axis == place % tensor.shape.rank
     return (
         kind not in _COLLECTING
-        and is_with_rows
+        and (is_with_rows or any(i.is_one_row for i in inputs))
         and any(
             i.is_over_rows and (operand.dtype.is_floating or kind == "SelectV2")
             for i, operand in zip(inputs, tensor.op.inputs, strict=True)
@@ -632,7 +750,9 @@ def _is_position(tensor, kind, inputs):
     if tensor.dtype.is_floating:
         return False
     if kind == "Range":
-        return any(i.degree == 1 for i in inputs)
+        return any(i.degree == 1 or i.counts_rows for i in inputs)
+    if kind in _UNIQUE and tensor.value_index == 1:
+        return True  # numbers of the distinct values, in the order of the rows
     is_chosen = kind.startswith(("Gather", "Resource", "Scatter", "TensorScatter"))
     return not is_chosen and any(i.is_position for i in inputs)
 
@@ -644,8 +764,20 @@ def _uses_positions(tensor, kind, inputs):
     something from each row.
     """
     if kind in ("LinSpace", "Range"):
-        return tensor.dtype.is_floating and any(i.degree == 1 for i in inputs)
+        is_of_rows = any(i.degree == 1 or i.counts_rows for i in inputs)
+        return tensor.dtype.is_floating and is_of_rows
+    if kind in ("Slice", "StridedSlice"):
+        return inputs[0].is_fixed and any(map(_has_counts, inputs[1:3]))
+    if kind in _SEGMENTS:
+        return inputs[1].is_position and inputs[0].axis == 0 and not _keeps_positions(tensor)
+    if kind in _OF_DIAGONALS:
+        axis = inputs[0].axis
+        return axis not in (None, _SOME_AXIS) and axis >= tensor.shape.rank - 2
+    if kind == "GatherV2" and tensor.op.get_attr("batch_dims"):
+        return inputs[1].is_position
     if kind in ("GatherV2", "ResourceGather"):
+        if inputs[1].is_position and inputs[0].is_by_row and not _gathers_by_row(tensor, inputs):
+            return not _keeps_positions(tensor)
         return inputs[1].is_position and inputs[0].axis is None
     places = {"Select": [0], "SelectV2": [0], "Cast": [0], "OneHot": [0]}.get(kind, ())
     return tensor.dtype.is_floating and any(inputs[place].is_position for place in places)
@@ -739,10 +871,12 @@ def _is_padded(tensor, axis):
 
 def _takes_positions(tensor, kind, inputs):
     """Returns True if an operation takes some rows of the batch by their positions."""
-    place = {"Split": 1, "SplitV": 0, "GatherV2": 0, "Slice": 0, "StridedSlice": 0}.get(kind)
-    if place is None or not inputs[place].is_by_row:
+    if kind in (*_TENSOR_SCATTERS, "GatherNd", "XlaDynamicUpdateSlice"):
+        return inputs[0].axis == 0 and inputs[1].axis is None and not inputs[1].is_over_rows
+    place = {"Split": 1, "SplitV": 0, "GatherV2": 0, "Slice": 0, "StridedSlice": 0, "Unpack": 0}
+    if kind not in place or not inputs[place[kind]].is_by_row:
         return False
-    if kind == "GatherV2" and (not inputs[1].is_fixed or tensor.op.get_attr("batch_dims")):
+    if kind == "GatherV2" and (inputs[1].axis is not None or tensor.op.get_attr("batch_dims")):
         return False
     return not _KEEPS_ROWS[kind](tensor, inputs)
 
@@ -783,6 +917,10 @@ def _is_permuted(tensor, kind, inputs):
     is_moved = kind in ("ReverseV2", "Roll", "Slice", "StridedSlice")
     is_moved = is_moved and inputs[0].axis == 0 and not _KEEPS_ROWS[kind](tensor, inputs)
     is_moved = is_moved and not _takes_joined_rows(tensor, kind, inputs)
+    if kind in _MOVING_POSITIONS and any(i.is_position for i in inputs):
+        is_moved = any(i.counts_rows for i in inputs)
+    if kind == "TensorListGetItem" and inputs[0].axis == 0:
+        is_moved = tensor.op.inputs[1].op.type != "Placeholder"  # such as of the next row
     return is_moved or any(i.is_permuted for i in inputs)
 
 
@@ -802,8 +940,95 @@ def _takes_joined_rows(tensor, kind, inputs):
 def _is_over_rows(kind, inputs):
     """Returns True for a result without rows that comes from a reduction over these."""
     reduces = kind in (*_REDUCTIONS, *_BILINEAR, *_COUNTING, *_SEGMENTS, *_SUMMARIES)
+    reduces |= kind in _CONTROL_FLOW
     has_rows = any(i.axis not in (None, _SOME_AXIS) for i in inputs)
     return (reduces and has_rows) or any(i.is_over_rows for i in inputs)
+
+
+def _counts_rows(result, kind, inputs):
+    """Returns True for a number that is computed from the number of rows alone."""
+    if result.axis is not None or result.elements is not None:
+        return False
+    counts = [i.counts_rows or (kind == "Prod" and _has_counts(i)) for i in inputs]
+    return any(counts) and all(c or i.is_fixed for c, i in zip(counts, inputs, strict=True))
+
+
+def _has_counts(dependence):
+    """Returns True for the number of rows, and for a vector that contains it."""
+    return dependence.counts_rows or any(e.counts_rows for e in dependence.elements or ())
+
+
+def _divides_other_axes(tensor, axis):
+    """Returns True if a reshape puts values of several rows side by side.
+
+    The axes before that of rows then are not a prefix of the result's.
+    """
+    before, after = tensor.op.inputs[0].shape.as_list(), tensor.shape.as_list()
+    others = [size for place, size in enumerate(before) if place != axis]
+    if None in others or after.count(None) > 1:
+        return False
+    first, step = int(np.prod(others[:axis])), 1
+    for size in after:
+        if size is None:  # n rows times what the sizes of other axes leave
+            rest = [s for s in after if s is not None]
+            return step * int(np.prod(others)) < first * int(np.prod(rest))
+        step *= size
+        if step % first and first % step:
+            return True
+    return False
+
+
+def _is_chosen(kind, inputs):
+    """Returns True for rows that a mask keeps, or for what is computed from each of them."""
+    if kind == "GatherV2" and inputs[0].axis == 0 and inputs[1].is_sized_by_values:
+        return True
+    return kind == "DynamicPartition" or any(i.is_chosen for i in inputs)
+
+
+def _loses_degree(result, inputs):
+    """Returns True if rows are not only scaled by their number, but added to others, as a bias."""
+    if result.axis is None or result.degree is not None:
+        return False
+    return any(i.axis is not None and i.degree not in (0, None) for i in inputs)
+
+
+def _keeps_positions(tensor):
+    """Returns True if rows are gathered in their order, or several parts of each."""
+    table, indices = tensor.op.inputs[:2]
+    while indices.op.type in ("Cast", "Identity", "SelectV2"):  # chosen if there are any rows
+        indices = indices.op.inputs[indices.op.type == "SelectV2"]
+    bounds = [tf.get_static_value(bound) for bound in indices.op.inputs]
+    is_whole = indices.op.type == "Range" and (bounds[0], bounds[2]) == (0, 1)
+    return is_whole or table.op.type == "Reshape"
+
+
+def _contracted_places(tensor, inputs):
+    """Returns (input, axis) of what a product multiplies with rows before it adds them up."""
+    rows = next((n for n, i in enumerate(inputs) if i.axis not in (None, _SOME_AXIS)), None)
+    if rows is None or len(inputs) != 2:
+        return []
+    other, axis = 1 - rows, inputs[rows].axis
+    if tensor.op.type == "Einsum":
+        terms = tensor.op.get_attr("equation").decode().partition("->")[0].split(",")
+        label = terms[rows][axis : axis + 1]
+        return [(other, terms[other].index(label))] if label in terms[other] else []
+    is_contracted = axis == _contracted_axis(tensor, rows)
+    return [(other, _contracted_axis(tensor, other))] if is_contracted else []
+
+
+def _is_computed_from_constants(tensor):
+    """Returns True for a number, such as a condition, of constants that are compared."""
+    kind, operands = tensor.op.type, tensor.op.inputs
+    return kind == "Const" or (
+        kind in {"Cast", "Identity", "LogicalNot", "StridedSlice", *_COMPARISONS, *_ELEMENTWISE}
+        and all(map(_is_computed_from_constants, operands))
+    )
+
+
+def _repeats_along(tensor, axis):
+    """Returns True if a constant has the same values at all positions of an axis."""
+    value = tf.get_static_value(tensor)
+    return value is not None and bool(np.all(value == np.take(value, [0], axis)))
 
 
 def _changes_gradients(kind, inputs):
@@ -858,6 +1083,11 @@ def _size(tensor):
     return tensor.op.inputs[0].shape.num_elements() if is_sum else None
 
 
+def _elements(dependence, operand):
+    """Returns the dependence of each element of a vector."""
+    return dependence.elements or [dependence] * operand.shape[0]
+
+
 def _vector(elements):
     is_fixed = all(e.is_fixed for e in elements)
     return FIXED if is_fixed else Dependence(degree=None, elements=tuple(elements))
@@ -879,8 +1109,13 @@ def _sum_degree(tensor, inputs, first=0):
     return degrees.pop() if len(degrees) == 1 else None
 
 
-def is_count(tensor) -> bool:
-    """Returns True if a tensor is computed from shapes alone, such as a number of rows."""
+def is_count(tensor, dependence: "BatchDependence | None" = None) -> bool:
+    """Returns True if a tensor is computed from shapes alone, such as a number of rows.
+
+    Args:
+        tensor: a tensor.
+        dependence: excludes numbers of the rows that a mask keeps. Defaults to None.
+    """
     waiting, is_of_shape = [tensor], False
     while waiting:
         operation = getattr(waiting.pop(), "op", None)
@@ -888,6 +1123,8 @@ def is_count(tensor) -> bool:
             return False
         if operation.type in ("Shape", "Size"):
             is_of_shape = True
+            if dependence is not None and dependence.of(operation.inputs[0]).is_chosen:
+                return False
         else:
             waiting.extend(operation.inputs)
     return is_of_shape
@@ -959,6 +1196,8 @@ def _reshaped(tensor, inputs):
     i, rank = inputs[0], tensor.shape.rank
     if i.elements:
         return i if rank == 1 else UNKNOWN
+    if i.counts_rows and rank == 1:
+        return _vector([i])
     if i.axis is None:
         return Dependence(i.degree)
     if i.axis != 0 or not rank:
@@ -1033,6 +1272,8 @@ def _sliced(tensor, inputs):
         first = None if operation.get_attr("begin_mask") else int(begin[0])
         last = None if operation.get_attr("end_mask") else int(ends[0])
         return _vector(i.elements[first : last : int(strides[0])])
+    if i.is_fixed and tensor.shape.rank:
+        return Dependence(0.0, 0 if any(map(_has_counts, inputs[1:3])) else None)
     if i.axis is None or i.axis == _SOME_AXIS:
         return Dependence(i.degree, i.axis if tensor.shape.rank != 0 else None)
     if operation.get_attr("ellipsis_mask"):
@@ -1058,9 +1299,11 @@ def _gathered(tensor, inputs):
     """Returns the dependence of rows of a table."""
     table, indices = inputs[:2]
     if table.elements is not None:
-        number = tf.get_static_value(tensor.op.inputs[1])
-        is_one = number is not None and number.size == 1
-        return table.elements[int(number.reshape(-1)[0])] if is_one else UNKNOWN
+        numbers = tf.get_static_value(tensor.op.inputs[1])
+        if numbers is None:
+            return UNKNOWN
+        elements = [table.elements[int(number)] for number in numbers.reshape(-1)]
+        return elements[0] if numbers.ndim == 0 else _vector(elements)
     if table.axis is None and table.degree == 0 and (len(inputs) == 2 or inputs[2].is_fixed):
         place = 0 if len(inputs) == 2 else tf.get_static_value(tensor.op.inputs[2])
         if indices.axis is None or indices.axis == _SOME_AXIS or place is None:
@@ -1072,7 +1315,14 @@ def _gathered(tensor, inputs):
     place = tf.get_static_value(tensor.op.inputs[2]) if same else None
     if place is not None and int(place) > (table.axis or 0) >= 0:
         return Dependence(table.degree, table.axis)
+    if table.axis == indices.axis == 0 and _is_along_first(tensor):
+        return Dependence(None if table.degree != 0 else 0.0, 0)  # such as those of a mask
     return Dependence(None if table.degree != 0 else 0.0, _SOME_AXIS if tensor.shape.rank else None)
+
+
+def _is_along_first(tensor):
+    """Returns True if rows are gathered, and not parts of them."""
+    return tensor.op.type != "GatherV2" or tf.get_static_value(tensor.op.inputs[2]) == 0
 
 
 def _cumulated(tensor, inputs):
@@ -1146,6 +1396,22 @@ def _listed(tensor, inputs):
     return Dependence(inputs[0].degree, inputs[0].axis)
 
 
+def _reduced_sparse(tensor, inputs):
+    """Returns the dependence of sums or maxima of a sparse tensor."""
+    axes, shape = tf.get_static_value(tensor.op.inputs[3]), tensor.op.inputs[2].shape[0]
+    if axes is None or shape is None or 0 in np.reshape(axes, -1) % shape:
+        return _UNKNOWN_OVER_ROWS
+    return Dependence(None, 0)
+
+
+def _element(tensor, inputs):
+    """Returns the dependence of an element of a list, such as a row, or a step of a sequence."""
+    i = inputs[0]
+    if i.axis == 0:
+        return Dependence(i.degree, is_one_row=True)
+    return Dependence(i.degree, i.axis if i.axis in (None, _SOME_AXIS) else i.axis - 1)
+
+
 def _counted(tensor, inputs):
     """Returns the dependence of numbers of values: of the batch, or of each row."""
     return Dependence(0.0, 0) if tensor.shape.rank == 2 else Dependence(1.0)
@@ -1206,17 +1472,19 @@ def _contracted(tensor, inputs):
     degrees = [i.degree for i in inputs]
     degree = None if None in degrees else sum(degrees)
     terms, _, result = tensor.op.get_attr("equation").decode().partition("->")
+    labels = set()
     for i, term in zip(inputs, terms.split(","), strict=True):
         if i.axis is None:
             continue
         if i.axis == _SOME_AXIS or "." in term[: i.axis + 1]:
             return Dependence(degree, _SOME_AXIS if i.axis else 0)
-        label = term[i.axis]
-        if label not in result:
-            return Dependence(None if degree is None else degree + 1)
-        place = result.index(label)
-        return Dependence(degree, _SOME_AXIS if "." in result[:place] else place)
-    return Dependence(degree)
+        labels.add(term[i.axis])
+    summed = len(labels - set(result))
+    degree = None if degree is None else degree + summed
+    if len(labels) == summed:
+        return Dependence(degree)
+    place = min(map(result.index, labels & set(result)))
+    return Dependence(degree, _SOME_AXIS if "." in result[:place] else place)
 
 
 def _transforms_rows(axes):
@@ -1241,6 +1509,9 @@ _OF_ALL_ROWS: dict[str, Callable] = {
     **dict.fromkeys(_OF_NEIGHBORS, lambda tensor, inputs: (inputs[0].axis or 0) > 0),
     **dict.fromkeys(_OF_PYTHON, lambda tensor, inputs: any(i.axis is not None for i in inputs)),
     **dict.fromkeys(_OF_SORTED_SEGMENTS, lambda tensor, inputs: inputs[0].is_by_row),
+    **dict.fromkeys(_FUSED_BATCH_NORMS, lambda tensor, inputs: tensor.op.get_attr("is_training")),
+    "ReverseSequence": lambda tensor, inputs: inputs[0].axis == tensor.op.get_attr("seq_dim"),
+    "SparseTensorDenseMatMul": lambda tensor, inputs: inputs[3].axis is not None,
     **{f"QuantizeAndDequantizeV{version}": _finds_range for version in (2, 3, 4)},
 }
 
@@ -1286,6 +1557,8 @@ _RULES: dict[str, Callable] = {
     "Tile": _tiled,
     "Transpose": _transposed,
     "TensorListFromTensor": _listed,
+    "TensorListGetItem": _element,
+    **dict.fromkeys(("SparseReduceMax", "SparseReduceSum"), _reduced_sparse),
     **dict.fromkeys(("ScatterNd", *_TENSOR_SCATTERS), _scattered),
     **dict.fromkeys(_COUNTING, _counted),
     **dict.fromkeys(_PADDING, _padded_along),

@@ -253,7 +253,7 @@ def _kind(tensor, dependence) -> Kind | None:
         return Kind.FIXED
     if tensor.dtype.is_complex:
         return None  # gradients are taken of real arguments
-    if found.is_by_row:
+    if found.is_by_row and found.degree in (0, None):
         return Kind.ROWS
     if found.mixes_rows and not is_noted:
         return None
@@ -270,7 +270,8 @@ def _kind(tensor, dependence) -> Kind | None:
         return None
     if found.axis is not None or found.may_be_divided:
         return None
-    if tensor.op.type == "Mean" and inputs and inputs[0].is_sized_by_values:
+    is_of_some = any(i.is_sized_by_values or i.is_chosen for i in inputs)
+    if tensor.op.type == "Mean" and is_of_some:
         return None  # such as a mean over a boolean mask
     return {0: Kind.MEAN, 1: Kind.SUM}.get(found.degree)
 
@@ -291,7 +292,8 @@ def _is_linear(operation, dependence):
         return operation.outputs[0].dtype.is_floating  # not to integers, which rounds
     if operation.type == "Mul":
         return sum(varies) < 2
-    return operation.type in _QUOTIENTS and (not varies[1] or is_count(operation.inputs[1]))
+    divisor = operation.inputs[-1]
+    return operation.type in _QUOTIENTS and (not varies[1] or is_count(divisor, dependence))
 
 
 def _can_be_copied(operation, dependence):

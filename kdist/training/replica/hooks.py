@@ -289,6 +289,7 @@ def _reduced(
     has_rows = bool(values.shape.rank) and (mask is not None or step.has_rows(values))
     # Not of the loss: Keras divides a mask by its mean.
     mixes_rows = any(map(step.mixes_rows, (values, sample_weight, mask)))
+    mixes_rows |= has_rows and (step.is_scaled_by_rows(values) or step.are_some_rows(values))
     if not loss.shape.rank and (not has_rows or mixes_rows):
         return step.as_mean(loss)  # not a mean over rows, each of which has its own value
     if loss.shape.rank:
@@ -325,7 +326,11 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         values = step.as_mean(values, is_loss=False)
         if sample_weight is None:
             sample_weight = step.batch_fraction(metric.dtype)
-    elif sample_weight is None and (step.mixes_rows(values) or not step.begins_with_rows(values)):
+    elif sample_weight is None and (
+        step.mixes_rows(values)
+        or step.is_scaled_by_rows(values)
+        or not step.begins_with_rows(values)
+    ):
         number = tf.cast(tf.shape(values)[0], metric.dtype)  # such as one value per class
         values = step.as_mean(tf.reduce_mean(tf.cast(values, metric.dtype)), is_loss=False)
         sample_weight = number * step.batch_fraction(metric.dtype)
@@ -353,7 +358,9 @@ def _batch_norm(step, keras_function, layer, inputs, training=None, mask=None):
 def _layer(step, keras_function, layer, *args, **kwargs):
     outputs = keras_function(layer, *args, **kwargs)
     if isinstance(layer, _BY_ROW):
-        step.note_layer([args, kwargs], outputs)
+        parts = [type(part).__module__ for part in layer._flatten_layers()]
+        is_of_keras = all(module.startswith("keras.") for module in parts)
+        step.note_layer([args, kwargs], outputs, is_of_keras)
     return outputs
 
 

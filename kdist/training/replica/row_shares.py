@@ -122,7 +122,8 @@ class BatchDivision:
         if is_distributed(data):
             sizes = [_common_rows(part) for part in strategy.experimental_local_results(data)]
             return cls(tuple(sizes), (0,) * replicas, micro_steps)
-        rows = number_of_rows(data) if is_repeated else _common_rows(data)
+        is_undivided = is_repeated or (replicas * micro_steps == 1 and worker_slice is None)
+        rows = number_of_rows(data) if is_undivided else _common_rows(data)
         if rows is None:
             return cls((micro_steps,) * replicas, (0,) * replicas, micro_steps, is_fixed=True)
         if is_repeated:
@@ -154,6 +155,9 @@ class BatchDivision:
         if self.is_repeated:
             repeated = {"is_repeated": True, "may_be_empty": True, "tensors": _leaves(data)}
             return data, dataclasses.replace(share, **repeated)
+        if len(self.sizes) * self.micro_steps == 1:  # all rows, also of other tensors
+            taken = with_unknown_rows(data) if hides_rows else data
+            return taken, dataclasses.replace(share, tensors=_leaves(taken))
         first, shown = self.starts[replica] + mine * micro_step // self.micro_steps, size
         if share.may_be_empty:
             rows = number_of_rows(data)

@@ -263,7 +263,7 @@ class ReplicaStep:
             found = gradient(target, sources, None)
             self._differentiates_sum = False
         degree = degrees.pop() if len(degrees) == 1 else None
-        self._note_gradients(flat, found, degree)
+        self._note_gradients(flat, found, degree, any(map(self.mixes_rows, targets)))
         if self._can_reduce_early():
             return self._reduced_early(found, flat)
         if to_variables and self.reduces_early and any(map(_is_eager, targets)):
@@ -311,29 +311,42 @@ class ReplicaStep:
                 is_changed = found.is_nonlinear or found.degree not in (0, 1)
                 self.needs_whole_gradients |= found.is_of_weights and is_changed
 
-    def _note_gradients(self, sources, gradients, degree):
+    def _note_gradients(self, sources, gradients, degree, mixes_rows=False):
         for source, one in zip(sources, keras.tree.flatten(_values(gradients)), strict=True):
             if one is not None:
-                self._note_gradient(source, one, degree)
+                self._note_gradient(source, one, degree, mixes_rows)
 
-    def _note_gradient(self, source, gradient, degree):
+    def _note_gradient(self, source, gradient, degree, mixes_rows):
         axis = None
         if _is_in_graph(source):
-            axis = self._dependence.of(source).axis
+            found = self._dependence.of(source)
+            axis, mixes_rows = found.axis, mixes_rows or found.mixes_rows
         if degree is not None and axis is not None:
             degree -= 1
-        dependence = Dependence(None if degree is None else float(degree), axis)
+        dependence = Dependence(
+            None if degree is None else float(degree),
+            axis,
+            mixes_rows=mixes_rows and axis is not None,
+        )
         self._noted(gradient, dependence)
         of_gradient = dataclasses.replace(
             dependence, is_of_gradient=True, is_of_weights=_is_variable(source)
         )
         self._gradient_dependence.note(gradient, of_gradient)
 
-    def note_layer(self, inputs, outputs):
+    def note_layer(self, inputs, outputs, is_of_keras=True):
         """Records that a layer computes each row of its outputs from the same row of its inputs.
 
         BatchNormalization combines rows with their means, on purpose. Loops hide what they compute.
+
+        Args:
+            inputs: structure of tensors.
+            outputs: structure of tensors.
+            is_of_keras: whether the layer and its parts, such as a cell, are Keras's own. Others
+                may combine rows. Defaults to True.
         """
+        if not is_of_keras and any(map(self.mixes_rows, keras.tree.flatten(outputs))):
+            return
         sources = list(filter(_is_in_graph, keras.tree.flatten(inputs)))
         found = [self._dependence.of(source) for source in sources]
         is_by_row = all(f.is_fixed or (f.is_by_row and f.degree == 0) for f in found)
@@ -374,6 +387,25 @@ class ReplicaStep:
         """
         return (
             self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows
+        )
+
+    def is_scaled_by_rows(self, tensor) -> bool:
+        """Returns True if the values of rows were multiplied or divided by the number of rows.
+
+        Raises:
+            KnownRowsError: a constant may be that number.
+        """
+        if not self._can_exchange or _is_eager(tensor):
+            return False
+        found = self._dependence.of(tensor)
+        if found.axis is not None and found.may_be_divided:
+            self._check_rows_are_unknown()
+        return found.axis is not None and found.degree not in (0, None)
+
+    def are_some_rows(self, tensor) -> bool:
+        """Returns True for values of some rows, whose number differs between replicas."""
+        return (
+            self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).is_chosen
         )
 
     def _fall_back(self, problem, consequence, is_certain=False):
@@ -426,7 +458,9 @@ class ReplicaStep:
     def check_outputs(self, outputs):
         """Lets every replica predict the whole batch if predictions combine its rows."""
         for output in filter(_is_in_graph, keras.tree.flatten(outputs)):
-            if self.mixes_rows(output):
+            is_moved = self._can_exchange and self._dependence.of(output).is_permuted
+            if is_moved or self.mixes_rows(output) or self.is_scaled_by_rows(output):
+                self._check_rows_are_unknown()
                 self._fall_back_on_mixed_rows(output, "output")
 
     def has_rows(self, tensor) -> bool:
