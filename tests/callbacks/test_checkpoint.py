@@ -8,12 +8,14 @@ import time
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kdist
 from kdist.callbacks import Checkpoint, Telemetry
 from kdist.checkpoint import CheckpointError, CheckpointFiles
 from kdist.run_directory import RunDirectory, measured_saving
 from kdist.strategies import create_strategy
+from kdist.training.replica.accumulation import optimizers_of
 from tests.forked import python_tasks
 
 
@@ -490,3 +492,42 @@ def test_size_and_time_of_checkpoints_are_known_before_and_recorded_after(tmp_pa
     workload = kdist.planner.resolve_workload(model)
     assert size == pytest.approx(checkpoint_bytes(workload, "adam"), rel=0.05)
     assert seconds > 0
+
+
+class TwoNetworks(kdist.Model):
+    """Two networks, whose optimizers are in a container."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.networks = [keras.layers.Dense(units) for units in (3, 1)]
+        self.rules = container([keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02)])
+
+    def call(self, x):
+        first, second = self.networks
+        return second(first(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = tf.reduce_mean(tf.square(self(x) - y))
+        rules = self.rules.values() if isinstance(self.rules, dict) else self.rules
+        for network, rule in zip(self.networks, rules, strict=True):
+            weights = network.trainable_variables
+            rule.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("container", [list, tuple, lambda rules: dict(enumerate(rules))])
+def test_optimizers_in_a_container_are_stored(tmp_path, container):
+    x = np.random.default_rng(0).normal(size=(24, 2)).astype("float32")
+
+    def trained(epochs):
+        keras.utils.set_random_seed(1)
+        model = TwoNetworks(container)
+        model.compile()
+        checkpoint = kdist.callbacks.Checkpoint(tmp_path / "checkpoints")
+        model.fit(x, x[:, :1], batch_size=8, epochs=epochs, verbose=0, callbacks=[checkpoint])
+        return model
+
+    trained(1)
+    assert [int(rule.iterations) for rule in optimizers_of(trained(2))[-2:]] == [6, 6]

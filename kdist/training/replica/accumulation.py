@@ -99,11 +99,21 @@ class Accumulators:
 
 
 def optimizers_of(model):
-    """Returns the optimizer that `model` is compiled with, and those that are its attributes."""
-    found = {id(value): value for value in vars(model).values() if _is_optimizer(value)}
+    """Returns the compiled optimizer of a model, and those in its attributes, lists, and dicts."""
+    found = {id(each): each for each in _optimizers_in(vars(model))}
     if _is_optimizer(model.optimizer):
         found[id(model.optimizer)] = model.optimizer
     return list(found.values())
+
+
+def _optimizers_in(value):
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _optimizers_in(each)
+    elif _is_optimizer(value):
+        yield value
 
 
 def _is_optimizer(value):
