@@ -6,7 +6,7 @@
   kdist compare --markdown=README.md --json=compare.json
 
 The reference of a feature is plain Keras on one device. The same training then runs with the same
-global batches on logical CPU devices: by plain Keras and by kdist under MirroredStrategy, and by
+global batches on logical devices: by plain Keras and by kdist under MirroredStrategy, and by
 kdist under its other layouts. The weights must be the same. Each cell of the table is one of
 
   works        the largest difference of any weight, log, or prediction is within the tolerance
@@ -29,7 +29,7 @@ import time
 from absl import flags
 
 from benchmarks.equivalence import table
-from benchmarks.equivalence.cells import COLUMNS, Cells
+from benchmarks.equivalence.cells import COLUMNS, Cells, Setting
 from kdist import program
 
 FLAGS = flags.FLAGS
@@ -55,6 +55,16 @@ with program.flag_group("Rows and columns"):
         "all rows).",
     )
     flags.DEFINE_boolean("list", False, "Print the names of the features and exit.")
+
+with program.flag_group("Devices and precision"):
+    flags.DEFINE_enum(
+        "device",
+        "CPU",
+        ["CPU", "GPU"],
+        "Replicas are logical devices of the CPU, or of the first GPU with TF32 off. Layouts of "
+        "several processes run on the CPU only.",
+    )
+    flags.DEFINE_enum("floatx", "float32", ["float32", "float64"], "Keras's default type.")
 
 with program.flag_group("Output"):
     flags.DEFINE_string(
@@ -85,7 +95,7 @@ def main(_):
     if FLAGS.markdown:
         table.check_can_be_written(pathlib.Path(FLAGS.markdown))
     started = time.perf_counter()
-    with Cells(FLAGS.timeout_seconds) as cells:
+    with Cells(FLAGS.timeout_seconds, Setting(FLAGS.device, FLAGS.floatx)) as cells:
         features = chosen_features(cells.features())
         if FLAGS.list:
             print("\n".join(f"{feature.name:40} {feature.text}" for feature in features))
@@ -112,6 +122,8 @@ def chosen_columns():
         and str(column.replicas) in FLAGS.replicas
         and column.layout in FLAGS.layouts
     ]
+    if FLAGS.device == "GPU":  # NCCL rejects several processes on one GPU.
+        columns = [column for column in columns if sum(column.tasks.values()) == 1]
     if not columns:
         raise ValueError("Keras on 1 device is the reference; take --replicas=2, 4 or both")
     return columns
@@ -182,7 +194,7 @@ def versions():
     """Returns the versions that the numbers depend on."""
     packages = ("tensorflow", "keras", "kdist")
     names = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    return f"{names}, Python {platform.python_version()}, logical CPU devices"
+    return f"{names}, Python {platform.python_version()}, logical {FLAGS.device} devices"
 
 
 def duration(seconds):
