@@ -172,6 +172,8 @@ def _result(part, limit):
 def _environment():
     environment = {**os.environ, "PYTHONPATH": str(parts.ROOT)}
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Otherwise the first process of a part, such as the client of a server, takes all memory.
+    environment["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
     # One GPU, on which the parts follow each other.
     visible = "-1" if FLAGS.tiny else os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return {**environment, "CUDA_VISIBLE_DEVICES": visible, GPU_VARIABLE: visible}

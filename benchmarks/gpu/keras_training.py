@@ -16,7 +16,7 @@ from benchmarks.gpu import spec
 if __name__ == "__main__":
     task = spec.read_task()
     os.environ["KERAS_BACKEND"] = "jax" if task.library == "jax" else "tensorflow"
-    # JAX would otherwise reserve three quarters of the GPU's memory, and TensorFlow all of it.
+    # TensorFlow creates the input of JAX, and each would otherwise reserve most of the memory.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
 

@@ -26,16 +26,15 @@ def page(about: Mapping[str, object], results: Mapping[str, Mapping], title: str
         sections += ["## Training", _training(trained, find_gpu(str(about["GPU"])))]
         sections += _comparisons(trained)
     for result in results.values():
-        failed = result["state"] != "done"
         rows = [row for row in result["rows"] if "model" not in row]
-        if rows or (result["text"] and (failed or not result["rows"])):
+        is_shown = result["text"] and (result["state"] != "done" or not result["rows"])
+        if rows or is_shown or result["state"] != "done":
             sections.append(f"## {result['title']}: {result['state']}")
         if rows:
             head = list(rows[0])
-            sections.append(
-                tables.markdown([head, *([_cell(row.get(key)) for key in head] for row in rows)])
-            )
-        if result["text"] and (failed or not result["rows"]):
+            lines = [head, *([_cell(row.get(key)) for key in head] for row in rows)]
+            sections.append(tables.markdown(lines))
+        if is_shown:
             lines = result["text"].strip().splitlines()[-_MAX_LINES:]
             sections.append("\n".join(["```text", *lines, "```"]))
     return "\n\n".join(sections) + "\n"
