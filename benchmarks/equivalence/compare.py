@@ -28,6 +28,7 @@ import time
 
 from absl import flags
 
+import kdist
 from benchmarks.equivalence import table
 from benchmarks.equivalence.cells import COLUMNS, Cells, Setting
 from kdist import program
@@ -192,9 +193,10 @@ def write(rows, columns, note):
 
 def versions():
     """Returns the versions that the numbers depend on."""
-    packages = ("tensorflow", "keras", "kdist")
+    packages = ("tensorflow", "keras")
     names = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    return f"{names}, Python {platform.python_version()}, logical {FLAGS.device} devices"
+    names += f", kdist {kdist.__version__}, Python {platform.python_version()}"
+    return f"{names}, logical {FLAGS.device} devices"
 
 
 def duration(seconds):

@@ -116,7 +116,7 @@ def _about():
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         shown = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60)
         name, driver, memory = (text.strip() for text in shown.stdout.splitlines()[0].split(","))
-    packages = ("tensorflow", "keras", "kdist")
+    packages = ("tensorflow", "keras")
     versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in packages)
     return {
         "commit": tables.commit(parts.ROOT),

@@ -43,7 +43,9 @@ def main(task: spec.Task):
     """Prints a row for each variant of the task."""
     for variant in task.variants:
         try:
-            spec.print_training(task, variant, *_measure(task, variant))
+            milliseconds, first = _measure(task, variant)
+            version = torch.__version__
+            spec.print_training(task, variant, milliseconds, first_seconds=first, version=version)
         except Exception as error:  # Such as a missing compiler: later variants still run.
             spec.print_failure(task, variant, error)
 
@@ -87,12 +89,12 @@ def _measure(task, variant):
         loss.item()  # Waits for the device.
         return time.perf_counter() - began
 
-    run(1)
+    first = run(1)
     warm_up = 2 if task.tiny else _WARM_UP_STEPS
     run(warm_up)
     seconds = run(warm_up) / warm_up
     steps = max(2, int(task.seconds / seconds))
-    return (run(steps) / steps * 1e3,)
+    return run(steps) / steps * 1e3, first
 
 
 if __name__ == "__main__":
