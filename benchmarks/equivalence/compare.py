@@ -10,7 +10,7 @@ global batches on logical devices: by plain Keras and by kdist under MirroredStr
 kdist under its other layouts. The weights must be the same. Each cell of the table is one of
 
   works        the largest difference of any weight, log, or prediction is within the tolerance
-               (1e-5, and 1e-3 for 16 bits)
+               (1e-5, 1e-9 with --floatx=float64, and 1e-3 for 16 bits)
   wrong by X   training raises no error and ends with other values
   error: ...   training fails; the first line of the message
 

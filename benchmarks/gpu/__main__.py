@@ -181,7 +181,9 @@ def _environment():
 
 def _rows_and_text(lines):
     rows, text = [], []
-    for line in lines:
+    for raw in lines:
+        # Pages show no paths of the machine.
+        line = raw.replace(sys.executable, "python").replace(str(parts.ROOT), ".")
         if line.startswith('{"row": '):
             with contextlib.suppress(ValueError):  # The process was killed within the line.
                 rows.append(json.loads(line)["row"])

@@ -7,6 +7,7 @@ once.
 """
 
 import contextlib
+import gc
 import os
 import tempfile
 import time
@@ -58,7 +59,7 @@ def main(task: spec.Task):
             _measure(task, variant)
         except Exception as error:  # Such as memory that is exhausted: later variants still run.
             spec.print_failure(task, variant, error)
-        keras.utils.clear_session()
+        _release_memory(task)
 
 
 def _measure(task, variant):
@@ -197,14 +198,22 @@ def _gpu_name():
 
 
 def _peak_memory(task):
-    """Returns the peak of TensorFlow's allocator since the last row, and resets it."""
+    """Returns the peak of TensorFlow's allocator in this row."""
     if task.library == "jax" or not _gpu_name():
         return {}
     import tensorflow as tf
 
-    peak = tf.config.experimental.get_memory_info("GPU:0")["peak"]
-    tf.config.experimental.reset_memory_stats("GPU:0")
-    return {"peak_bytes": peak}
+    return {"peak_bytes": tf.config.experimental.get_memory_info("GPU:0")["peak"]}
+
+
+def _release_memory(task):
+    """Frees the memory of the last row, so that the next peak is that of one model."""
+    keras.utils.clear_session()
+    gc.collect()  # Functions and models refer to each other.
+    if task.library != "jax" and _gpu_name():
+        import tensorflow as tf
+
+        tf.config.experimental.reset_memory_stats("GPU:0")
 
 
 def _print_profile(task, variant, model, data):
