@@ -23,7 +23,7 @@ DEBIAN_FASHION_MNIST := /usr/share/datasets/fashion-mnist
 
 .PHONY: help env data train resnet18 test test-unit test-tensorflow test-slow test-exhaustive \
 	test-older fuzz adversary keras-suite doctest lint format notebooks docs docs-test bench bench-clusters \
-	bench-serving constraints clean
+	bench-serving gpu constraints clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -143,10 +143,26 @@ bench-serving: env ## our server beside its rivals, which get environments of th
 	$(RUN) -m benchmarks.serving_load --prepare
 	$(RUN) -m benchmarks.serving_load $(BENCH_FLAGS)
 
+# The interpreter that measures; on a machine without an index of packages, name one that imports
+# TensorFlow with CUDA, such as GPU_PYTHON=python3. PyTorch and JAX bring other versions of CUDA:
+# GPU_FLAGS="--torch_python=PATH --jax_python=PATH" names interpreters of other environments.
+GPU_VENV := .venv-gpu
+GPU_PYTHON ?= $(GPU_VENV)/bin/python
+GPU_FLAGS ?=
+
+$(GPU_VENV)/installed: setup.cfg pyproject.toml constraints.txt
+	@echo "installing kdist and CUDA into $(GPU_VENV): about 7 GB"
+	$(PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python -m pip install --quiet --editable '.[gpu,serve]' --constraint constraints.txt
+	@touch $@
+
+gpu: $(if $(filter $(GPU_VENV)/%,$(GPU_PYTHON)),$(GPU_VENV)/installed) ## what only a GPU shows, 25 minutes: GPU_FLAGS="--minutes=10 --only=train"
+	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
+
 constraints: $(INSTALLED)-test $(INSTALLED)-dev $(INSTALLED)-notebooks ## write the installed versions to constraints.txt
 	{ sed '/^[^#]/,$$d' constraints.txt; $(RUN) -m pip freeze --exclude-editable; } > constraints.new
 	mv constraints.new constraints.txt
 
 clean: ## remove the environment and what tools left behind; runs/ stays
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(GPU_VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -133,11 +133,11 @@ def save(
     Returns:
         The file.
     """
-    now, (commit, state) = datetime.datetime.now(), _commit(root)
-    facts = {"commit": f"{commit}{state}", "machine": machine(), **about}
+    now, name = datetime.datetime.now(), commit(root)
+    facts = {"commit": name, "machine": machine(), **about}
     lines = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / f"{now:%Y-%m-%d}-{commit}.md"
+    path = directory / f"{now:%Y-%m-%d}-{name.split()[0]}.md"
     with path.open("a") as file:
         file.write(f"# {title}, {now:%Y-%m-%d %H:%M}\n\n{lines}\n\n{text}\n\n")
     return path
@@ -155,7 +155,7 @@ def machine() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
-def _commit(root):
+def commit(root: pathlib.Path) -> str:
     """Returns the commit's short name, with a remark if files were modified."""
 
     def git(*arguments):
@@ -165,6 +165,6 @@ def _commit(root):
 
     try:
         changed = git("status", "--porcelain", "--", "kdist", "benchmarks/*.py")
-        return git("rev-parse", "--short", "HEAD"), " with changes" if changed else ""
+        return git("rev-parse", "--short", "HEAD") + " with changes" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
-        return "unknown", ""
+        return "unknown"

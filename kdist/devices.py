@@ -41,7 +41,7 @@ def find_devices(request: int | Sequence[str] | None = None) -> tuple[str, ...]:
     """
     names = parse_devices(request)
     _enable_memory_growth()
-    gpus = _physical_names("GPU")
+    gpus = _gpu_names()
     if names is None:
         return gpus or ("CPU:0",)
     if isinstance(names, int):
@@ -112,14 +112,20 @@ def _share_cores(devices):
 def _enable_memory_growth():
     """Allocates GPU memory as needed, so that other processes can use the GPU as well."""
     for gpu in tf.config.list_physical_devices("GPU"):
+        if tf.config.get_logical_device_configuration(gpu):
+            continue  # Logical GPUs have a memory limit instead, and TensorFlow rejects both.
         try:
             tf.config.experimental.set_memory_growth(gpu, True)
         except (RuntimeError, ValueError) as error:
             _logger.warning("memory growth of %s stays as configured before: %s", gpu.name, error)
 
 
-def _physical_names(kind):
-    return _numbered(kind, len(tf.config.list_physical_devices(kind)))
+def _gpu_names():
+    """Returns all GPUs. TensorFlow numbers logical GPUs through, in the order of the GPUs."""
+    configured = map(
+        tf.config.get_logical_device_configuration, tf.config.list_physical_devices("GPU")
+    )
+    return _numbered("GPU", sum(len(logical or (None,)) for logical in configured))
 
 
 def _numbered(kind, number):

@@ -30,6 +30,25 @@ def test_rejects(request_, message):
         find_devices(request_)
 
 
+def test_logical_gpus_of_one_gpu_are_devices(monkeypatch):
+    import tensorflow as tf
+
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    grown = []
+    for name, value in {
+        "list_physical_devices": lambda kind: [gpu],
+        "get_logical_device_configuration": lambda device: [object()] * 4,
+    }.items():
+        monkeypatch.setattr(tf.config, name, value)
+    monkeypatch.setattr(
+        tf.config.experimental, "set_memory_growth", lambda *given: grown.append(given)
+    )
+    assert find_devices() == ("GPU:0", "GPU:1", "GPU:2", "GPU:3")
+    assert find_devices(["GPU:3"]) == ("GPU:3",)
+    # TensorFlow rejects memory growth of a GPU with a memory limit.
+    assert grown == []
+
+
 def test_more_devices_than_the_running_context_has():
     import tensorflow as tf
 

@@ -87,6 +87,27 @@ _NOT_ASKED = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Setting:
+    """Devices and precision of all trainings of a table.
+
+    Attributes:
+        device: "CPU" or "GPU". Replicas are logical devices of the first one.
+        floatx: Keras's default type. float32 on a GPU is computed without TF32.
+    """
+
+    device: str = "CPU"
+    floatx: str = "float32"
+
+
+# Largest difference in float64, where a wrong layout cannot hide behind rounding. Features in 16
+# bits keep their own.
+_FLOAT64_TOLERANCE = 1e-9
+
+# Memory of each logical GPU. A CUDA context takes half a gigabyte more.
+_LOGICAL_GPU_MEGABYTES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
 class Description:
     """Name and text of a feature in the table."""
 
@@ -100,18 +121,20 @@ class Cells:
 
     Args:
         timeout_seconds: limit of one process. It is then killed, and its cell is an error.
+        setting: devices and precision. Defaults to logical CPU devices and float32.
     """
 
-    def __init__(self, timeout_seconds: float):
+    def __init__(self, timeout_seconds: float, setting: Setting | None = None):
         self._timeout_seconds = timeout_seconds
+        self._setting = setting or Setting()
         self._number = 0
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["benchmarks.equivalence.features"])
         # Processes find this package also where the checkout is not the working directory.
         root = str(pathlib.Path(__file__).parents[2])
         os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-        # The table is about logical CPU devices, also on machines with GPUs.
-        os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+        if self._setting.device == "CPU":  # Also on machines with GPUs.
+            os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
     def __enter__(self):
@@ -143,7 +166,9 @@ class Cells:
     def row(self, feature: Description, columns=COLUMNS) -> dict[Column, Verdict]:
         """Trains the reference and every column; returns a verdict for each."""
         reference = pathlib.Path(self._directory.name) / f"{_file_name(feature.name)}.pickle"
-        failed = self._in_a_process(feature.name, _train_reference, (feature.name, reference))
+        failed = self._in_a_process(
+            feature.name, _train_reference, (feature.name, reference, self._setting)
+        )
         if failed:
             return {
                 column: Verdict("error", says=f"reference: {failed.says}") for column in columns
@@ -165,9 +190,12 @@ class Cells:
             everyone = _tasks(column, ports)
             for cluster in everyone[1:]:
                 others.enter_context(
-                    self._process(name, _train_cell, (name, column, reference, cluster))
+                    self._process(
+                        name, _train_cell, (name, column, reference, self._setting, cluster)
+                    )
                 )
-            return self._in_a_process(name, _train_cell, (name, column, reference, everyone[0]))
+            first = (name, column, reference, self._setting, everyone[0])
+            return self._in_a_process(name, _train_cell, first)
 
     def _in_a_process(self, name, function, arguments):
         """Returns the result of `function`, or a verdict if it fails or takes too long."""
@@ -234,30 +262,35 @@ def _describe():
     return [Description(name, f.description, f.in_keras) for name, f in FEATURES.items()]
 
 
-def _train_reference(name, file):
+def _train_reference(name, file, setting):
     """Writes the outcome of plain Keras on one device, without a strategy, to `file`."""
-    file.write_bytes(pickle.dumps(_train(name, REFERENCE)))
+    file.write_bytes(pickle.dumps(_train(name, REFERENCE, setting)))
 
 
-def _train_cell(name, column, reference_file, cluster):
+def _train_cell(name, column, reference_file, setting, cluster):
+    from benchmarks.equivalence.feature import Feature
     from benchmarks.equivalence.features import FEATURES
 
     reference = pickle.loads(reference_file.read_bytes())
-    return FEATURES[name].judge(_train(name, column, cluster), reference)
+    feature = FEATURES[name]
+    if setting.floatx == "float64" and feature.tolerance == Feature.tolerance:
+        feature = dataclasses.replace(feature, tolerance=_FLOAT64_TOLERANCE)
+    return feature.judge(_train(name, column, setting, cluster), reference)
 
 
-def _train(name, column, cluster=None):
+def _train(name, column, setting, cluster=None):
     import keras
 
     import kdist
     from benchmarks.equivalence import trial
     from benchmarks.equivalence.features import FEATURES
 
+    keras.config.set_floatx(setting.floatx)
     model_class = keras.Model if column.library == "Keras" else kdist.Model
-    return trial.run(FEATURES[name], model_class, _strategy(column, cluster))
+    return trial.run(FEATURES[name], model_class, _strategy(column, setting, cluster))
 
 
-def _strategy(column, cluster):
+def _strategy(column, setting, cluster):
     """For Keras the strategy as TensorFlow makes it, for kdist as kdist does."""
     import tensorflow as tf
 
@@ -271,7 +304,14 @@ def _strategy(column, cluster):
         defaults.train_one_after_the_other()
     if column.layout in ("multi_worker", "parameter_server"):
         return kdist.create_strategy(column.layout, cluster=cluster)
-    devices = find_devices([f"CPU:{index}" for index in range(max(1, column.replicas))])
+    number = max(1, column.replicas)
+    if setting.device == "GPU":
+        tf.config.experimental.enable_tensor_float_32_execution(False)
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("GPU")[0],
+            [tf.config.LogicalDeviceConfiguration(_LOGICAL_GPU_MEGABYTES)] * number,
+        )
+    devices = find_devices([f"{setting.device}:{index}" for index in range(number)])
     if column.replicas == 0:
         return None
     if column.library == "Keras":

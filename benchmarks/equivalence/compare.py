@@ -6,11 +6,11 @@
   kdist compare --markdown=README.md --json=compare.json
 
 The reference of a feature is plain Keras on one device. The same training then runs with the same
-global batches on logical CPU devices: by plain Keras and by kdist under MirroredStrategy, and by
+global batches on logical devices: by plain Keras and by kdist under MirroredStrategy, and by
 kdist under its other layouts. The weights must be the same. Each cell of the table is one of
 
   works        the largest difference of any weight, log, or prediction is within the tolerance
-               (1e-5, and 1e-3 for 16 bits)
+               (1e-5, 1e-9 with --floatx=float64, and 1e-3 for 16 bits)
   wrong by X   training raises no error and ends with other values
   error: ...   training fails; the first line of the message
 
@@ -28,8 +28,9 @@ import time
 
 from absl import flags
 
+import kdist
 from benchmarks.equivalence import table
-from benchmarks.equivalence.cells import COLUMNS, Cells
+from benchmarks.equivalence.cells import COLUMNS, Cells, Setting
 from kdist import program
 
 FLAGS = flags.FLAGS
@@ -55,6 +56,16 @@ with program.flag_group("Rows and columns"):
         "all rows).",
     )
     flags.DEFINE_boolean("list", False, "Print the names of the features and exit.")
+
+with program.flag_group("Devices and precision"):
+    flags.DEFINE_enum(
+        "device",
+        "CPU",
+        ["CPU", "GPU"],
+        "Replicas are logical devices of the CPU, or of the first GPU with TF32 off. Layouts of "
+        "several processes run on the CPU only.",
+    )
+    flags.DEFINE_enum("floatx", "float32", ["float32", "float64"], "Keras's default type.")
 
 with program.flag_group("Output"):
     flags.DEFINE_string(
@@ -85,7 +96,7 @@ def main(_):
     if FLAGS.markdown:
         table.check_can_be_written(pathlib.Path(FLAGS.markdown))
     started = time.perf_counter()
-    with Cells(FLAGS.timeout_seconds) as cells:
+    with Cells(FLAGS.timeout_seconds, Setting(FLAGS.device, FLAGS.floatx)) as cells:
         features = chosen_features(cells.features())
         if FLAGS.list:
             print("\n".join(f"{feature.name:40} {feature.text}" for feature in features))
@@ -112,6 +123,8 @@ def chosen_columns():
         and str(column.replicas) in FLAGS.replicas
         and column.layout in FLAGS.layouts
     ]
+    if FLAGS.device == "GPU":  # NCCL rejects several processes on one GPU.
+        columns = [column for column in columns if sum(column.tasks.values()) == 1]
     if not columns:
         raise ValueError("Keras on 1 device is the reference; take --replicas=2, 4 or both")
     return columns
@@ -180,9 +193,10 @@ def write(rows, columns, note):
 
 def versions():
     """Returns the versions that the numbers depend on."""
-    packages = ("tensorflow", "keras", "kdist")
+    packages = ("tensorflow", "keras")
     names = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    return f"{names}, Python {platform.python_version()}, logical CPU devices"
+    names += f", kdist {kdist.__version__}, Python {platform.python_version()}"
+    return f"{names}, logical {FLAGS.device} devices"
 
 
 def duration(seconds):

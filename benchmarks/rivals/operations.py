@@ -16,6 +16,24 @@ def during(run) -> list[tuple[str, int, float]]:
         (type of operation, calls, milliseconds), the longest first. Operations run in parallel on
         several cores, so the milliseconds may add up to more than the elapsed time.
     """
+    return _summed(_traced(run).planes, _operation)
+
+
+def kernels_during(run) -> list[tuple[str, int, float]]:
+    """Calls `run` under TensorFlow's profiler.
+
+    Returns:
+        (GPU kernel, calls, milliseconds), the longest first; without a GPU, types of operations.
+    """
+    planes = _traced(run).planes
+    gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
+    if not gpus:
+        return _summed(planes, _operation)
+    # Other lines of the plane show the same time again, by operation and by step.
+    return _summed(gpus, str, lambda line: line.name.startswith("Stream"))
+
+
+def _traced(run):
     with tempfile.TemporaryDirectory() as directory:
         options = tf.profiler.experimental.ProfilerOptions(
             host_tracer_level=3, python_tracer_level=0
@@ -26,16 +44,16 @@ def during(run) -> list[tuple[str, int, float]]:
         finally:
             tf.profiler.experimental.stop()
         (path,) = pathlib.Path(directory).rglob("*.xplane.pb")
-        return _summed(xplane_pb2.XSpace.FromString(path.read_bytes()))
+        return xplane_pb2.XSpace.FromString(path.read_bytes())
 
 
-def _summed(space):
+def _summed(planes, kind_of, is_counted=lambda line: True):
     calls, picoseconds = collections.Counter(), collections.Counter()
-    for plane in space.planes:
+    for plane in planes:
         names = {key: metadata.name for key, metadata in plane.event_metadata.items()}
-        for line in plane.lines:
+        for line in filter(is_counted, plane.lines):
             for event in line.events:
-                kind = _operation(names[event.metadata_id])
+                kind = kind_of(names[event.metadata_id])
                 if kind:
                     calls[kind] += 1
                     picoseconds[kind] += event.duration_ps

@@ -16,11 +16,14 @@ import psutil
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# What is common to all: as many threads as cores, oneDNN, no GPU, no word of what it does.
+# Names the GPU of all servers, as in CUDA_VISIBLE_DEVICES. Servers use none by default.
+GPU_VARIABLE = "KDIST_BENCHMARK_GPU"
+
+# Common to all servers: as many threads as cores, oneDNN, and no log.
 _COMMON = {
     "TF_ENABLE_ONEDNN_OPTS": "1",
     "TF_CPP_MIN_LOG_LEVEL": "3",
-    "CUDA_VISIBLE_DEVICES": "",
+    "CUDA_VISIBLE_DEVICES": os.environ.get(GPU_VARIABLE, ""),
     "PYTHONPATH": str(ROOT),
 }
 

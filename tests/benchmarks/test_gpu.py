@@ -1,0 +1,56 @@
+"""The GPU benchmark as a user runs it, with small sizes on the CPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gpu import spec
+from tests.benchmarks.programs import ROOT
+
+
+def run(module, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_parts_resume_and_survive_one_that_is_killed(tmp_path):
+    def measure(*given):
+        return run("benchmarks.gpu", "--tiny", f"--results_dir={tmp_path}", *given)
+
+    first = measure("--only=driver")
+    assert first.returncode == 0, first.stderr[-3000:]
+    # No process imports TensorFlow and trains within the limit.
+    second = measure("--only=check,driver", "--limit_seconds=1")
+    assert second.returncode == 1
+    assert "driver: done before" in second.stdout
+    assert "stopped after 1 s" in second.stdout
+
+    (saved,) = tmp_path.glob("*-gpu-tiny.json")
+    states = {name: part["state"] for name, part in json.loads(saved.read_text())["parts"].items()}
+    assert states == {"driver": "done", "check": "stopped after 1 s"}
+    text = saved.with_suffix(".md").read_text()
+    assert "NVML and nvidia-smi: done" in text
+    assert "kdist check: stopped after 1 s" in text
+
+
+@pytest.mark.slow
+def test_row_of_a_training():
+    task = spec.Task(
+        "kdist", "transformer", tiny=True, only=spec.VARIANTS["kdist"].index(spec.TF32)
+    )
+    process = run("benchmarks.gpu.keras_training", task.to_json())
+    assert process.returncode == 0, process.stderr[-3000:]
+    row = json.loads(process.stdout.splitlines()[-1])["row"]
+    assert row["variant"] == "tf32"
+    assert row["ms_per_step"] > 0
+    assert row["flops"] > 1e5
+    assert row["predicted_bytes"] > 0
