@@ -252,11 +252,11 @@ import numpy as np
 import tensorflow as tf
 
 x = np.random.default_rng(0).normal(size=(33, 4)).astype("float32")
-data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(8)
 
 
 def train(strategy, run_dir=None, kill_at=None):
     keras.utils.set_random_seed(0)
+    data = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(8)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         optimizer = keras.optimizers.Adam(0.05)
@@ -312,26 +312,17 @@ def _last_line(process):
 
 
 @pytest.mark.slow
-def test_workers_equal_one_device():
-    code = 'print(json.dumps(train(kdist.create_strategy("{}"))))'
-    expected = python(PROGRAM + code.format("one_device"))
-    for weights, logs in python_tasks(
-        PROGRAM + code.format("multi_worker"), {"worker": 2}, timeout_seconds=120
-    ):
-        for one, two in zip(expected[0], weights, strict=True):
-            np.testing.assert_allclose(two, one, atol=1e-5)
-        assert logs == pytest.approx(expected[1], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_parameter_servers_equal_one_device():
+@pytest.mark.parametrize(
+    ("strategy", "tasks"),
+    [("multi_worker", {"worker": 2}), ("parameter_server", {"chief": 1, "worker": 2, "ps": 1})],
+)
+def test_jobs_equal_one_device(strategy, tasks):
     code = """
-strategy = kdist.create_strategy("parameter_server")
-print(json.dumps(train(strategy) if strategy is not None else None))
+strategy = kdist.create_strategy("{}")
+print(json.dumps(train(strategy)))
 """
-    expected = python(PROGRAM + 'print(json.dumps(train(kdist.create_strategy("one_device"))))')
-    weights, logs = python_tasks(
-        PROGRAM + code, {"chief": 1, "worker": 2, "ps": 1}, timeout_seconds=120
-    )[0]
-    for one, two in zip(expected[0], weights, strict=True):
+    (expected, expected_logs) = python(PROGRAM + code.format("one_device"))
+    weights, logs = python_tasks(PROGRAM + code.format(strategy), tasks, timeout_seconds=120)[0]
+    for one, two in zip(expected, weights, strict=True):
         np.testing.assert_allclose(two, one, atol=1e-5)
+    assert logs == pytest.approx(expected_logs, abs=1e-5)
