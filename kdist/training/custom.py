@@ -18,8 +18,9 @@ program's function is its `train_step`, so that kdist scales, reduces, saves, an
 `fit`.
 """
 
+import contextlib
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -233,18 +234,23 @@ class Session:
             ]
         self._step: Step | None = None
         self._carrier: _Carrier | None = None
-        self._epochs: Iterator[dict[str, float]] = iter(())
+        self._epochs: Generator[dict[str, float], None, None] | None = None
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *exception):
-        self.close()
+    def __exit__(self, kind, error, traceback):
+        if error is None:
+            self.close()
+        elif self._epochs is not None:
+            # Releases the run directory, and does not wait for other workers.
+            with contextlib.suppress(kind):
+                self._epochs.throw(error)
 
     def close(self):
-        """Ends a run that was left early, and releases its run directory."""
-        if close := getattr(self._epochs, "close", None):
-            close()
+        """Ends a run whose loop was left early, and releases its run directory."""
+        if self._epochs is not None:
+            self._epochs.close()
 
     def run(
         self, step: Step, data: Any, epochs: int = 1, steps_per_epoch: int | None = None
@@ -317,6 +323,10 @@ class _Carrier(Model):
 
     def train_step(self, data):
         return self._function(data)
+
+    def _get_metrics_result_or_logs(self, logs):
+        """Returns the step's logs. Keras would replace a "loss" by its own tracker, which is 0."""
+        return logs
 
 
 def _all_of(values, kind, name):

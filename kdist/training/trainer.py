@@ -495,7 +495,10 @@ class Trainer(TensorFlowTrainer):
             loop = EpochLoop(self, groups, callbacks, validate, validation_freq)
             logs = {}
             for logs in loop.run(range(self._initial_epoch or start.epoch, epochs)):
-                yield logs
+                try:
+                    yield logs
+                except GeneratorExit:  # the program has left its loop, which ends the training
+                    break
             if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
                 self.optimizer.finalize_variable_values(self.trainable_weights)
             callbacks.on_train_end(logs=logs)

@@ -182,8 +182,10 @@ def test_two_replicas_equal_one_device(build):
         np.testing.assert_allclose(two, one, atol=1e-5)
     for one, two in zip(expected_logs, logs, strict=True):
         assert two == pytest.approx(one, abs=1e-5)
+        assert all(one.values())  # Keras's own tracker of the loss would stay at 0
 
 
+@pytest.mark.slow
 def test_accumulation_and_several_steps_per_call_change_nothing():
     expected, _ = _train(regression, 1)
     found, _ = _train(regression, 2, accumulate=2, steps_per_execution=2)
@@ -243,6 +245,28 @@ def test_a_loss_scale_gives_the_same_update():
     found, _ = _train(scaled, 2)
     for one, two in zip(expected, found, strict=True):
         np.testing.assert_allclose(two, one, atol=1e-5)
+
+
+def test_leaving_the_loop_ends_the_training():
+    ended = []
+    on_end = keras.callbacks.LambdaCallback(on_train_end=lambda logs: ended.append(logs))
+    model, optimizer, metric, function = (
+        part[0] if isinstance(part, list) else part for part in regression()
+    )
+    step = kdist.step(tf.distribute.get_strategy())(function)
+    with kdist.session(model, optimizer, metric, callbacks=[on_end]) as session:
+        for _ in session.run(step, _data(), epochs=5):
+            break
+    assert len(ended) == 1
+    assert int(optimizer.iterations) == 3
+
+    with (
+        pytest.raises(ZeroDivisionError),
+        kdist.session(model, optimizer, metric, callbacks=[on_end]) as session,
+    ):
+        for _ in session.run(step, _data(), epochs=5):
+            raise ZeroDivisionError
+    assert len(ended) == 1
 
 
 PROGRAM = """
@@ -316,13 +340,18 @@ def _last_line(process):
     ("strategy", "tasks"),
     [("multi_worker", {"worker": 2}), ("parameter_server", {"chief": 1, "worker": 2, "ps": 1})],
 )
-def test_jobs_equal_one_device(strategy, tasks):
+def test_jobs_equal_one_device(strategy, tasks, tmp_path):
     code = """
 strategy = kdist.create_strategy("{}")
-print(json.dumps(train(strategy)))
+print(json.dumps(train(strategy, *sys.argv[1:])))
 """
     (expected, expected_logs) = python(PROGRAM + code.format("one_device"))
-    weights, logs = python_tasks(PROGRAM + code.format(strategy), tasks, timeout_seconds=120)[0]
+    weights, logs = python_tasks(
+        PROGRAM + code.format(strategy), tasks, [str(tmp_path)], timeout_seconds=120
+    )[0]
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert list((tmp_path / "checkpoints").glob("step-*"))
+    assert expected_logs["loss"]
     for one, two in zip(expected, weights, strict=True):
         np.testing.assert_allclose(two, one, atol=1e-5)
     assert logs == pytest.approx(expected_logs, abs=1e-5)
