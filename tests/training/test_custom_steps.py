@@ -260,12 +260,13 @@ def test_leaving_the_loop_ends_the_training():
     assert len(ended) == 1
     assert int(optimizer.iterations) == 3
 
-    with (
-        pytest.raises(ZeroDivisionError),
-        kdist.session(model, optimizer, metric, callbacks=[on_end]) as session,
-    ):
-        for _ in session.run(step, _data(), epochs=5):
+    def fail():
+        with kdist.session(model, optimizer, metric, callbacks=[on_end]) as session:
+            next(session.run(step, _data(), epochs=5))
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert len(ended) == 1
 
 
