@@ -473,8 +473,8 @@ def _on_no_replica(consequence, strategy):
         f"on none of its {strategy.num_replicas_in_sync} replicas. {consequence}. Call the step "
         "with `strategy.run(step, args=(x, y))` in a `tf.function`, on the batches of "
         "`strategy.experimental_distribute_dataset(dataset)`. Or decorate the step "
-        "with `@kdist.step(strategy)` and run it by `kdist.session`. What one device computes, such as an image that is optimized, "
-        "belongs outside of the scope"
+        "with `@kdist.step(strategy)` and run it by `kdist.session`. What one device computes, "
+        "such as an image that is optimized, belongs outside of the scope"
     )
 
 
