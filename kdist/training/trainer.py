@@ -434,6 +434,41 @@ class Trainer(TensorFlowTrainer):
             return evaluator.evaluate_checkpoints(self, callbacks, self._validation(*validation))
         if evaluator.is_evaluated_elsewhere(self.distribute_strategy):
             validation = (None, *validation[1:])
+        for _ in self._iterate_epochs(
+            x,
+            epochs,
+            callbacks,
+            verbose=verbose,
+            initial_epoch=initial_epoch,
+            steps_per_epoch=steps_per_epoch,
+            validation=validation,
+            validation_freq=validation_freq,
+            y=y,
+            sample_weight=inputs.as_float(sample_weight),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        ):
+            pass
+        return self.history
+
+    def _iterate_epochs(
+        self,
+        x,
+        epochs,
+        callbacks=None,
+        verbose=0,
+        initial_epoch=0,
+        steps_per_epoch=None,
+        validation=(None, None, None),
+        validation_freq=1,
+        shuffle=True,
+        **data,
+    ):
+        """Yields the logs of each epoch of a training. The arguments are those of `fit`.
+
+        `validation` holds the data, batch size, and number of steps of validation.
+        """
         resumption = resumption_of(callbacks)
         resumed = resumption.load(self) if resumption else None
         start = resumed or _beginning(x, initial_epoch, steps_per_epoch)
@@ -441,12 +476,9 @@ class Trainer(TensorFlowTrainer):
             x,
             start,
             builds=bool(resumed),  # variables must exist before they are restored
-            y=y,
-            sample_weight=inputs.as_float(sample_weight),
-            batch_size=batch_size,
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle,
-            class_weight=class_weight,
+            **data,
         )
         state = self.training_state
         callbacks = self._callback_list(callbacks, verbose, epochs, groups, add_history=True)
@@ -464,7 +496,12 @@ class Trainer(TensorFlowTrainer):
             if resumed and self.stop_training:  # a callback of the earlier process stopped it
                 epochs = start.epoch
             loop = EpochLoop(self, groups, callbacks, validate, validation_freq)
-            logs = loop.run(range(self._initial_epoch or start.epoch, epochs))
+            logs = {}
+            for logs in loop.run(range(self._initial_epoch or start.epoch, epochs)):
+                try:
+                    yield logs
+                except GeneratorExit:  # the program has left its loop, which ends the training
+                    break
             if isinstance(self.optimizer, keras.optimizers.Optimizer) and epochs > 0:
                 self.optimizer.finalize_variable_values(self.trainable_weights)
             callbacks.on_train_end(logs=logs)
@@ -473,7 +510,6 @@ class Trainer(TensorFlowTrainer):
         finally:
             if resumption:
                 resumption.release()
-        return self.history
 
     @filter_traceback
     def evaluate(

@@ -81,13 +81,11 @@ class EpochLoop:
         self._validate, self._validation_freq = validate, validation_freq
 
     def run(self, epochs):
-        """Runs the epochs of a range, and returns the logs of the last one."""
-        logs = {}
+        """Runs the epochs of a range, and yields the logs of each."""
         for epoch in epochs:
-            logs = self._epoch(epoch)
+            yield self._epoch(epoch)
             if self._model.stop_training:
                 break
-        return logs
 
     def _epoch(self, epoch):
         state = self._state

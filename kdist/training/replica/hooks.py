@@ -514,9 +514,9 @@ def _on_no_replica(consequence, strategy):
         f"{_users_line()}: a gradient is computed in the scope of {type(strategy).__name__}, but "
         f"on none of its {strategy.num_replicas_in_sync} replicas. {consequence}. Call the step "
         "with `strategy.run(step, args=(x, y))` in a `tf.function`, on the batches of "
-        "`strategy.experimental_distribute_dataset(dataset)`. Or override `train_step` of the "
-        "model, and call `fit`. What one device computes, such as an image that is optimized, "
-        "belongs outside of the scope"
+        "`strategy.experimental_distribute_dataset(dataset)`. Or decorate the step "
+        "with `@kdist.step(strategy)` and run it by `kdist.session`. What one device computes, "
+        "such as an image that is optimized, belongs outside of the scope"
     )
 
 

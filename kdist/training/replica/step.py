@@ -185,6 +185,10 @@ class ReplicaStep:
         weight = self.weight if is_mean else self.sum_weight
         return self._noted(loss if weight is None else scale_gradient(loss, weight), ROWS)
 
+    def is_scaled_by(self, optimizer) -> bool:
+        """Returns True if the step has called the optimizer's `scale_loss`."""
+        return id(optimizer) in self._scaled_by
+
     def as_mean(self, value, is_loss=True):
         """Returns a scalar whose mean over replicas, weighted by their rows, is the global value.
 
@@ -740,7 +744,7 @@ class ReplicaStep:
             return self._gradients(optimizer, gradients, variables)
 
     def _gradients(self, optimizer, gradients, variables):
-        is_scaled = id(optimizer) in self._scaled_by
+        is_scaled = self.is_scaled_by(optimizer)
         whole = [g if self._are_whole_slices(g) else None for g in gradients]
         gradients = [g if w is None else None for g, w in zip(gradients, whole, strict=True)]
         gradients = [

@@ -1,0 +1,1 @@
+"""Training loops that programs write themselves: `kdist.step` and `kdist.session`."""
