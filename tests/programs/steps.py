@@ -381,6 +381,42 @@ def layer_with_state():
     return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
 
 
+class MetaLearning(keras.Model):
+    """MAML: each row of a batch is a task, whose weights are one gradient step from the shared."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = self.add_weight(shape=(2, 1), initializer="ones")
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, x):
+        return ops.reshape(x, (-1, 3, 2)) @ self.start
+
+    def train_step(self, data):
+        x, y = data
+        inputs, targets = ops.reshape(x, (-1, 3, 2)), y[:, :, None]
+        with tf.GradientTape() as tape:
+            weights = tf.tile(self.start[None], (tf.shape(x)[0], 1, 1))
+            with tf.GradientTape() as inner:
+                inner.watch(weights)
+                support = tf.reduce_sum(tf.square(inputs @ weights - targets))
+            adapted = weights - 0.05 * inner.gradient(support, weights)
+            losses = tf.reduce_mean(tf.square(inputs @ adapted - targets), axis=(1, 2))
+            loss = tf.reduce_mean(losses)
+        self.optimizer.apply(tape.gradient(loss, [self.start]), [self.start])
+        self.tracker.update_state(losses)
+        return {"loss": self.tracker.result()}
+
+
+@program
+def model_agnostic_meta_learning():
+    """MAML: gradients through the gradient step of each task; the last batch is not full."""
+    x, y = _data()
+    model = MetaLearning()
+    model.compile(keras.optimizers.Adam(0.01, clipnorm=0.1))
+    return outcome(model.fit(x, y, batch_size=16, epochs=2, verbose=0), model)
+
+
 @program(differs={"servers": "train_on_batch is refused"})
 def reptile():
     """Reptile: inner training by train_on_batch, then weights move part of the way."""
