@@ -27,6 +27,7 @@ import keras
 import tensorflow as tf
 
 from kdist.callbacks import Checkpoint, Telemetry
+from kdist.compat.keras import pythonify_logs
 from kdist.model import Model
 from kdist.training.groups import inputs
 from kdist.training.replica import step as steps
@@ -324,9 +325,9 @@ class _Carrier(Model):
     def train_step(self, data):
         return self._function(data)
 
-    def _get_metrics_result_or_logs(self, logs):
+    def _epoch_results(self, logs):
         """Returns the step's logs. Keras would replace a "loss" by its own tracker, which is 0."""
-        return logs
+        return pythonify_logs(dict(logs))
 
 
 def _all_of(values, kind, name):
