@@ -290,6 +290,18 @@ def read_numbers(name: str, lower_bound: int = 1) -> tuple[int, ...] | None:
     return numbers
 
 
+def read_rate(name: str) -> float | None:
+    """Returns the number of a flag that is a rate; None without it.
+
+    Raises:
+        ValueError: it is not above 0.
+    """
+    rate = FLAGS[name].value
+    if rate is not None and not rate > 0:
+        raise ValueError(f"--{name}={rate:g}; give a rate above 0")
+    return rate
+
+
 def check_name(kind: str, name: str, names: Sequence[str]):
     """Raises a ValueError that lists `names`, and names the closest, unless `name` is one of them.
 

@@ -435,6 +435,12 @@ def checkpoint_step(path: pathlib.Path) -> int | None:
     return int(number) if is_one else None
 
 
+def newest_step(checkpoints: pathlib.Path) -> int | None:
+    """Returns the step of the newest checkpoint in a directory; None if there is none."""
+    steps = map(checkpoint_step, checkpoints.glob("*"))
+    return max((step for step in steps if step is not None), default=None)
+
+
 def _is_up_to(step, line):
     try:
         record = json.loads(line)
@@ -459,9 +465,12 @@ def measured_saving(checkpoints: pathlib.Path) -> tuple[float, float] | None:
 
     None if there is no checkpoint, or an earlier version has written it.
     """
-    steps = [path for path in checkpoints.glob(f"{CHECKPOINT_PREFIX}*") if checkpoint_step(path)]
+    step = newest_step(checkpoints)
+    if step is None:
+        return None
     try:
-        saving = parse_json((max(steps, default=checkpoints) / "state.json").read_bytes())["saving"]
+        state = parse_json((checkpoints / checkpoint_name(step) / "state.json").read_bytes())
+        saving = state["saving"]
         return float(saving["bytes"]), float(saving["seconds"])
     except (OSError, ValueError, TypeError, LookupError):
         return None

@@ -23,6 +23,19 @@ from kdist.compat.backend import is_tensorflow
 SCALES = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
+def new_axes():
+    """Returns new matplotlib axes for the plot of a rate.
+
+    Raises:
+        ImportError: matplotlib is not installed (`pip install kdist[notebooks]`).
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError("plotting needs matplotlib: pip install 'kdist[notebooks]'") from error
+    return plt.figure(figsize=(6, 3), layout="constrained").gca()
+
+
 class ExampleSchedule(keras.optimizers.schedules.LearningRateSchedule):
     """Base class of learning rate schedules in units of examples seen.
 
@@ -74,14 +87,8 @@ class ExampleSchedule(keras.optimizers.schedules.LearningRateSchedule):
         Raises:
             ImportError: matplotlib is not installed (`pip install kdist[notebooks]`).
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError(
-                "plotting needs matplotlib: pip install 'kdist[notebooks]'"
-            ) from error
         if axes is None:
-            axes = plt.figure(figsize=(6, 3), layout="constrained").gca()
+            axes = new_axes()
             self._add_epoch_axis(axes)
         examples = np.linspace(0, num_examples, 1000)
         axes.set_ylim(auto=True)  # limits that an earlier plot has fixed would cut this curve off

@@ -5,6 +5,7 @@ import numpy as np
 
 from kdist.checkpoint.host_state import restore_rng, rng_state
 from kdist.checkpoint.snapshot import capture, restore
+from kdist.schedules import new_axes
 from kdist.training.scopes import has_parameter_servers
 from kdist.training.state import training_state_of
 
@@ -127,14 +128,8 @@ class LearningRateRange(keras.callbacks.Callback):
         """
         if not len(self.rates):
             raise ValueError("there is nothing to plot yet: call run(model, data)")
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError(
-                "plotting needs matplotlib: pip install 'kdist[notebooks]'"
-            ) from error
         if axes is None:
-            axes = plt.figure(figsize=(6, 3), layout="constrained").gca()
+            axes = new_axes()
         smooth = _smoothed(self.losses)
         axes.plot(self.rates, self.losses, ".", alpha=0.3, label="loss of a batch")
         axes.plot(self.rates, smooth, label="mean of neighbors")

@@ -202,9 +202,7 @@ def _size_and_seconds(plan, run_dir):
     if found is None and plan is not None:
         found = plan.prediction.checkpoint_bytes, plan.prediction.save_seconds
     size, seconds = found or (None, None)
-    rate = FLAGS.checkpoint_mb_per_second
-    if rate is not None and not rate > 0:
-        raise ValueError(f"--checkpoint_mb_per_second={rate:g}; give a rate above 0")
+    rate = program.read_rate("checkpoint_mb_per_second")
     return size, size / (rate * 1e6) if size and rate else seconds
 
 

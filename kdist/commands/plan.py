@@ -301,9 +301,7 @@ def limits():
 
 def preemptions():
     """Returns the behavior of spot VMs that the flags describe."""
-    rate = FLAGS.checkpoint_mb_per_second
-    if rate is not None and not rate > 0:
-        raise ValueError(f"--checkpoint_mb_per_second={rate:g}; give a rate above 0")
+    rate = program.read_rate("checkpoint_mb_per_second")
     saving = {} if rate is None else {"save_bytes_per_second": rate * 1e6}
     return planner.Spot(FLAGS.preemptions_per_day / 24, **saving)
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from kdist.exit_codes import Restart, restart_after
-from kdist.run_directory import checkpoint_step
+from kdist.run_directory import newest_step
 
 _FIRST_WAIT_SECONDS = 1.0
 _MAX_WAIT_SECONDS = 60.0
@@ -21,7 +21,7 @@ class RestartPolicy:
     def __init__(self, max_restarts: int, directory: pathlib.Path, announce: Callable[[str], None]):
         self._max_restarts, self._directory, self._announce = max_restarts, directory, announce
         self._restarts = 0
-        self._newest = self._newest_step()
+        self._newest = newest_step(self._directory)
 
     def wait_before_restart(self, code: int) -> bool:
         """Returns whether to restart the job, after a pause that doubles with each restart.
@@ -34,7 +34,7 @@ class RestartPolicy:
         if restart is Restart.NEVER or not self._may_restart(restart):
             return False
         seconds = min(_FIRST_WAIT_SECONDS * 2 ** max(self._restarts - 1, 0), _MAX_WAIT_SECONDS)
-        step = self._newest_step()
+        step = newest_step(self._directory)
         start = "its beginning" if step is None else f"the checkpoint of step {step}"
         status = self._status() if restart is Restart.COUNTED else "not counted, as it has saved"
         self._announce(f"starting again from {start} in {seconds:g} s; {status}")
@@ -52,7 +52,7 @@ class RestartPolicy:
         return self._count_restart() if restart is Restart.COUNTED else self._max_restarts > 0
 
     def _count_restart(self):
-        newest = self._newest_step()
+        newest = newest_step(self._directory)
         if newest != self._newest:
             self._newest, self._restarts = newest, 0
         if self._restarts < self._max_restarts:
@@ -67,7 +67,3 @@ class RestartPolicy:
 
     def _status(self):
         return f"restart {self._restarts} of {self._max_restarts} since the last new checkpoint"
-
-    def _newest_step(self):
-        steps = map(checkpoint_step, self._directory.glob("*"))
-        return max((step for step in steps if step is not None), default=None)

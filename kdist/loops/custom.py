@@ -317,9 +317,7 @@ class _Carrier(Model):
     def __init__(self, function, models, optimizers):
         super().__init__(name=function.__name__)
         self._function = function
-        self.program_models = models
-        for number, optimizer in enumerate(optimizers):
-            setattr(self, f"optimizer_{number}", optimizer)  # as attributes that kdist finds
+        self.program_models, self.program_optimizers = models, optimizers
         self.built = True
 
     def train_step(self, data):

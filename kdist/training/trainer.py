@@ -608,7 +608,7 @@ class Trainer(TensorFlowTrainer):
     def _epoch_results(self, logs):
         """Returns the epoch's logs as floats: metrics, or the last logs of a custom step."""
         if isinstance(logs, LazyLogs):
-            return logs._of_epoch()
+            return logs.of_epoch()
         return pythonify_logs(self._get_metrics_result_or_logs(logs))
 
     def _training_groups(self, x, start, steps_per_epoch, shuffle, **data):

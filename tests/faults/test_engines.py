@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 class EngineRun(Run):
     """A run that a program of this folder starts on an engine."""
 
-    def __init__(self, directory, program, prefix=()):
-        super().__init__(directory, "multi_worker", prefix=prefix)
+    def __init__(self, directory, program):
+        super().__init__(directory, "multi_worker")
         self._engine_program, self.mark = HERE / program, uuid.uuid4().hex
 
     def start(self, fault=""):
@@ -31,7 +31,7 @@ class EngineRun(Run):
         # A cluster of Ray has no authentication by default.
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
         own = {**token, MARK: self.mark, "RAY_USAGE_STATS_ENABLED": "0"}
-        self.process = self._popen([*self._prefix, sys.executable, *command], **own)
+        self.process = self._popen([sys.executable, *command], **own)
         return self
 
     def seen(self):

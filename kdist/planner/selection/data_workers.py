@@ -83,8 +83,9 @@ def find_data_workers(plan: Plan, constants: Constants | None = None) -> DataWor
         return None
     slowest = seconds.get("slowest node", 0.0)
     both = predicted.step_seconds - slowest
+    features = make_features(plan.setup, plan.gradients, plan.input_work)
     options = [
-        _option(plan, host, count, both - wait, slowest / both, constants)
+        _option(plan, features, host, count, both - wait, slowest / both, constants)
         for host in known_cpu_hosts()
         if plan.machine.name.startswith(f"{host.cloud} ")
         for count in range(1, _MAX_HOSTS + 1)
@@ -97,10 +98,9 @@ def find_data_workers(plan: Plan, constants: Constants | None = None) -> DataWor
     )
 
 
-def _option(plan, host, count, busy, slowest_share, constants):
+def _option(plan, features, host, count, busy, slowest_share, constants):
     """Returns the option of a number of hosts; `busy` is the seconds of a step without waiting."""
     predicted, machines = plan.prediction, plan.layout.machines
-    features = make_features(plan.setup, plan.gradients, plan.input_work)
     own = {"cores": host.vcpus, "vcpus": 1.0, "input_threads": math.inf, "recent_host": 0.0}
     cores = count * float(effective_cores(CostFeatures(**vars(features) | own), 0, constants))
     work = features.decoded * float(core_seconds(features, constants))

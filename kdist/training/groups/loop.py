@@ -153,7 +153,7 @@ class LazyLogs(dict):
         super().__init__({"not read yet": None})
         self._read, self._read_metrics = read, read_metrics
 
-    def _of_epoch(self):
+    def of_epoch(self) -> dict:
         """Returns the epoch's logs: results of metrics instead of a step's logs of these names.
 
         Keras does the same.
