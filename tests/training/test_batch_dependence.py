@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from kdist.training.replica.batch_dependence import BatchDependence
+from kdist.training.replica.dependence.walk import BatchDependence
 
 ROWS = np.random.default_rng(0).normal(size=(14, 8)).astype("float32")
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from kdist.training.replica.batch_dependence import BatchDependence, is_count
+from kdist.training.replica.dependence import tensors
+from kdist.training.replica.dependence.walk import BatchDependence
 from kdist.training.replica.reduction import all_reduce_sum, gather_rows
 
 _REDUCTIONS = {"BatchMatMulV2", "Einsum", "L2Loss", "MatMul", "Mean", "Sum", "UnsortedSegmentSum"}
@@ -262,7 +263,7 @@ def _kind(tensor, dependence) -> Kind | None:
         is_known = all(e.is_fixed or e.degree == 1 for e in found.elements)
         return Kind.SHAPE if is_known else None
     is_reduction = any(i.axis is not None for i in inputs)
-    if not is_noted and not is_count(tensor) and not is_reduction:
+    if not is_noted and not tensors.is_count(tensor) and not is_reduction:
         if "Random" in tensor.op.type:
             return Kind.FIXED
         return Kind.MEAN if _is_divided_by_rows(tensor.op, found, inputs) else None
@@ -293,7 +294,9 @@ def _is_linear(operation, dependence):
     if operation.type == "Mul":
         return sum(varies) < 2
     divisor = operation.inputs[-1]
-    return operation.type in _QUOTIENTS and (not varies[1] or is_count(divisor, dependence))
+    return operation.type in _QUOTIENTS and (
+        not varies[1] or tensors.is_count(divisor, dependence.of)
+    )
 
 
 def _can_be_copied(operation, dependence):

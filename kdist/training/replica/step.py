@@ -33,20 +33,14 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.compat.tensorflow import is_recorded
-from kdist.training.replica.batch_dependence import (
-    FIXED,
-    MEAN,
-    ROWS,
-    SUM,
-    BatchDependence,
-    Dependence,
-)
 from kdist.training.replica.batch_functions import (
     FunctionOfBatch,
     UnknownFunctionError,
     find_function,
 )
 from kdist.training.replica.colocation import colocate_with_inputs, outer_tensor
+from kdist.training.replica.dependence.values import FIXED, MEAN, ROWS, SUM, Dependence
+from kdist.training.replica.dependence.walk import BatchDependence
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import RowShare, tensors_of
 from kdist.training.replica.slices import SplitSlices
