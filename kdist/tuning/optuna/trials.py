@@ -69,21 +69,23 @@ def run_trials(
         study.tell(left_over.number, state=TrialState.FAIL)
     missing = trials - sum(t.state.is_finished() for t in study.get_trials(deepcopy=False))
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-    running = {}
+    running: list[tuple] = []
     try:
         while True:
             while missing > 0 and len(running) < processes and time.monotonic() < deadline:
                 trial = study.ask()
                 process = _context.Process(target=_run_trial, args=(objective, trial))
                 process.start()
-                running[process.sentinel] = process, trial
+                running.append((process, trial))
                 missing -= 1
             if not running:
                 return
-            for sentinel in multiprocessing.connection.wait(list(running)):
-                _record_end(study, *running.pop(sentinel))
+            multiprocessing.connection.wait([process.sentinel for process, _ in running])
+            for ended in [each for each in running if not each[0].is_alive()]:
+                running.remove(ended)
+                _record_end(study, *ended)
     finally:  # after an exception, such as KeyboardInterrupt
-        for process, trial in running.values():
+        for process, trial in running:
             process.kill()
             _record_end(study, process, trial)
 
