@@ -1,6 +1,7 @@
 """Searches with Optuna: trials in processes of their own, and pruning."""
 
 import functools
+import signal
 import subprocess
 import sys
 import time
@@ -92,6 +93,14 @@ def test_an_exception_fails_the_trial(storage, caplog):
     run_trials(objectives.fail, study, trials=1)
     assert states(study) == ["FAIL"]
     assert "exit code 1" in caplog.text
+
+
+def test_a_signal_without_a_name_fails_the_trial(storage, caplog):
+    study = optuna.create_study(storage=storage)
+    number = signal.SIGRTMIN + 3
+    run_trials(functools.partial(objectives.end_by, number), study, trials=1)
+    assert states(study) == ["FAIL"]
+    assert f"signal {number}" in caplog.text
 
 
 def test_no_trial_starts_after_the_timeout(storage):

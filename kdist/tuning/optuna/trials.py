@@ -6,13 +6,14 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 import optuna
 from optuna.trial import TrialState
+
+from kdist.launch.task_group import signal_name
 
 _logger = logging.getLogger(__name__)
 
@@ -140,6 +141,6 @@ def _record_end(study, process, trial):
         _logger.info("trial %d: %s %s", trial.number, recorded.state.name, recorded.values)
         return
     code = process.exitcode
-    end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    end = signal_name(-code) if code < 0 else f"exit code {code}"
     _logger.warning("trial %d failed: its process ended with %s", trial.number, end)
     study.tell(trial, state=TrialState.FAIL)
