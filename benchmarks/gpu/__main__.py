@@ -39,6 +39,7 @@ from benchmarks.serving.servers import GPU_VARIABLE
 from kdist import program
 
 FLAGS = flags.FLAGS
+_INTERRUPTED = "interrupted"
 
 flags.DEFINE_list("only", [], "Names of parts, or what they start with; all by default.")
 flags.DEFINE_boolean("list", False, "Print the names of the parts and exit.")
@@ -82,15 +83,17 @@ def main(_):
         results[part.name] = _result(part, min(left, FLAGS.limit_seconds or part.seconds))
         print(f"    {results[part.name]['state']}", flush=True)
         _write(file, about, results)
+        if results[part.name]["state"] == _INTERRUPTED:
+            break
     print(f"{file.with_suffix('.md')} has all results")
     return int(any(results.get(part.name, {}).get("state") != "done" for part in chosen))
 
 
 def _chosen():
     pythons = {"torch": FLAGS.torch_python, "jax": FLAGS.jax_python}
-    for library, packages in {"torch": "torch, torchvision", "jax": "jax, keras"}.items():
-        if not _imports(pythons[library], packages):
-            print(f"{library} is omitted: {pythons[library]} cannot import {packages}")
+    for library, packages in {"torch": ("torch", "torchvision"), "jax": ("jax", "keras")}.items():
+        if not _has(pythons[library], packages):
+            print(f"{library} is omitted: {pythons[library]} lacks {' or '.join(packages)}")
             del pythons[library]
     device = "CPU" if FLAGS.tiny else "GPU"
     every = parts.all_parts(FLAGS.tiny, pythons, device)
@@ -101,12 +104,15 @@ def _chosen():
     return chosen
 
 
-def _imports(python, packages):
+def _has(python, packages):
+    # Importing the packages would take half a minute.
+    code = (
+        "import importlib.util, sys; sys.exit(not all(map(importlib.util.find_spec, sys.argv[1:])))"
+    )
     try:
-        run = subprocess.run([python, "-c", f"import {packages}"], capture_output=True)
+        return subprocess.run([python, "-c", code, *packages]).returncode == 0
     except OSError:
         return False
-    return run.returncode == 0
 
 
 def _about():
@@ -157,6 +163,8 @@ def _result(part, limit):
             state = "done" if code == 0 else f"failed with exit code {code}"
         except subprocess.TimeoutExpired:
             state = f"stopped after {limit:.0f} s"
+        except (KeyboardInterrupt, SystemExit):  # What was measured so far is still written.
+            state = _INTERRUPTED
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -170,7 +178,8 @@ def _result(part, limit):
 
 
 def _environment():
-    environment = {**os.environ, "PYTHONPATH": str(parts.ROOT)}
+    path = os.pathsep.join(filter(None, [str(parts.ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path}
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     # Otherwise the first process of a part, such as the client of a server, takes all memory.
     environment["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"

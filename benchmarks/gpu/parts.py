@@ -1,6 +1,7 @@
 """Parts of the GPU benchmark, each a process of its own, the most telling first."""
 
 import dataclasses
+import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from benchmarks.gpu import spec
 ROOT = pathlib.Path(__file__).parents[2]
 PROFILE = "profile"
 
-_FLOATX = "float32", "float64"
 _RIVALS = "keras", "torch", "jax"
 # Rows of the equality suite that differ most on GPUs: reductions, cuDNN, XLA, and 16 bits.
 _FEATURES = (
@@ -55,7 +55,11 @@ def all_parts(tiny: bool, pythons: Mapping[str, str], device: str) -> list[Part]
         pythons: "torch" and "jax" -> an interpreter that imports the library. Others are omitted.
         device: "GPU" or "CPU", of the equality suite.
     """
-    parts = [_module("check", "What works: kdist check", 180, "kdist", "check")]
+    # Right numbers before fast ones.
+    parts = [
+        _equality("float32", tiny, device),
+        _module("driver", "NVML and nvidia-smi", 90, "benchmarks.gpu.driver"),
+    ]
     for model in spec.SIZES:
         parts.append(_training("kdist", model, tiny, sys.executable))
         for rival in _RIVALS:
@@ -63,8 +67,8 @@ def all_parts(tiny: bool, pythons: Mapping[str, str], device: str) -> list[Part]
             if python:
                 parts.append(_training(rival, model, tiny, python))
         if model == "resnet50":
-            parts += [_equality(floatx, tiny, device) for floatx in _FLOATX]
-            parts.append(_module("driver", "NVML and nvidia-smi", 90, "benchmarks.gpu.driver"))
+            parts.append(_module("check", "What works: kdist check", 180, "kdist", "check"))
+            parts.append(_equality("float64", tiny, device))
         if model == "transformer":
             parts += [_profile(tiny), _serving(tiny), _tune(tiny)]
     return parts
@@ -93,7 +97,7 @@ def _equality(floatx, tiny, device):
         "--libraries=kdist",
         f"--replicas={'2' if tiny else '1,2,4'}",
         "--layouts=mirrored",
-        f"--jobs={1 if tiny else 4}",
+        f"--jobs={1 if tiny else min(10, os.cpu_count() or 4)}",
     )
 
 

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from benchmarks.gpu import spec
@@ -40,6 +42,24 @@ def test_parts_resume_and_survive_one_that_is_killed(tmp_path):
     text = saved.with_suffix(".md").read_text()
     assert "NVML and nvidia-smi: done" in text
     assert "kdist check: stopped after 1 s" in text
+
+
+@pytest.mark.slow
+def test_an_interrupted_part_is_written(tmp_path):
+    command = ["benchmarks.gpu", "--tiny", "--only=check,driver", f"--results_dir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    with process:
+        runner = part = psutil.Process(process.pid)
+        while part is runner or part.memory_info().rss < 1e8:  # The part imports TensorFlow.
+            time.sleep(0.05)
+            part = next((p for p in runner.children() if "-m" in p.cmdline()), runner)
+        process.terminate()
+    assert process.returncode == 1
+    (saved,) = tmp_path.glob("*-gpu-tiny.json")
+    (driver,) = json.loads(saved.read_text())["parts"].values()
+    assert driver["state"] == "interrupted"
 
 
 @pytest.mark.slow

@@ -71,6 +71,12 @@ def test_unsupported_values_are_omitted(fake_nvml):
     assert set(record) == {"device", "name", "uuid", "pcie_sent_bytes_per_second"}
 
 
+def test_memory_that_the_driver_reserves_is_not_used(fake_nvml):
+    # nvidia-smi shows it apart, too.
+    ((record,),) = samples(fake_nvml({"memory_used": 700, "memory_reserved": 600}))
+    assert record["memory_used_bytes"] == 700
+
+
 def test_a_mig_gpu_has_no_utilization(fake_nvml):
     (records,) = samples(fake_nvml({"mig": 1, "utilization": 0}, 0.7))
     assert not {"utilization", "memory_utilization"} & set(records[0])
@@ -140,9 +146,10 @@ def test_a_library_that_lacks_functions_has_no_gpus(fake_nvml, fake_nvml_library
     assert samples(environment) == [[]]
 
 
-def test_an_old_driver_has_the_old_temperature_function(fake_nvml):
+def test_an_old_driver_has_the_old_functions_of_temperature_and_memory(fake_nvml):
     ((record,),) = samples(fake_nvml(0.5, flags=("-DOLD_DRIVER",)))
     assert record["temperature_celsius"] == 55
+    assert record["memory_used_bytes"] == 8 * 2**30
 
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch):

@@ -53,10 +53,10 @@ class NvmlSampler:
         A record takes about 40 ms, during which the driver measures PCIe. It has `device`, `name`,
         `uuid`, and where available: `utilization` and `memory_utilization` (0 to 1: the share of
         the driver's last period, up to one second, in which a kernel ran, or memory was read or
-        written), `memory_used_bytes` (of all processes and the driver), `memory_total_bytes`,
-        `power_watts`, `temperature_celsius`, `sm_clock_mhz`, and `pcie_` and `nvlink_` with
-        `sent_bytes_per_second` and `received_bytes_per_second`. Those of NVLink are means since the
-        last sample, so that the first record has none.
+        written), `memory_used_bytes` (of all processes, as `nvidia-smi` shows it),
+        `memory_total_bytes`, `power_watts`, `temperature_celsius`, `sm_clock_mhz`, and `pcie_` and
+        `nvlink_` with `sent_bytes_per_second` and `received_bytes_per_second`. Those of NVLink are
+        means since the last sample, so that the first record has none.
         """
         for gpu in list(self._gpus):
             try:
@@ -157,7 +157,11 @@ class _NvmlGpu:
         return {"utilization": rates.gpu / 100, "memory_utilization": rates.memory / 100}
 
     def _memory(self):
-        memory = _read(pynvml.nvmlDeviceGetMemoryInfo, self._partition)
+        version = pynvml.nvmlMemory_v2
+        memory = _read(pynvml.nvmlDeviceGetMemoryInfo, self._partition, version)
+        if memory is None:
+            # Drivers before R510 know only the first version, which also counts what they reserve.
+            memory = _read(pynvml.nvmlDeviceGetMemoryInfo, self._partition)
         if memory is None:
             return {}
         return {"memory_used_bytes": memory.used, "memory_total_bytes": memory.total}
