@@ -110,8 +110,6 @@ OPTIMIZERS = {
 CASES = [
     ("resnet18", "suggested", "pipeline=2,micro_batches=2", "adam"),
     ("inception", "four branches", "branch=4", "momentum"),
-    ("inception", "suggested", "pipeline=2,micro_batches=4,schedule=gpipe", "sgd"),
-    ("inception", "suggested", "data=2,pipeline=2,micro_batches=2", "momentum"),
     ("inception", "tensor", "tensor=2", "sgd"),
     ("transformer", "placed", "data=2,branch=2", "sgd"),
     ("transformer", "suggested", "pipeline=2,micro_batches=4", "adam"),
@@ -122,9 +120,11 @@ CASES = [
     ("transformer", "suggested", "data=2,pipeline=2,micro_batches=2", "adam"),
     ("MobileNetV2", "suggested", "pipeline=4", "sgd"),
     ("MobileNetV2", "tensor", "tensor=2", "adam"),
-    ("ResNet50", "suggested", "pipeline=2", "sgd"),
 ]
 MORE_CASES = [
+    ("inception", "suggested", "pipeline=2,micro_batches=4,schedule=gpipe", "sgd"),
+    ("inception", "suggested", "data=2,pipeline=2,micro_batches=2", "momentum"),
+    ("ResNet50", "suggested", "pipeline=2", "sgd"),
     ("resnet18", "tensor", "data=2,tensor=2", "momentum"),
     ("resnet18", "placed", "data=2,branch=2", "momentum"),
     ("resnet18", "suggested", "pipeline=2", "momentum"),

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.faults import parameter_server_program
+from tests.tiers import seldom
 
 KILLS = int(os.environ.get("KDIST_KILLS", "3"))
 PROGRAM = pathlib.Path(parameter_server_program.__file__)
@@ -52,7 +53,7 @@ def test_workers_are_replaced_alone(start, record):
     )
 
 
-@pytest.mark.parametrize("name", ["ps 0", "chief 0"])
+@pytest.mark.parametrize("name", ["ps 0", *seldom(["chief 0"])])
 def test_without_a_parameter_server_or_the_coordinator_the_job_restarts(name, start, record):
     flags = "--workers=2", "--ps=1", "--max_restarts=2"
     run = start("parameter_server", *flags, program=PROGRAM)

@@ -223,7 +223,7 @@ def test_keras_distribution_is_refused_on_tensorflow(distribution):
         model.fit(*data("mlp", 1))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_builder_works_on_jax(tmp_path):
     found = on_jax(tmp_path, "builders")["builders"]
     assert set(found) == set(kdist.models.BUILDERS)
