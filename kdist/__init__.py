@@ -56,6 +56,7 @@ _PUBLIC = {
     "strategies": "strategies",
     "telemetry": "telemetry",
     "testing": "testing",
+    "tuning": "tuning",
 }
 
 __all__ = ["__version__", *_PUBLIC]

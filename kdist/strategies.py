@@ -6,6 +6,7 @@
     strategy = create_strategy("multi_worker")                     # on each task of a job
     strategy = create_strategy("parameter_server")                 # only the chief returns
     strategy = create_strategy(kdist.planner.Plan.load("plan.json"))      # as planned
+    strategy = create_strategy(kdist.tuning.Tuned.load("tuned.json"))     # as kdist tune found
     strategy = create_strategy(kdist.Layout(data=2, pipeline=2))          # split models
     strategy = create_strategy("mirrored", devices=4, shard="optimizer")  # sharded slots
 
@@ -37,6 +38,7 @@ from kdist.training.strategy_setup import set_up
 if TYPE_CHECKING:
     from kdist.planner.plans import Plan
     from kdist.training.parameter_server.variables import Partitioner
+    from kdist.tuning.settings import Tuned
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ _MAX_SILENT_SECONDS = 65.0
 
 
 def create_strategy(
-    name: "str | Plan | Layout" = "auto",
+    name: "str | Plan | Layout | Tuned" = "auto",
     devices: int | Sequence[str] | None = None,
     *,
     reduction: str = "auto",
@@ -79,8 +81,9 @@ def create_strategy(
             parameter servers, `"multi_worker"` in any other job of several tasks, otherwise
             `"mirrored"` on several devices and `"one_device"` on one; the choice is logged. Or a
             `kdist.planner.Plan`, which also determines the devices; the job must have as many tasks
-            as the plan has machines. Or the `kdist.Layout` of a split model, or of replicas
-            that are sharded. Defaults to `"auto"`.
+            as the plan has machines. Or a `kdist.tuning.Tuned`, which also determines devices,
+            reduction, and shards. Or the `kdist.Layout` of a split model, or of replicas that are
+            sharded. Defaults to `"auto"`.
         devices: Number of devices or their names, such as `["GPU:0", "GPU:3"]`. A number on a
             machine without GPUs creates that many logical CPU devices. In a job, these are the
             devices of this task, and every task has the same number. Defaults to all GPUs, or the

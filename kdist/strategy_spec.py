@@ -3,6 +3,7 @@
     spec = resolve("mirrored", devices=2, reduction="nccl")
     spec = resolve(kdist.Layout(data=2, pipeline=2))
     spec = resolve(kdist.planner.Plan.load("plan.json"))
+    spec = resolve(kdist.tuning.Tuned.load("tuned.json"))
     strategy = kdist.strategies.build(spec)
 
 `resolve` finds every error that does not depend on the devices of this machine.
@@ -18,6 +19,7 @@ from kdist.cluster import Cluster
 from kdist.cluster.remote_access import check_remote_access
 from kdist.hardware import parse_devices
 from kdist.layout import Layout
+from kdist.tuning.settings import Tuned
 
 if TYPE_CHECKING:
     from kdist.planner.plans import Plan
@@ -75,7 +77,7 @@ class StrategySpec:
 
 
 def resolve(
-    name: "str | Plan | Layout" = "auto",
+    name: "str | Plan | Layout | Tuned" = "auto",
     devices: int | Sequence[str] | None = None,
     *,
     reduction: str = "auto",
@@ -96,6 +98,21 @@ def resolve(
         ValueError: If the name or the reduction is unknown, options contradict each other, the
             cluster lacks tasks, or an address is remote without `allow_remote`.
     """
+    if isinstance(name, Tuned):
+        return resolve(
+            **_completed(
+                name.strategy_options,
+                devices=devices,
+                reduction=reduction,
+                num_packs=num_packs,
+                shard=shard,
+            ),
+            cluster=cluster,
+            cluster_timeout_seconds=cluster_timeout_seconds,
+            step_timeout_seconds=step_timeout_seconds,
+            allow_remote=allow_remote,
+            partitioner=partitioner,
+        )
     if isinstance(name, Layout):
         name.check_only_degrees()
         if shard is not None:
@@ -140,6 +157,17 @@ def resolve(
             _warn_of_other_tasks(name)
         return spec
     return _in_cluster(spec, Cluster.resolve() if cluster is None else cluster, allow_remote)
+
+
+def _completed(tuned, **options):
+    """Returns tuned options with those that the caller gave; raises if they contradict."""
+    given = {name: value for name, value in options.items() if value not in (None, "auto")}
+    for name, value in given.items():
+        if tuned.get(name) not in (None, value):
+            raise ValueError(
+                f"{name}={value!r}: the tuned settings have {tuned[name]!r}; leave it out"
+            )
+    return tuned | given
 
 
 def _automatic(cluster):

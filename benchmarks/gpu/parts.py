@@ -149,5 +149,13 @@ def _serving(tiny):
 def _tune(tiny):
     model = ["--model=lenet", "--max_batch=64"] if tiny else ["--model=resnet18"]
     return _module(
-        "tune", "kdist tune", 240, "kdist", "tune", "--dataset=digits", "--num_devices=1", *model
+        "tune",
+        "kdist tune",
+        240,
+        "kdist",
+        "tune",
+        "--batch",
+        "--dataset=digits",
+        "--num_devices=1",
+        *model,
     )

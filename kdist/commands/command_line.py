@@ -35,8 +35,8 @@ COMMANDS = {
         "kdist plan --model=resnet50 --examples=1281167 --epochs=90 --max_usd=100",
     ),
     "tune": (
-        "Finds the largest batch that fits, and the smallest that is fast.",
-        "kdist tune --model=resnet18 --dataset=fashion_mnist",
+        "Finds fast settings, the largest batch that fits, and a learning rate.",
+        "kdist tune --model=lenet --dataset=digits --output=tuned.json",
     ),
     "report": (
         "Writes a web page about one or several runs.",

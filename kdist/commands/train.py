@@ -30,6 +30,9 @@
   # run a plan of `kdist plan`, and compare its prediction with the measurement
   kdist train --plan=plan.json
 
+  # with the settings that kdist tune measured to be fastest on this machine
+  kdist train --tuned=tuned.json
+
   # your own model and data, and a version of the model for `kdist serve`
   kdist train --model=my_code.py:build --model_args="width=8" --dataset=my_code.py:load_data \\
     --export=models/mine
@@ -201,6 +204,12 @@ with program.flag_group("Devices and layout"):
         None,
         "Plan written by `kdist plan --output`. It sets the model, strategy, devices, batch, "
         "precision, optimizer, and epochs. A flag that contradicts it is an error.",
+    )
+    flags.DEFINE_string(
+        "tuned",
+        None,
+        "Settings written by `kdist tune --output`, such as XLA, the step group, and the devices. "
+        "A flag that contradicts them is an error.",
     )
 
 with program.flag_group("Several hosts"):
@@ -452,6 +461,8 @@ flags.register_validator(
 )
 program.accept_urls("run_dir", "mirror", "dataset", "data_dir", "export", "resume")
 program.accept_urls("mlflow_uri", is_checked=False)
+flags.mark_flags_as_mutual_exclusive(["plan", "tuned"])
+program.reads_file("tuned", "create it with kdist tune --output")
 program.reads_file("plan", "create it with kdist plan --output")
 program.reads_file("split", "write the placement to it, or use --split=auto", unless=["auto"])
 

@@ -31,7 +31,7 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _REPLACEMENT = re.compile(r"<!-- in tests: (.+?) -> (.+?) -->")
-_COMMAND = re.compile(r"kdist (train|launch|check|plan|report|serve|export|compare)\b(.*)")
+_COMMAND = re.compile(r"kdist (train|launch|check|plan|tune|report|serve|export|compare)\b(.*)")
 _FLAG = re.compile(r"(?<=\s)--(?!no\b)([a-z0-9_]+)")
 
 

@@ -1,47 +1,263 @@
-"""`kdist tune` on real trainings, and trials that take too much memory."""
+"""`kdist tune` on real trainings, and trials that crash or take too much memory."""
 
+import json
 import re
 import subprocess
 import sys
 
+import psutil
 import pytest
 
-from kdist.commands import tune
+from kdist.commands.tuning_run import trials
+from kdist.commands.tuning_run.trials import Trial, TrialError, TrialPool, is_out_of_memory
+from kdist.tuning import Tuned
+from tests.forked import python
 from tests.scripts.test_train import program
+from tests.telemetry.waiting import wait_until
 
-ALLOCATE = "x = bytearray({}); import time; time.sleep(60)"
+# A trial without TensorFlow. Its arguments are bytes to allocate, and those at which it fails.
+TRIAL = """
+import json, sys
+memory, failing = map(int, sys.argv[1:])
+block = bytearray(memory)
+say = lambda **facts: print("kdist-trial: " + json.dumps(facts), flush=True)
+print("printed by the program of a user")
+say(replicas=2, examples=100)
+for line in sys.stdin:
+    if memory == failing:
+        raise MemoryError("too much")
+    say(seconds=float(line), steps=4, gpu_bytes=None)
+"""
+
+# A trial that does not notice the end of its input.
+HANGING = """
+import os, sys, time
+print(os.getpid(), end=".", file=open(sys.argv[1], "w"), flush=True)
+time.sleep(120)
+"""
 
 
-@pytest.mark.parametrize(("size", "is_ended"), [(400_000_000, True), (10_000_000, False)])
-def test_a_trial_above_the_limit_is_ended(size, is_ended, monkeypatch):
-    monkeypatch.setattr(tune, "_TRIAL_SECONDS", 5)
-    child = subprocess.Popen([sys.executable, "-c", ALLOCATE.format(size)])
-    try:
-        peak, reason = tune._watch(child, 200e6)
-    finally:
-        child.kill()
-        child.wait()
-    assert (peak > 200e6) == is_ended
-    assert ("more memory" in reason) == is_ended
-    assert ("seconds were enough" in reason) != is_ended
+def fake_command(arguments):
+    return [sys.executable, "-c", TRIAL, *arguments]
+
+
+def test_a_trial_trains_when_it_has_a_turn():
+    with Trial(fake_command(["0", "1"]), 1e9) as trial:
+        assert trial.facts == {"replicas": 2, "examples": 100}
+        assert trial.turn(2.0).step_seconds == 0.5
+        assert 1e6 < trial.turn(1.0).memory_bytes < 1e8
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "is_out_of_memory"),
+    ("code", "reason", "lacked"),
+    [
+        ("x = bytearray(400_000_000); import time; time.sleep(60)", "more memory", "memory"),
+        ("import time; time.sleep(60)", "seconds were not enough", "time"),
+        ("raise MemoryError", "out of memory", "memory"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "out of memory", "memory"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by signal 11", ""),
+        ("raise ValueError('no such layer')", "no such layer", ""),
+    ],
+)
+def test_the_reason_of_a_trial_that_fails(code, reason, lacked):
+    with pytest.raises(TrialError, match=reason) as error:
+        Trial([sys.executable, "-c", code], 200e6, max_wait_seconds=3)
+    assert error.value.lacked == lacked
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "expected"),
     [
         (-9, "", True),
         (1, "ResourceExhaustedError: OOM when allocating tensor", True),
         (1, "ValueError: unknown model", False),
     ],
 )
-def test_out_of_memory_is_told_from_other_errors(code, error, is_out_of_memory):
-    assert tune._is_out_of_memory(code, error) == is_out_of_memory
+def test_out_of_memory_is_told_from_other_errors(code, error, expected):
+    assert is_out_of_memory(code, error) == expected
+
+
+def test_a_pool_keeps_trials_while_memory_lasts(monkeypatch):
+    monkeypatch.setattr(trials, "trial_command", fake_command)
+    sizes = [str(million * 1_000_000) for million in (150, 151, 152, 250)]
+    with TrialPool(420e6, on_gpus=False) as pool:
+
+        def live():
+            return [key[0] for key in pool._trials]
+
+        for size in sizes[:3]:
+            pool.turn((size, "1"), 0.1)
+        assert live() == [sizes[0], sizes[2]]  # the first is that of the present settings
+        with pytest.raises(TrialError, match="memory"):
+            pool.turn((sizes[3], "1"), 0.1)  # also when only the first is left
+        assert live() == [sizes[0]]
+        with pytest.raises(TrialError, match="out of memory"):
+            pool.turn((sizes[1], sizes[1]), 0.1)  # it crashes in its turn
+        assert live() == [sizes[0]]
+        assert pool.turn((sizes[2], "1"), 1.0)[0].steps == 4
+
+
+def test_a_trial_that_hangs_is_not_started_again(monkeypatch):
+    monkeypatch.setattr(trials, "trial_command", fake_command)
+    with TrialPool(1e9, on_gpus=False) as pool:
+        pool.turn(("0", "1"), 0.1)
+        pool.turn(("1", "2"), 0.1)
+        started = []
+
+        def hanging_command(arguments):
+            started.append(arguments)
+            return [sys.executable, "-c", "import time; time.sleep(60)"]
+
+        monkeypatch.setattr(trials, "trial_command", hanging_command)
+        pool.max_wait_seconds = 0.5
+        with pytest.raises(TrialError, match="seconds were not enough"):
+            pool.turn(("2", "3"), 0.1)
+        assert len(started) == 1
+        assert len(pool._trials) == 2  # the others need not make room
+
+
+def test_trials_end_with_the_search(tmp_path):
+    pid = tmp_path / "pid"
+    program = (
+        "import sys; from kdist.commands.tuning_run.trials import Trial; "
+        f"Trial([sys.executable, '-c', {HANGING!r}, {str(pid)!r}], 1e12)"
+    )
+    search = subprocess.Popen([sys.executable, "-c", program])
+    wait_until(lambda: pid.exists() and pid.read_text().endswith("."))
+    trial = psutil.Process(int(pid.read_text().rstrip(".")))
+    search.kill()
+    search.wait()
+    _, running = psutil.wait_procs([trial], timeout=30)
+    assert not running
+
+
+def test_a_turn_counts_the_steps_of_groups_that_an_epoch_cuts_short():
+    small = ["--model=mlp", "--dataset=digits", "--examples=96", "--local_batch_size=32"]
+    with Trial(trials.trial_command([*small, "--steps_per_execution=8"]), 1e12) as trial:
+        assert trial.facts == {"replicas": 1, "examples": 96}
+        assert trial.turn(0.001).steps == 3  # of an epoch
+
+
+# Prints the knobs of a training whose steps take some seconds, and flags of a batch twice as large.
+KNOBS = """
+import json, sys
+from absl import flags
+from kdist.commands import tune
+from kdist.commands.tuning_run.speed import TrainingWithKnobs
+from kdist.commands.tuning_run.trials import Turn
+
+class Pool:
+    def turn(self, arguments, seconds):
+        return Turn(float(sys.argv[1]), 1, 1e8), {"replicas": 2, "examples": 4096}
+
+flags.FLAGS(["tune", *sys.argv[2:]])
+training = TrainingWithKnobs(Pool())
+knobs = {knob.name: knob.values for knob in training.knobs()}
+print(json.dumps({"knobs": knobs, "flags": training.flags({"batch": 2})}))
+"""
+
+
+@pytest.mark.parametrize(("step_seconds", "groups"), [("0.1", ["8"]), ("1", None)])
+def test_step_groups_that_take_long_are_not_tried(step_seconds, groups):
+    knobs = python(KNOBS, [step_seconds])["knobs"]
+    assert knobs.get("steps_per_execution") == groups
+    assert "jit_compile" in knobs
+
+
+@pytest.mark.parametrize(
+    ("flags", "scale", "base"),
+    [
+        ([], "linear", 128),  # of the present batch
+        (["--scale_learning_rate=linear", "--base_batch_size=32"], "linear", 32),
+        (["--scale_learning_rate=sqrt", "--local_batch_size=16"], "sqrt", 128),
+    ],
+)
+def test_the_learning_rate_follows_a_larger_batch(flags, scale, base):
+    found = python(KNOBS, ["0.1", *flags])["flags"]
+    assert (found["scale_learning_rate"], found["base_batch_size"]) == (scale, base)
+
+
+def test_local_sgd_keeps_its_devices():
+    assert "devices" in python(KNOBS, ["0.1", "--search=devices"])["knobs"]
+    assert "devices" not in python(KNOBS, ["0.1", "--search=devices", "--local_steps=4"])["knobs"]
+
+
+# Runs `kdist tune` in this process; the model shows that nothing of it changed.
+PROGRAM = """
+import contextlib, io, json, sys
+from absl import flags
+import numpy as np
+from kdist.checkpoint.snapshot import capture
+from kdist.commands import tune
+from kdist.commands.training_run import compiled_model as module
+
+create, models = module.compiled_model, []
+
+def created(*arguments, **options):
+    model = create(*arguments, **options)
+    with model.distribute_strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    models.append((model, capture(model)))
+    return model
+
+module.compiled_model = created
+flags.FLAGS(["tune", *tune._with_questions(sys.argv[1:])])
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    tune.main(None)
+model, before = models[0]
+after = capture(model)
+state = [name for name in before if not name.startswith("metrics/")]
+changed = [name for name in state if not np.array_equal(before[name], after[name])]
+print(json.dumps({"printed": printed.getvalue(), "state": state, "changed": changed}))
+"""
+MLP = ["--model=mlp", "--dataset=digits", "--examples=512", "--num_devices=2"]
+
+
+def test_the_range_test_prints_a_rate_and_restores_the_state(tmp_path):
+    plot = tmp_path / "plot.png"
+    found = python(PROGRAM, ["--learning_rate", *MLP, f"--plot={plot}"])
+    rate = re.search(r"suggested learning rate: ([\d.e-]+), with momentum.*falls", found["printed"])
+    assert 1e-4 < float(rate[1]) < 10
+    assert f" --learning_rate={rate[1]}" in found["printed"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len(found["state"]) > 4
+    assert found["changed"] == []
+
+
+def test_the_noise_scale_is_printed_for_each_epoch():
+    found = python(PROGRAM, ["--noise_scale", *MLP, "--epochs=2", "--learning_rate", "0.1"])
+    rows = re.findall(r"^ +([\d,]+) +([\d,]+|unknown)  .* to ", found["printed"], re.MULTILINE)
+    assert [examples for examples, _ in rows] == ["0", "512", "1,024"]
+    assert found["changed"]  # it trains in between
+    assert re.search("largest useful global batch|noise hides", found["printed"])
+
+
+@pytest.mark.slow
+def test_tune_finds_settings_and_trains_with_them(tmp_path):
+    output = tmp_path / "tuned.json"
+    flags = ["--model=mlp", "--dataset=digits"]
+    search = ["--num_devices=2", "--jit_compile", "--reduction=auto"]
+    tuned = program("tune", *flags, *search, "--minutes=0.2", f"--output={output}")
+    assert tuned.returncode == 0, tuned.stderr
+    assert "searching steps_per_execution for" in tuned.stdout  # the other knobs are given
+    assert re.search(r"steps_per_execution=32 +[\d.]+ ×.* pairs +nothing", tuned.stdout)
+    settings = Tuned.load(output).settings
+    # The local batch is that of the default: the settings are fast for it.
+    assert {"num_devices": 2, "local_batch_size": 64, "jit_compile": True}.items() <= (
+        settings.items()
+    )
+    run_dir = tmp_path / "run"
+    trained = program("train", *flags, f"--tuned={output}", f"--run_dir={run_dir}", "--verbose=0")
+    assert trained.returncode == 0, trained.stderr
+    config = json.loads((run_dir / "config.json").read_text())
+    assert settings.items() <= config.items()
+    assert json.loads((run_dir / "summary.json").read_text())["num_replicas"] == 2
 
 
 @pytest.mark.slow
 def test_tune_tries_batches_and_prints_a_command_that_trains(tmp_path):
     flags = ["--model=lenet", "--dataset=digits", "--num_devices=2"]
-    tuned = program("tune", *flags, "--local_batch_size=32", "--max_batch=128")
+    tuned = program("tune", "--batch", *flags, "--local_batch_size=32", "--max_batch=128")
     assert tuned.returncode == 0, tuned.stderr
     rows = [
         list(map(int, row)) for row in re.findall(r"^ +(\d+) +(\d+) +[\d.]+ ms", tuned.stdout, re.M)

@@ -136,6 +136,17 @@ TRAIN = [
     (["--plan=a_file"], "a_file is no JSON"),
     (["--plan=binary"], "binary is no JSON"),
     (["--plan=list.json"], "list.json is no plan"),
+    (["--tuned=nowhere.json"], "create it with kdist tune --output"),
+    (["--tuned=list.json"], "list.json holds no tuned settings"),
+    (["--tuned=tuned.json", "--num_devices=3"], "--num_devices=3 contradicts tuned.json"),
+    (["--tuned=tuned.json", "--devices=CPU:0"], "--tuned=tuned.json: flags num_devices=2"),
+    (["--tuned=tuned.json", "--plan=list.json"], "At most one"),
+    (["--tuned=bad_precision.json"], "--tuned=bad_precision.json: flag --precision=float99"),
+    (["--tuned=bad_batch.json"], "--tuned=bad_batch.json: flag --local_batch_size=0"),
+    (["--tuned=bad_device.json"], "--tuned=bad_device.json: '1' is not a device name"),
+    (["--tuned=bad_layout.json"], "--tuned=bad_layout.json: pipeline='x'"),
+    (["--tuned=bad_packs.json"], "--tuned=bad_packs.json: reduction='auto' and num_packs=2"),
+    (["--tuned=tuned.json", "--backend=jax"], "--tuned is not supported by --backend=jax"),
     (["--layout=pipeline=2", "--split=nowhere.json"], "use --split=auto"),
     (["--layout=pipeline=2", "--split=a_file"], "a_file is not JSON"),
     (["--layout=pipeline=2", "--split=list.json"], "stage(0)"),
@@ -166,6 +177,14 @@ TRAIN = [
     (["--backend=jax", "--run_dir=finished"], "already holds a finished run"),
     (["--backend=jax", "--model=lenett"], "did you mean 'lenet'"),
 ]
+TUNED = {
+    "tuned": {"num_devices": 2},
+    "bad_precision": {"precision": "float99"},
+    "bad_batch": {"local_batch_size": 0},
+    "bad_device": {"devices": ["1"]},
+    "bad_layout": {"layout": "data=2,pipeline=x"},
+    "bad_packs": {"strategy": "one_device", "num_packs": 2},
+}
 ENVIRONMENTS = [
     (["--strategy=multi_worker"], {}, "needs tasks of the role worker"),
     (["--strategy=multi_worker"], {"TF_CONFIG": '{"cluster": []}'}, "TF_CONFIG is not"),
@@ -200,11 +219,22 @@ ENVIRONMENTS = [
     ),
     ([], {"KERAS_BACKEND": "jax"}, "KERAS_BACKEND is jax"),
 ]
+IN_JOBS = [
+    ("tune", ["--model=mlp"], {"TF_CONFIG": json.dumps(TWO_WORKERS)}, "measures one machine"),
+]
 OTHERS = [
     ("tune", ["--strategy=multi_worker"], "kdist tune measures one machine"),
     ("tune", ["--run_dir=runs/a"], "--run_dir has no meaning for kdist tune"),
     ("tune", ["--backend=jax"], "--backend=jax is not supported by kdist tune"),
     ("tune", ["--memory_gb=nan"], "--memory_gb=nan"),
+    ("tune", ["--search=presision"], "did you mean 'precision'"),
+    ("tune", ["--model=lenett"], "did you mean 'lenet'"),
+    ("tune", ["--batch", "--num_packs=2", "--strategy=one_device"], "options of 'mirrored'"),
+    ("tune", ["--batch", "--minutes=1"], "--minutes has no effect here; leave --batch out"),
+    ("tune", ["--max_batch=8"], "--max_batch has no effect here; add --batch"),
+    ("tune", ["--output=nowhere/tuned.json"], "in a directory that exists"),
+    ("tune", ["--learning_rate", "--plot=nowhere/a.png"], "in a directory that exists"),
+    ("tune", ["--noise_scale", "--learning_rate"], "At most one"),
     ("plan", ["--model=resnet5O", "--examples=9"], "did you mean resnet50"),
     ("plan", ["--model=lenet", "--examples=-3"], "--examples=-3"),
     ("plan", ["--model=lenet", "--examples=1.281.167"], "--examples=1.281.167 is no number"),
@@ -316,6 +346,7 @@ OTHERS = [
 CASES = [
     *(("train", flags, {}, message) for flags, message in TRAIN),
     *(("train", *case) for case in ENVIRONMENTS),
+    *IN_JOBS,
     *((name, flags, {}, message) for name, flags, message in OTHERS),
 ]
 
@@ -348,6 +379,8 @@ def outcomes(tmp_path_factory):
     (folder / "bad.weights.h5").write_text("not HDF5")
     (folder / "binary").write_bytes(b"\xff\xfe\x00")
     (folder / "list.json").write_text("[1]")
+    for name, settings in TUNED.items():
+        (folder / f"{name}.json").write_text(json.dumps({"settings": settings}))
     for name in ("finished", "interrupted"):
         (folder / name / "config.json").write_text('{"epochs": 7}')
     (folder / "on_fallback" / "config.json").write_text('{"epochs": 20, "dataset": "digits"}')

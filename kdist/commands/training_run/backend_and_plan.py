@@ -1,4 +1,4 @@
-"""Flags that choose the backend, and flags that are set by a plan."""
+"""Flags that choose the backend, and flags that are set by a plan or by tuned settings."""
 
 import os
 
@@ -8,6 +8,8 @@ import kdist
 from kdist import program
 from kdist.hardware import find_gpus
 from kdist.mirror.store import is_url
+from kdist.strategy_spec import resolve
+from kdist.tuning.settings import this_machine
 
 FLAGS = flags.FLAGS
 
@@ -97,11 +99,7 @@ def apply_plan():
         "jit_compile": plan.jit_compile,
     }
     for name, value in planned.items():
-        if FLAGS[name].present and FLAGS[name].value != value:
-            raise ValueError(
-                f"--{name}={FLAGS[name].value} contradicts {FLAGS.plan}, which has {value}; leave "
-                "the flag out, or create a new plan with kdist plan"
-            )
+        _check_agrees(name, value, FLAGS.plan, "kdist plan")
         FLAGS[name].value = value
     if plan.checkpoint_minutes and not FLAGS["checkpoint_minutes"].present:
         FLAGS.checkpoint_minutes = plan.checkpoint_minutes
@@ -110,6 +108,38 @@ def apply_plan():
     if FLAGS.devices:
         raise ValueError(f"{FLAGS.plan} sets the devices; leave --devices out")
     return plan
+
+
+def apply_tuned():
+    """Sets the flags of the settings of --tuned, as if they were on the command line.
+
+    Raises:
+        ValueError: the file holds no such settings, a value is invalid or not supported by the
+            strategy, or a flag on the command line contradicts them or excludes one of them.
+    """
+    if FLAGS.tuned is None:
+        return
+    tuned = kdist.tuning.Tuned.load(FLAGS.tuned)
+    for name, value in tuned.settings.items():
+        _check_agrees(name, value, FLAGS.tuned, "kdist tune")
+    try:
+        for name, value in tuned.settings.items():
+            FLAGS[name].parse(value)
+            FLAGS[name].present = 1
+        FLAGS.validate_all_flags()
+        resolve(tuned)
+    except (flags.Error, ValueError) as error:
+        raise ValueError(f"--tuned={FLAGS.tuned}: {error}") from error
+    for difference in tuned.differences(FLAGS.model, this_machine()):
+        print(f"note: {FLAGS.tuned} is of {difference}; other settings may be faster: kdist tune")
+
+
+def _check_agrees(name, value, path, command):
+    if FLAGS[name].present and FLAGS[name].value != value:
+        raise ValueError(
+            f"--{name}={FLAGS[name].value} contradicts {path}, which has {value}; leave the flag "
+            f"out, or create a new file with {command}"
+        )
 
 
 def report_data_differences(plan, train):

@@ -27,8 +27,8 @@ _COMPILE_FLAGS = (
 )
 
 
-def compiled_model(strategy, train):
-    """Returns the compiled model."""
+def compiled_model(strategy, train, rate=None):
+    """Returns the compiled model; a number as `rate` replaces the schedule of the learning rate."""
     plain = call_on_cpu(build_model, train) if splits_model() else None
     with strategy.scope():
         if plain is None:
@@ -41,7 +41,7 @@ def compiled_model(strategy, train):
             check_compiled()
         else:
             model.compile(
-                optimizer(learning_rate(train.batch, train.num_examples)),
+                optimizer(rate or learning_rate(train.batch, train.num_examples)),
                 loss(model),
                 metrics=[accuracy(model)],
                 jit_compile=FLAGS.jit_compile,

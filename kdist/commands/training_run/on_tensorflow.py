@@ -9,14 +9,19 @@ import time
 from absl import flags
 
 import kdist
-from kdist.commands.training_run.backend_and_plan import apply_plan, report_data_differences
+from kdist.commands.training_run.backend_and_plan import (
+    apply_plan,
+    apply_tuned,
+    choose_backend,
+    report_data_differences,
+)
 from kdist.commands.training_run.compiled_model import (
     compiled_model,
     split_layout,
     splits_model,
     verbosity,
 )
-from kdist.commands.training_run.datasets import load_data_in_time
+from kdist.commands.training_run.datasets import load_data, load_data_in_time
 from kdist.commands.training_run.flag_checks import check_flags
 from kdist.commands.training_run.next_steps import (
     print_next_steps,
@@ -48,6 +53,7 @@ _MODEL_FACTS = (
 
 def train_on_tensorflow():
     """Trains with the strategy of the flags, and writes a run directory."""
+    apply_tuned()
     plan = apply_plan()
     spec = strategy_spec(plan)
     check_flags(spec)
@@ -104,6 +110,27 @@ def _train(spec, plan, path, mirror):
     finally:
         recording.writer.close()
     print_next_steps(recording.run, dataset)
+
+
+def checked_spec():
+    """Returns the spec of the strategy of the flags, after checking them and choosing a backend."""
+    choose_backend()
+    spec = strategy_spec(None)
+    check_flags(spec)
+    return spec
+
+
+def prepare_training():
+    """Returns (strategy, training pipeline) of the flags, after checking them, for one process."""
+    spec = checked_spec()
+    import keras
+
+    strategy = kdist.strategies.build(spec)
+    replicas = strategy.num_replicas_in_sync
+    batch = kdist.Batch(FLAGS.local_batch_size, replicas, FLAGS.accumulate)
+    keras.utils.set_random_seed(FLAGS.seed)
+    _, train, _ = load_data(batch)
+    return strategy, train
 
 
 def strategy_spec(plan):

@@ -1,70 +1,75 @@
-"""Times a few steps of a training in a process of its own, for `kdist tune`.
+"""Times a training in a process of its own, for `kdist tune`.
 
     python -m kdist.commands.training_run.trial --model=lenet --local_batch_size=128
 
-It has the flags of `kdist train`. The last line of the output is a JSON object with the seconds of
-a step, the number of replicas and training examples, and the memory of the GPU that used most, if
-there are GPUs.
+It has the flags of `kdist train`. After the first steps it prints a line with the number of
+replicas and training examples. Then each line on its standard input, a number of seconds, continues
+the training for about as long. The answer is a line with the seconds and steps, and the memory of
+the GPU that used most, if there are GPUs. Between the turns it waits, so that several processes can
+be measured in turns. Lines of answers start with `ANSWER`, as programs of users may print as well.
 """
 
-import itertools
 import json
-import statistics
+import sys
 import time
 
-from absl import flags
-
-import kdist
 from kdist import program
 from kdist.commands import train  # noqa: F401  # defines the flags
-from kdist.commands.training_run.backend_and_plan import choose_backend
-from kdist.commands.training_run.flag_checks import check_flags
-from kdist.commands.training_run.on_tensorflow import strategy_spec
+from kdist.commands.training_run.on_tensorflow import prepare_training
 
-FLAGS = flags.FLAGS
+ANSWER = "kdist-trial: "
 # The first steps trace the model, and fill the queue of the input.
-_SKIPPED_STEPS, _MIN_STEPS, _SECONDS = 2, 5, 4.0
+_SKIPPED_STEPS, _MIN_STEPS = 2, 3
+# `fit` ends when the process does.
+_EPOCHS = 10**9
 
 
 def main(_):
-    choose_backend()
-    spec = strategy_spec(None)
-    check_flags(spec)
-    import keras  # after the checks, which are to fail early
+    strategy, data = prepare_training()
+    import keras
 
     from kdist.commands.training_run.compiled_model import compiled_model
-    from kdist.commands.training_run.datasets import load_data
 
-    class Stopwatch(keras.callbacks.Callback):
-        """Ends the training after enough steps."""
+    class Turns(keras.callbacks.Callback):
+        """Trains while it has a turn, and waits for the next one in between."""
 
-        def __init__(self):
-            super().__init__()
-            self.ends: list[float] = []
+        def on_train_begin(self, logs=None):
+            self._start, self._seconds = None, 0.0
 
         def on_train_batch_end(self, batch, logs=None):
-            float(logs["loss"])  # waits for the devices
-            self.ends.append(time.perf_counter())
-            timed = len(self.ends) - _SKIPPED_STEPS
-            if timed >= _MIN_STEPS and self.ends[-1] - self.ends[_SKIPPED_STEPS] >= _SECONDS:
+            # Keras's `batch` counts groups as full ones, even if an epoch's end cuts them short.
+            done = self.model.training_state.position.batch
+            if self._start is not None:
+                steps = done - self._done_before
+                now = time.perf_counter()
+                if now - self._start < self._seconds or steps < _MIN_STEPS:
+                    return
+                float(logs["loss"])  # waits for the devices
+                _answer(
+                    seconds=time.perf_counter() - self._start,
+                    steps=steps,
+                    gpu_bytes=_gpu_peak_bytes(),
+                )
+                self._start = None
+            elif done < _SKIPPED_STEPS:
+                return
+            elif self._seconds:  # the first group of a turn, whose input was prepared before it
+                float(logs["loss"])
+                self._start, self._done_before = time.perf_counter(), done
+                return
+            else:
+                _answer(replicas=data.batch.replicas, examples=data.num_examples)
+            line = sys.stdin.readline()
+            if not line:  # the search has ended
                 self.model.stop_training = True
+                return
+            self._seconds = float(line)
 
-    strategy = kdist.strategies.build(spec)
-    batch = kdist.Batch(FLAGS.local_batch_size, strategy.num_replicas_in_sync, FLAGS.accumulate)
-    keras.utils.set_random_seed(FLAGS.seed)
-    _, data, _ = load_data(batch)
-    stopwatch = Stopwatch()
-    epochs = 1000 * (_SKIPPED_STEPS + _MIN_STEPS)
-    compiled_model(strategy, data).fit(data, epochs=epochs, verbose=0, callbacks=[stopwatch])
-    ends = stopwatch.ends[_SKIPPED_STEPS - 1 :]
-    seconds = [after - before for before, after in itertools.pairwise(ends)]
-    result = {
-        "step_seconds": statistics.median(seconds),
-        "replicas": batch.replicas,
-        "examples": data.num_examples,
-        "gpu_bytes": _gpu_peak_bytes(),
-    }
-    print(json.dumps(result), flush=True)
+    compiled_model(strategy, data).fit(data, epochs=_EPOCHS, verbose=0, callbacks=[Turns()])
+
+
+def _answer(**facts):
+    print(ANSWER + json.dumps(facts), flush=True)
 
 
 def _gpu_peak_bytes():

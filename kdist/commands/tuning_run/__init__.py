@@ -1,0 +1,1 @@
+"""Parts of `kdist tune`: one module for each question that it answers, and its trials."""
