@@ -1,7 +1,8 @@
 """Heartbeat of this process: what it does and for how long, sent to its launcher once per second.
 
-    with heartbeat.step(function, 312, steps=16):
+    with heartbeat.step(function, 312, steps=16) as note_steps:
         ...                                     # the call of the step function
+        note_steps(16)                          # fewer if the data ended
 
 A step that takes ten times as long as usual is logged while it lasts. The launcher gives each task
 a pipe, and a `Beat` is one line in it. From the beats of all tasks the launcher finds the one that
@@ -101,23 +102,33 @@ class Heartbeat:
         self._thread.start()
 
     @contextlib.contextmanager
-    def step(self, function, number: int, steps: int = 1, begins: bool = False) -> Iterator[None]:
+    def step(
+        self, function, number: int, steps: int = 1, begins: bool = False
+    ) -> Iterator[Callable[[int], None]]:
         """Context of a call of a step function, whose usual durations are tracked.
 
-        The call runs `steps` steps, of which the first has the index `number`, from 0; it `begins`
-        an epoch if it is the first in it.
+        The call runs up to `steps` steps, of which the first has the index `number`, from 0; it
+        `begins` an epoch if it is the first in it. The value of the context is a function that
+        receives the number of steps that have run.
         """
         durations = self._durations.get(function)
         if durations is None:
             durations = self._durations[function] = collections.deque(maxlen=_NUM_REMEMBERED_STEPS)
         began = time.monotonic()
         self._activity = _Step(None, number, steps, begins, durations), began
+        ran = 0
+
+        def note_steps(number):
+            nonlocal ran
+            ran = number
+
         try:
-            yield
+            yield note_steps
         finally:
             ended = time.monotonic()
-            durations.append((ended - began) / steps)
-            self._activity = f"between steps, after step {number + steps}", ended
+            if ran:
+                durations.append((ended - began) / ran)
+            self._activity = f"between steps, after step {number + ran}", ended
 
     @contextlib.contextmanager
     def collective(self, name: str) -> Iterator[None]:

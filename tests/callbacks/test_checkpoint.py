@@ -122,6 +122,32 @@ def test_resume_with_all_training_options(tmp_path, mirrored, options):
     assert_equal(resumed, whole)
 
 
+@pytest.mark.parametrize(("calls", "step"), [(2, 4), (3, 6), (4, 10)])
+def test_resume_within_epochs_of_unknown_length(tmp_path, mirrored, calls, step):
+    """Calls of four steps, of which an epoch's end leaves two."""
+    x, y = np.random.default_rng(0).normal(size=(2, 48, 4)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8, drop_remainder=True)
+    data = data.filter(lambda x, y: True)
+
+    def train(*callbacks):
+        keras.utils.set_random_seed(3)
+        with mirrored.scope():
+            inputs = keras.Input((4,))
+            model = kdist.Model(inputs, keras.layers.Dense(4)(inputs))
+            model.compile("adam", "mse", steps_per_execution=4)
+        with contextlib.suppress(Interruption):
+            model.fit(data, epochs=3, callbacks=[*callbacks], verbose=0, shuffle=False)
+        return model
+
+    whole = train()
+    train(Checkpoint(tmp_path, every_steps=1), Interrupt(calls))
+    assert CheckpointFiles(tmp_path).newest().state["examples"] == 8 * step
+    checkpoint = Checkpoint(tmp_path)
+    assert_equal(train(checkpoint), whole)
+    assert checkpoint.resumed_from == step
+    assert CheckpointFiles(tmp_path).newest().step == 18
+
+
 def test_each_example_of_an_epoch_is_seen_once_across_an_interruption(tmp_path):
     strategy = create_strategy("one_device")
     seen = []

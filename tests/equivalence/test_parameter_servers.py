@@ -138,3 +138,93 @@ def test_every_optimizer_of_keras_is_that_of_one_device():
     found, *_ = python_tasks(OPTIMIZERS, {"chief": 1, "worker": 2, "ps": 1})
     assert len(found) >= 14
     assert {name: by for name, by in found.items() if not by < 1e-5} == {}
+
+
+UNKNOWN_LENGTH = """
+import json, tempfile, warnings
+import kdist
+strategy = kdist.create_strategy("parameter_server")
+import keras
+import numpy as np
+import tensorflow as tf
+from kdist.callbacks import Checkpoint
+
+x, y = np.random.default_rng(0).normal(size=(2, 48, 4)).astype("float32")
+
+def batches(number):
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).take(number)
+    return data.filter(lambda x, y: True)
+
+class Epochs(keras.callbacks.Callback):
+    def on_train_begin(self, logs=None):
+        self.ends = []
+    def on_epoch_end(self, epoch, logs=None):
+        position = self.model.training_state.position
+        self.ends.append([position.step, position.batch, int(self.model.optimizer.iterations)])
+
+class Interrupt(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if self.model.training_state.position.batch == 12:
+            raise InterruptedError
+
+def fit(number, *callbacks, steps_per_execution=4, max_staleness=0, **options):
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        inputs = keras.Input((4,))
+        model = kdist.Model(inputs, keras.layers.Dense(4)(inputs))
+        model.compile("adam", "mse", steps_per_execution=steps_per_execution,
+                      max_staleness=max_staleness)
+    options = {"epochs": 2, "verbose": 0, **options}
+    ends = Epochs()
+    try:
+        model.fit(batches(number), callbacks=[ends, *callbacks], shuffle=False, **options)
+    except InterruptedError:
+        pass
+    return ends.ends, [weights.tolist() for weights in model.get_weights()]
+
+results = {}
+for staleness in (0, None):
+    results[f"whole {staleness}"], _ = fit(6, max_staleness=staleness)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results[f"within {staleness}"], _ = fit(
+            5, max_staleness=staleness, epochs=4, steps_per_epoch=4)
+    results[f"warned {staleness}"] = any("ran out of data" in str(w.message) for w in caught)
+directory = tempfile.mkdtemp()
+fit(6, Interrupt(), Checkpoint(directory, every_steps=1))
+checkpoint = Checkpoint(directory)
+resumed = fit(6, checkpoint)[1]
+results["resumed"] = [checkpoint.resumed_from, resumed == fit(6)[1]]
+
+with strategy.scope():
+    layer = keras.layers.Dense(4)
+    layer.build((None, 4))
+    optimizer = keras.optimizers.Adam()
+
+@kdist.step(strategy, steps_per_execution=4)
+def train_step(batch):
+    x, y = batch
+    with tf.GradientTape() as tape:
+        loss = kdist.mean(tf.reduce_sum(tf.square(layer(x) - y), -1))
+    variables = layer.trainable_variables
+    kdist.apply(optimizer, tape.gradient(loss, variables), variables)
+    return {"loss": loss}
+
+ends = Epochs()
+with kdist.session(layer, optimizer, callbacks=[ends]) as session:
+    list(session.run(train_step, batches(6), epochs=2))
+results["session"] = ends.ends
+print(json.dumps(results))
+"""
+
+
+@pytest.mark.slow
+def test_data_of_unknown_length_count_the_steps_that_ran():
+    results, *_ = python_tasks(UNKNOWN_LENGTH, {"chief": 1, "worker": 2, "ps": 1})
+    for name in ("whole 0", "whole None", "session"):
+        assert results[name] == [[6, 6, 6], [6, 12, 12]], name
+    for staleness in (0, None):
+        ends = [[4, 4, 4], [1, 5, 5], [4, 9, 9], [1, 10, 10]]
+        assert results[f"within {staleness}"] == ends
+        assert results[f"warned {staleness}"]
+    assert results["resumed"] == [10, True]

@@ -15,8 +15,9 @@ heartbeat.start()
 def training(): pass
 def steps(seconds, first=0, begins=False):
     for number, wait in enumerate(seconds):
-        with heartbeat.step(training, first + number, 1, begins and number == 0):
+        with heartbeat.step(training, first + number, 1, begins and number == 0) as note_steps:
             time.sleep(wait)
+            note_steps(1)
 """
 
 

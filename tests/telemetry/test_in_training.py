@@ -67,6 +67,15 @@ def fitted(model, data, directory, **options):
     return telemetry.summary()
 
 
+def test_steps_and_examples_of_data_of_unknown_length_are_those_that_ran(tmp_path):
+    """An epoch's end leaves two steps to the second of its calls, which have four."""
+    short = model(steps_per_execution=4)
+    telemetry = Telemetry(tmp_path, device_seconds=None)
+    short.fit(data(6).filter(lambda x, y: True), epochs=2, verbose=0, callbacks=[telemetry])
+    last = lines(tmp_path / "metrics.jsonl")[-1]
+    assert (last["step"], last["examples"]) == (12, 12 * 32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"steps_per_execution": 6}], ids=str)
 def test_a_slow_pipeline_is_input_bound_with_both_rates(tmp_path, options):

@@ -1,3 +1,6 @@
+import itertools
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -6,8 +9,10 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.platform import tf_logging
 
 import kdist
+from kdist.cluster import heartbeat
 from kdist.compat.keras import MULTI_OPTIMIZERS
 from kdist.testing import assert_same_weights
+from kdist.training.groups.step_groups import GroupTuner
 from tests.forked import python
 from tests.tiers import covering
 
@@ -72,6 +77,88 @@ def test_an_epoch_has_its_steps_with_any_group_length(mirrored, k, data):
     if data != "unknown length":
         assert steps.begins == begins * 2
         assert steps.ends == [first + k - 1 for first in begins] * 2  # as Keras counts
+
+
+class Positions(keras.callbacks.Callback):
+    """Records the position and the optimizer's updates after each call and each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.epochs = [], []
+
+    def _now(self):
+        position = self.model.training_state.position
+        assert position.batch == int(self.model.optimizer.iterations.numpy())
+        return position.step
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls.append(self._now())
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.epochs.append(self._now())
+
+
+def of_unknown_length(batches):
+    return endless().take(batches).filter(lambda x, y: True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_execution": 4},
+        {"steps_per_execution": 4, "accumulate": 2},
+        {"steps_per_execution": 4, "local_steps": 3},
+        {"steps_per_execution": 4, "run_eagerly": True},
+        {"steps_per_execution": "auto"},
+    ],
+    ids=str,
+)
+def test_a_call_counts_the_steps_that_it_ran_before_the_data_ended(mirrored, options, monkeypatch):
+    timed = []
+
+    def note(tuner, steps, seconds):
+        timed.append(steps)
+        tuner.length = 4
+
+    monkeypatch.setattr(GroupTuner, "note", note)
+    with mirrored.scope():
+        model = linear(**options)
+    positions = Positions()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody has promised a number of batches
+        model.fit(of_unknown_length(6), epochs=2, verbose=0, callbacks=[positions], shuffle=False)
+    if options["steps_per_execution"] == 4:
+        assert positions.calls == [4, 6] * 2
+    else:
+        assert timed == [1, 4, 1, 4, 2]
+    assert positions.epochs == [6, 6]
+    assert model.training_state.clock.take().steps == 12
+    assert heartbeat._process_heartbeat._activity[0] == "between steps, after step 6"
+    for call in (model.evaluate, model.predict):
+        call(of_unknown_length(6), verbose=0)
+        assert heartbeat._process_heartbeat._activity[0] == "between steps, after step 6"
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_data_that_end_within_an_epoch_begin_again_in_the_next_one(k):
+    model, positions = linear(steps_per_execution=k), Positions()
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(
+            of_unknown_length(5), epochs=4, steps_per_epoch=4, verbose=0, callbacks=[positions]
+        )
+    assert positions.epochs == [4, 1, 4, 1]
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_epochs_of_unknown_length_may_differ(k):
+    lengths = itertools.cycle([5, 8])
+    examples = list(endless().take(8))
+    data = tf.data.Dataset.from_generator(
+        lambda: iter(examples[: next(lengths)]), output_signature=endless().element_spec
+    )
+    model, positions = linear(steps_per_execution=k), Positions()
+    model.fit(data, epochs=4, verbose=0, callbacks=[positions])
+    assert positions.epochs == [5, 8, 5, 8]
 
 
 @pytest.mark.parametrize("k", [1, 7])

@@ -6,6 +6,7 @@ steps does not.
 """
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -119,7 +120,8 @@ class StepFunction:
         iterator, worker_slice = without_slice(group.iterator)
         with step_timeout_of(self._trainer.distribute_strategy):
             if group.may_run_out or not isinstance(iterator, _ITERATORS):
-                outputs, waited = self._until_exhausted(iterator, length, worker_slice)
+                outputs, waited, length = self._until_exhausted(iterator, length, worker_slice)
+                group = dataclasses.replace(group, length=length)
             elif length == 1:
                 outputs, waited = self._run_one(iterator, self._count(1), worker_slice)
             else:
@@ -200,7 +202,8 @@ class StepFunction:
             return outputs
         return reduce_per_replica(outputs, self._trainer.distribute_strategy, reduction="auto")
 
-    # Each of the following returns (outputs of `_end_of_group`, seconds waited for input).
+    # Each of the following returns (outputs of `_end_of_group`, seconds waited for input), and
+    # the last one also the number of steps, which are fewer where the data end.
 
     def _fetch_and_step(self, iterator, done, worker_slice):
         batch, waited = clocks.fetch_now(iterator)
@@ -236,15 +239,16 @@ class StepFunction:
     def _until_exhausted(self, iterator, length, worker_slice):
         # The batch is fetched before the step begins: inside one function, operations that need
         # no data (the step counter, weight decay) would still run after the last batch.
-        outputs, waited, since = None, 0.0, time.perf_counter()
+        outputs, waited, since, steps = None, 0.0, time.perf_counter(), 0
         has_open_rows = open_rows(getattr(iterator, "element_spec", ()))
         for batch in take_up_to(length, iterator):
             waited += time.perf_counter() - since
             outputs = self._run_batch(batch, self._count(1), worker_slice, has_open_rows)
             since = time.perf_counter()
+            steps += 1
         if outputs is None:
             raise StopIteration
-        return outputs, waited
+        return outputs, waited, steps
 
 
 class ReplicatedStep:

@@ -50,18 +50,22 @@ def run_groups(groups, runner, begin, end, should_stop, clock=None, note=None):
             called = now()
             # Keras counts a group as a full one, even if the epoch's end cuts it short.
             last = group.first + groups.steps_per_execution - 1
-            with heartbeat.step(runner, group.first, group.length, is_first):
+            with heartbeat.step(runner, group.first, group.length, is_first) as note_steps:
                 result = runner.run(group)
+                steps = result.group.length
+                note_steps(steps)
                 if note:
                     note(result, called)
             is_first = False
             returned = now()
-            clock.note_call(group.length, returned - called)
+            clock.note_call(steps, returned - called)
             end(last, result.logs)
             clock.note_callbacks(called - began + now() - returned)
             yield result
             if should_stop():
                 break
+            if result.group.first == group.first and steps < group.length:
+                raise StopIteration  # the data have ended; `catch_stop_iteration` ends the epoch
 
 
 class EpochLoop:

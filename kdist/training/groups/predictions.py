@@ -1,6 +1,7 @@
 """Predict function of synchronous strategies: outputs of all replicas, in the order of the rows."""
 
 import contextlib
+import dataclasses
 import functools
 
 import keras
@@ -61,7 +62,7 @@ class PredictFunction:
             StopIteration: there is no batch.
         """
         batches, worker_slice = without_slice(batches)
-        return self._outputs(batches, worker_slice)
+        return concatenate(self._outputs(batches, worker_slice))
 
     def in_flight(self, groups):
         """Returns a context manager that yields `groups`: one runs at a time."""
@@ -71,14 +72,15 @@ class PredictFunction:
         """Returns the outputs of a group's steps, fewer if the data ends."""
         iterator, worker_slice = without_slice(group.iterator)
         outputs = self._outputs(take_up_to(group.length, iterator), worker_slice)
-        return GroupResult(group, {"outputs": outputs})
+        group = dataclasses.replace(group, length=len(outputs))
+        return GroupResult(group, {"outputs": concatenate(outputs)})
 
     def _outputs(self, batches, worker_slice):
         with step_timeout_of(self._strategy):
             outputs = [self._on_batch(batch, worker_slice) for batch in batches]
         if not outputs:
             raise StopIteration
-        return concatenate(outputs)
+        return outputs
 
 
 def to_numpy(outputs):

@@ -8,6 +8,7 @@
 `steps_per_execution="auto"`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import statistics
@@ -46,7 +47,8 @@ class GroupResult(NamedTuple):
     """Result of one step group.
 
     Attributes:
-        group: the `StepGroup` that has ended.
+        group: the `StepGroup` that has ended. Its length is the number of steps that have run,
+            which are fewer than planned if the data ended.
         logs: logs of its last step. For predictions, `{"outputs": outputs of all its steps}`.
     """
 
@@ -162,6 +164,21 @@ class StepGroups(TFEpochIterator):
             self._steps_seen += group.length
             step += group.length
             yield group
+
+    @contextlib.contextmanager
+    def catch_stop_iteration(self):
+        """Ends the epoch if the data end. The next one begins with the first batch.
+
+        Keras takes the number of groups before the end for the number of steps of later epochs.
+        """
+        try:
+            yield
+            self.tf_sync()
+        except (StopIteration, tf.errors.OutOfRangeError):
+            if self.num_batches:  # else nobody knows how many there should have been
+                self._interrupted_warning()
+            self._current_iterator = None
+            self.data_adapter.on_epoch_end()
 
     def _start_over(self):
         data = self._get_iterator()

@@ -14,6 +14,7 @@ count twice. `optimizer.iterations` is corrected as soon as no step is in flight
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 
 import keras
@@ -135,25 +136,37 @@ class AsynchronousFunction:
         """Dispatches groups, and yields one whenever no further group may start.
 
         Groups that run one at a time are dispatched by `run`.
+
+        Raises:
+            tf.errors.OutOfRangeError: the data ended, and all groups have been yielded.
         """
-        waiting = collections.deque()
+        waiting, has_ended = collections.deque(), False
         for bundle in self._bundles(groups):
             while waiting and self._trainer.training_state.pause_requested:
                 yield waiting.popleft()
             length = sum(group.length for group in bundle)
             batches = bundle[0].iterator.take(length, separate=self._returns_outputs)
+            has_ended = batches is None or batches.length < length
             if batches is None:
                 break
+            if has_ended:  # the length was unknown, so the bundle is a single group
+                bundle = [dataclasses.replace(bundle[0], length=batches.length)]
             if self._dispatcher.is_sequential:
                 self._held = batches, bundle
                 yield bundle[0]
+                if has_ended:
+                    break
                 continue
             while not self._dispatcher.may_start(batches.length):
                 yield waiting.popleft()
             self._start(batches, bundle)
             waiting.extend(bundle)
+            if has_ended:
+                break
         while waiting:
             yield waiting.popleft()
+        if has_ended:  # as an iterator of a synchronous strategy
+            raise tf.errors.OutOfRangeError(None, None, "the data ended within the epoch")
 
     def _bundles(self, groups):
         """Yields lists of groups that are dispatched together."""
