@@ -80,6 +80,7 @@ class Checkpoint(keras.callbacks.Callback):
 
     Attributes:
         resumed_from: the step that training resumed from; None for a new training.
+        place: the place in the data to resume from; None if they are no `kdist.data.BatchSource`.
 
     Raises:
         ValueError: `keep`, `every_steps`, or `every_minutes` is not positive; or with the URL of a
@@ -121,6 +122,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._monitor, self._best = monitor, None
         self._resume, self._at_resume = resume, at_resume
         self.resumed_from: int | None = None
+        self.place: dict[str, Any] | None = None
         self._writer: BackgroundWriter | None = None
         self._lock: FileLock | None = None
         self._state: Any = None
@@ -144,6 +146,7 @@ class Checkpoint(keras.callbacks.Callback):
         found = read_on_chief(strategy, lambda: self._read(resume), CheckpointError)
         self._step_offset = found["newest"] if found["state"] is None else 0
         self._state, self._arrays = found["state"], found["arrays"]
+        self.place = self._state and self._state.get("place")
         if self._state is None:
             return None
         self.resumed_from = found["step"]
@@ -338,10 +341,14 @@ class Checkpoint(keras.callbacks.Callback):
         if not self._is_chief:
             return
         callbacks, callback_arrays = host_state.callback_state(self._others())
+        reader = model.training_state.reader
+        is_next_pass = at_epoch_end and not model.training_state.data_facts["steps_per_epoch"]
+        place = None if reader is None or is_next_pass else reader.place_after(position.batch)
         state = {
             "format": FORMAT_VERSION,
             "version": importlib.metadata.version("kdist"),
             "position": position._asdict(),
+            "place": place and place._asdict(),
             "examples": position.batch * (model.training_state.global_batch_size or 0),
             "facts": model.training_state.data_facts,
             "replicas": model.distribute_strategy.num_replicas_in_sync,

@@ -42,6 +42,9 @@
     --operations="resize(160, 160)" --freeze='(?!logits).*' --unfreeze_after_epochs=2 \\
     --epochs=8 --learning_rate=0.005 --early_stopping=3 --save_best
 
+  # a language model of the documents of a repository, byte by byte
+  kdist train --model=transformer --dataset=text:docs --optimizer=adam --learning_rate=0.003
+
   # on a spot VM: run the same command again on another one, and it resumes from the bucket
   kdist train --run_dir=gs://bucket/cats/a --checkpoint_minutes=5
 
@@ -69,7 +72,8 @@ with program.flag_group("Common"):
     flags.DEFINE_string(
         "model",
         "resnet18",
-        "Model to train: mlp, lenet, resnet18, mobilenet_v2, inception, a model of Keras such as "
+        "Model to train: mlp, lenet, resnet18, mobilenet_v2, inception, transformer (for "
+        "--dataset=text:PATH, whose next byte it predicts), a model of Keras such as "
         "keras.applications.ResNet50, or your own function as module:function or path.py:function. "
         "It returns a Keras model; its parameters input_shape and num_classes, if it has them, are "
         "those of the data. A model that is not compiled is trained as a classifier.",
@@ -81,8 +85,9 @@ with program.flag_group("Common"):
         "dataset",
         "fashion_mnist",
         "Dataset: a TFDS name (fashion_mnist, cats_vs_dogs, …), digits, a directory or URL "
-        "(gs://bucket/pets) of images or IDX files, or a function as module:function or "
-        "path.py:function. It returns (x_train, y_train), (x_test, y_test), such as "
+        "(gs://bucket/pets) of images or IDX files, text:PATH for a file or directory of text, or "
+        "a function as module:function or path.py:function. It returns "
+        "(x_train, y_train), (x_test, y_test), such as "
         "keras.datasets.cifar10:load_data, or two kdist.data.Source.",
     )
     flags.DEFINE_string(
@@ -145,6 +150,9 @@ with program.flag_group("Data"):
         "Time budget for the run. Times a few steps first, then uses as many examples as fit into "
         "the budget. For one host.",
         lower_bound=0.01,
+    )
+    flags.DEFINE_integer(
+        "sequence_length", 128, "Tokens per sequence of --dataset=text:PATH.", lower_bound=1
     )
     flags.DEFINE_string(
         "operations",

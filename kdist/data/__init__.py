@@ -14,11 +14,14 @@ from kdist.public_names import import_on_demand
 
 # Public name -> the module that defines it.
 _PUBLIC = {
+    "BatchSource": "batches",
     "DatasetUnavailable": "source",
     "Pipeline": "pipeline",
     "Source": "source",
     "Throughput": "throughput",
     "from_arrays": "arrays",
+    "from_batches": "batches",
+    "from_text": "text",
     "load": "datasets",
     "measure": "throughput",
     "weighted": "pipeline",

@@ -7,10 +7,11 @@ from typing import Any
 from kdist.batch import Batch
 from kdist.data import image_folder, tfds
 from kdist.data.arrays import FASHION_MNIST_CLASSES, has_idx_files, load_digits, load_idx
-from kdist.data.names import dataset_path
+from kdist.data.names import TEXT_PREFIX, dataset_path
 from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.pipeline import Pipeline
 from kdist.data.source import DatasetUnavailable, Source
+from kdist.data.text import load_text
 from kdist.data.worker_addresses import resolve_data_workers
 from kdist.mirror.cache import cached
 from kdist.mirror.store import is_url
@@ -32,6 +33,7 @@ def load(
     download: bool = True,
     cache: bool | str = "auto",
     data_workers: str | Sequence[str] | None = None,
+    sequence_length: int = 128,
 ) -> tuple[Pipeline, Pipeline]:
     """Loads a dataset as two pipelines, for training and for testing.
 
@@ -45,6 +47,7 @@ def load(
         name: name of a TFDS dataset (`"fashion_mnist"`, `"cats_vs_dogs"`), `"digits"`
             (a part of kdist, which needs no download), or a directory or URL of MNIST's IDX files
             or of images in class folders. Write `"./digits"` for a directory with a dataset's name.
+            `"text:PATH"` is a file or directory of text, whose bytes are tokens (`from_text`).
         batch: sizes of a batch. One element of a pipeline is one global batch.
         seed: seed of the order, of random operations, and of `examples`. Defaults to 0.
         examples: number of training examples to sample. Defaults to all.
@@ -57,6 +60,7 @@ def load(
         cache: whether to keep decoded images in memory, see `Pipeline`. Defaults to `"auto"`.
         data_workers: addresses of processes that prepare the batches, see `Pipeline`. Defaults to
             those of `kdist launch --data_workers`, if any; `()` uses none.
+        sequence_length: number of tokens per sequence of text. Defaults to 128.
 
     Returns:
         `(train, test)`, two `kdist.data.Pipeline`s.
@@ -82,6 +86,7 @@ def load(
         data_dir=data_dir,
         download=download,
         from_disk=bool(data_workers),
+        sequence_length=sequence_length,
     )
     return create_pipelines(
         sources,
@@ -125,7 +130,14 @@ def create_pipelines(
 
 
 def load_sources(
-    name, *, seed=0, splits=None, data_dir=None, download=True, from_disk=False
+    name,
+    *,
+    seed=0,
+    splits=None,
+    data_dir=None,
+    download=True,
+    from_disk=False,
+    sequence_length=128,
 ) -> tuple[Source, Source]:
     """Returns the training and test source; the arguments are those of `load`.
 
@@ -134,12 +146,15 @@ def load_sources(
     name = dataset_path(name)
     if is_url(name):
         name = _fetched(name)
-    if splits is not None and (name == "digits" or os.path.isdir(name)):
+    is_text = name.startswith(TEXT_PREFIX)
+    if splits is not None and (name == "digits" or is_text or os.path.isdir(name)):
         raise ValueError(
             f"{name} has a fixed test part; splits={splits!r} applies to TFDS datasets only"
         )
     if name == "digits":
         return load_digits()
+    if is_text:
+        return load_text(name, sequence_length, seed)
     if is_url(data_dir) and not os.path.isdir(name):
         data_dir = _fetched_data_dir(os.fspath(data_dir), name)
     if name == "fashion_mnist" and splits is None:

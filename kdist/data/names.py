@@ -14,10 +14,14 @@ _NO_DATASETS = ("core", "datasets", "dataset_collections", "scripts", "testing")
 _CLASS = re.compile(r"^class (\w+)(?<!Config)(?<!Info)(?<!Builder)(?<!Fn)\(", re.MULTILINE)
 
 
+# Prefix of a file or directory of text, as in text:docs.
+TEXT_PREFIX = "text:"
+
+
 def dataset_path(name: str | os.PathLike) -> str:
     """Returns a dataset's name or directory with `~` expanded; a name may also be a directory.
 
-    A URL of object storage is returned as it is.
+    A URL of object storage is returned as it is, and so is `text:PATH`, whose path must exist.
 
     Raises:
         FileNotFoundError: the name can only be a path, and there is no such directory.
@@ -28,6 +32,11 @@ def dataset_path(name: str | os.PathLike) -> str:
         raise ValueError("the name of the dataset is empty; pass a name, such as digits")
     if is_url(name):
         return name
+    if name.startswith(TEXT_PREFIX):
+        path = os.path.expanduser(name.removeprefix(TEXT_PREFIX))
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"{name}: no such file or directory; pass one with text files")
+        return TEXT_PREFIX + path
     # TFDS names may contain a slash, as in cifar10_corrupted/brightness_1.
     is_path = os.path.isabs(name) or name.startswith(".") or os.path.isfile(name)
     if is_path and not os.path.isdir(name):

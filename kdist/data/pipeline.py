@@ -59,7 +59,7 @@ class Pipeline:
         num_examples: number of examples of the source.
         num_classes: number of classes of the source.
         class_names: names of the classes, or None.
-        image_shape: (H, W, C) of the images after all operations.
+        image_shape: (H, W, C) of the images after all operations; (T,) of sequences of tokens.
         steps_per_epoch: full batches per epoch in training; batches that hold all examples in
             evaluation.
 
@@ -312,6 +312,10 @@ def _zero_invalid(values, valid):
 
 
 def _shape_after(operations, image_shape):
+    if len(image_shape) != 3:  # tokens
+        if operations:
+            raise ValueError(f"{operations[0].name} is for images; text has no operations")
+        return image_shape
     height, width, channels = image_shape
     for operation in operations:
         if any(

@@ -263,7 +263,8 @@ class Session:
 
         Args:
             step: function that `kdist.step` decorates.
-            data: a `tf.data.Dataset` of global batches, or a pipeline of `kdist.data`.
+            data: a `tf.data.Dataset` of global batches, a pipeline of `kdist.data`, or the result
+                of `kdist.data.from_batches`.
             epochs: total number of epochs, including those of earlier processes. Defaults to 1.
             steps_per_epoch: number of steps per epoch of an endless dataset. Defaults to that of
                 the data.
@@ -284,7 +285,8 @@ class Session:
         """
         if not isinstance(step, Step):
             raise TypeError(f"session.run needs a step, got {step!r}. Write @kdist.step(strategy)")
-        if not (isinstance(data, tf.data.Dataset) or inputs.is_pipeline(data)):
+        is_own = inputs.is_pipeline(data) or inputs.is_batch_source(data)
+        if not (is_own or isinstance(data, tf.data.Dataset)):
             raise TypeError(
                 f"session.run needs a dataset, got {type(data).__name__}. Write "
                 "tf.data.Dataset.from_tensor_slices((x, y)).batch(global_batch)"

@@ -17,14 +17,14 @@ import difflib
 from kdist.model import Model
 from kdist.models.images import inception, lenet, mlp, resnet18
 from kdist.models.mobilenet import mobilenet_v2
-from kdist.models.transformer import transformer
+from kdist.models.transformer import Perplexity, transformer
 
 BUILDERS = {
     builder.__name__: builder
     for builder in (mlp, lenet, resnet18, mobilenet_v2, inception, transformer)
 }
 
-__all__ = ["BUILDERS", "create", *BUILDERS]
+__all__ = ["BUILDERS", "Perplexity", "create", *BUILDERS]
 
 
 def create(name: str, **arguments) -> Model:

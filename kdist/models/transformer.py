@@ -1,4 +1,4 @@
-"""Small transformer encoder that classifies sequences of tokens."""
+"""Small transformer that classifies sequences of tokens, or predicts the next token of each."""
 
 from collections.abc import Sequence
 
@@ -18,13 +18,19 @@ def transformer(
     heads: int = 4,
     depth: int = 2,
     dropout: float = 0.1,
+    causal: bool = False,
+    separator: int | None = None,
     sync_batch_norm: bool = False,
     name: str = "transformer",
 ) -> Model:
-    """Builds a transformer encoder: tokens (B, T) to class probabilities (B, num_classes).
+    """Builds a transformer: tokens (B, T) to class probabilities (B, num_classes).
+
+    With `causal`, it is a language model: probabilities (B, T, num_classes) of the token that
+    follows each, for data of `kdist.data.from_text`.
 
     Blocks normalize before attention and before the feed-forward part (Xiong et al. 2020,
-    arXiv:2002.04745). Position embeddings are learned, and features are averaged over T.
+    arXiv:2002.04745). Position embeddings are learned. Without `causal`, features are averaged over
+    T.
 
     Args:
         input_shape: (T,), the number of tokens per sequence.
@@ -34,6 +40,10 @@ def transformer(
         heads: number of attention heads. Defaults to 4.
         depth: number of blocks. Defaults to 2.
         dropout: dropout rate after attention and feed-forward. Defaults to 0.1.
+        causal: whether each token attends only to itself and those before it, and has an output of
+            its own. Defaults to False.
+        separator: token that ends a document, in sequences that hold several. Tokens attend only
+            to those of their document. Defaults to None, one document per sequence.
         sync_batch_norm: accepted by all builders; no effect, as there is no BatchNormalization.
         name, precision: see `kdist.models.create`.
 
@@ -63,17 +73,47 @@ def transformer(
     positions = keras.ops.cumsum(keras.ops.ones_like(tokens), axis=1) - 1
     x = keras.layers.Embedding(vocabulary_size, width, name="token_embedding")(tokens)
     x += keras.layers.Embedding(input_shape[0], width, name="position_embedding")(positions)
+    mask = None if separator is None else _same_document(tokens, separator)
     for number in range(1, depth + 1):
-        x = _block(x, width, heads, dropout, f"block{number}")
+        x = _block(x, width, heads, dropout, f"block{number}", mask, causal)
     x = keras.layers.LayerNormalization(name="norm")(x)
-    x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
+    if not causal:
+        x = keras.layers.GlobalAveragePooling1D(name="pool")(x)
     return model(tokens, probabilities(x, num_classes), name=name)
 
 
-def _block(x, width, heads, dropout, name):
+def _same_document(tokens, separator):
+    """Returns a boolean mask (B, T, T) of the pairs of tokens in one document and its separator."""
+    ends = keras.ops.cast(keras.ops.equal(tokens, separator), "int32")
+    document = keras.ops.cumsum(ends, axis=1) - ends
+    return keras.ops.equal(document[:, :, None], document[:, None, :])
+
+
+class Perplexity(keras.metrics.SparseCategoricalCrossentropy):
+    """Exponential of the mean cross-entropy: the number of equally likely tokens to choose from.
+
+    Args:
+        name: name of the metric. Defaults to "perplexity".
+        **kwargs: as in `keras.metrics.SparseCategoricalCrossentropy`.
+
+    Example:
+
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=[Perplexity()])
+    """
+
+    def __init__(self, name: str = "perplexity", **kwargs):
+        super().__init__(name=name, **kwargs)
+
+    def result(self):
+        return keras.ops.exp(super().result())
+
+
+def _block(x, width, heads, dropout, name, mask, causal):
     layers = keras.layers
     y = layers.LayerNormalization(name=f"{name}_attention_norm")(x)
-    y = layers.MultiHeadAttention(heads, width // heads, name=f"{name}_attention")(y, y)
+    y = layers.MultiHeadAttention(heads, width // heads, name=f"{name}_attention")(
+        y, y, attention_mask=mask, use_causal_mask=causal
+    )
     x = layers.Add(name=f"{name}_attention_add")([x, layers.Dropout(dropout)(y)])
     y = layers.LayerNormalization(name=f"{name}_ffn_norm")(x)
     y = layers.Dense(4 * width, activation="gelu", name=f"{name}_ffn_up")(y)

@@ -8,6 +8,7 @@ The module also defines how `fit` resumes in the middle of an epoch. A callback 
 implements `Resumption`; `fit` calls its methods in this order:
 
     position = callback.load(model)        # before data is opened; None: start from the beginning
+    callback.place                         # attribute: where to begin in a BatchSource, or None
     callback.restore(facts)                # the model is built; before any on_train_begin
     callback.on_train_begin()              # after that of other callbacks, whose state it restores
     callback.release()                     # whether fit ends normally or not
@@ -75,6 +76,8 @@ class TrainingState:
         callbacks: callbacks of the last `fit`, including Keras's own.
         global_batch_size: examples per step of the last `fit`; None if the data does not tell.
         data_facts: facts about the data that must not change when another process resumes.
+        reader: reader of the batches of the last `fit`, which knows the place in their source; None
+            for data that are no `kdist.data.BatchSource`.
         epoch: the current epoch, from 0.
         steps_in_epoch: number of steps of this epoch that have been run. Keras's callbacks
             receive batch numbers in which each group counts as a full one.
@@ -103,6 +106,7 @@ class TrainingState:
         self.callbacks: Sequence[keras.callbacks.Callback] = ()
         self.global_batch_size: int | None = None
         self.data_facts: dict[str, Any] | None = None
+        self.reader: Any = None
         self.epoch = self.steps_in_epoch = self.batches_before_epoch = 0
         self.epoch_logs: Mapping[str, float] = types.MappingProxyType({})
         self.pause_requested = False
@@ -192,7 +196,14 @@ def training_state_of(model: keras.Model) -> TrainingState | None:
 
 
 class Resumption(Protocol):
-    """Protocol of a callback that resumes training."""
+    """Protocol of a callback that resumes training.
+
+    Attributes:
+        place: the fields of the place in a `kdist.data.BatchSource` at the position that `load`
+            returns; None if it is not known.
+    """
+
+    place: Mapping[str, Any] | None
 
     def load(self, model: keras.Model) -> Position | None:
         """Returns the position to resume from; None if there is none."""

@@ -476,6 +476,7 @@ class Trainer(TensorFlowTrainer):
             x,
             start,
             builds=bool(resumed),  # variables must exist before they are restored
+            resumption=resumption,
             steps_per_epoch=steps_per_epoch,
             shuffle=shuffle,
             **data,
@@ -611,13 +612,17 @@ class Trainer(TensorFlowTrainer):
             return logs.of_epoch()
         return pythonify_logs(self._get_metrics_result_or_logs(logs))
 
-    def _training_groups(self, x, start, steps_per_epoch, shuffle, **data):
+    def _training_groups(self, x, start, steps_per_epoch, shuffle, resumption=None, **data):
         """Returns the step groups of `fit`, from the position `start` on."""
+        reader = None
         source, (feed, worker_slice) = x, inputs.feed_of(x, self.distribute_strategy, start.batch)
         is_pipeline = inputs.is_pipeline(x)
         if is_pipeline:
             x, steps_per_epoch = inputs.training_data(x, steps_per_epoch, start.batch, worker_slice)
             shuffle = False  # the pipeline shuffles; Keras would warn that it does not
+        elif inputs.is_batch_source(x):
+            reader = inputs.reader_at(x, start, steps_per_epoch, resumption)
+            x, shuffle = reader.dataset(), False
         groups = self._step_groups(
             "train_step",
             worker_slice,
@@ -627,12 +632,18 @@ class Trainer(TensorFlowTrainer):
             shuffle=shuffle,
             **data,
         )
-        if not is_pipeline:
+        if reader is not None:
+            groups.begin_at(start, reader.length)
+        elif not is_pipeline:
             groups.skip_to(start)
         state = self.training_state
-        state.global_batch_size = (
-            worker_slice.batch_rows if worker_slice else groups.data_adapter.batch_size
-        )
+        state.reader = reader
+        if reader is not None:
+            state.global_batch_size = reader.batch_rows
+        elif worker_slice:
+            state.global_batch_size = worker_slice.batch_rows
+        else:
+            state.global_batch_size = groups.data_adapter.batch_size
         groups.first_step = state.steps_in_epoch = start.step
         state.epoch, state.batches_before_epoch = start.epoch, start.batch - start.step
         state.data_facts = data_facts(source, state.global_batch_size, steps_per_epoch)

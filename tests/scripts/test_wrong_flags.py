@@ -40,7 +40,7 @@ IMAGE_MODELS = ", ".join(name for name in BUILDERS if name != "transformer")
 TRAIN = [
     # Names and values.
     (["--model=lenett"], "did you mean 'lenet'"),
-    (["--model=transformer"], f"Available are {IMAGE_MODELS}"),
+    (["--model=transformer"], "add --dataset=text:PATH"),
     (["--model=keras.applications.ResNet5"], "did you mean 'keras.applications.ResNet50'"),
     (["--model=resnet5O"], "did you mean 'resnet50'"),
     (["--model=nowhere.py:build"], "no file nowhere.py"),
@@ -101,6 +101,7 @@ TRAIN = [
     (["--data_workers=cpu1"], "data_workers=cpu1: "),
     (["--data_workers=127.0.0.1:1"], "Start it there: kdist data_worker --port=1"),
     (["--dataset=/nowhere/at/all"], "no such directory"),
+    (["--dataset=text:./nowhere"], "no such file or directory"),
     (["--dataset=a_file"], "a_file: no such directory"),
     (["--dataset="], "name of the dataset is empty"),
     (["--dataset=fashion_mnits"], "did you mean fashion_mnist"),
@@ -163,6 +164,7 @@ TRAIN = [
     ),
     (["--strategy=mirrored", "--max_staleness=2"], "no effect without --strategy=parameter_server"),
     (["--fallback_epochs=20"], "no effect without --fallback_dataset"),
+    (["--sequence_length=64"], "no effect without --dataset=text:PATH"),
     (["--local_slots=reset"], "no effect without --local_steps"),
     (["--decay=0.1"], "no effect without --schedule=ramp"),
     (["--schedule=constant", "--ramp_epochs=1"], "no effect without --schedule=ramp or cosine"),

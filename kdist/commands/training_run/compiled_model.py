@@ -19,6 +19,8 @@ FLAGS = flags.FLAGS
 
 # kdist's models for images; kdist.models also has others.
 MODELS = ("mlp", "lenet", "resnet18", "mobilenet_v2", "inception")
+# kdist's model for text, which predicts the next token.
+TEXT_MODEL = "transformer"
 # Flags whose values are arguments of `compile`.
 _COMPILE_FLAGS = (
     *("optimizer", "learning_rate", "schedule", "ramp_epochs", "decay", "scale_learning_rate"),
@@ -43,7 +45,7 @@ def compiled_model(strategy, train, rate=None):
             model.compile(
                 optimizer(rate or learning_rate(train.batch, train.num_examples)),
                 loss(model),
-                metrics=[accuracy(model)],
+                metrics=[accuracy(model), *([kdist.models.Perplexity()] if is_text(train) else [])],
                 jit_compile=FLAGS.jit_compile,
                 steps_per_execution=steps_per_execution(),
                 accumulate=train.batch.accumulate,
@@ -114,13 +116,21 @@ def new_model(train):
     data = {"input_shape": tuple(train.image_shape), "num_classes": train.num_classes}
     if is_reference(FLAGS.model):
         return build_users_model(data, arguments)
-    if FLAGS.model in MODELS:
+    if FLAGS.model in (*MODELS, TEXT_MODEL):
+        if is_text(train):
+            last = train.num_classes - 1
+            data |= {"causal": True, "vocabulary_size": train.num_classes, "separator": last}
         options = {"sync_batch_norm": FLAGS.sync_batch_norm, "precision": FLAGS.precision}
         return kdist.models.create(FLAGS.model, **{**data, **options, **arguments})
     name = application(FLAGS.model)
     return build_application(
         name, **data, precision=FLAGS.precision, start=FLAGS.weights, **arguments
     )
+
+
+def is_text(train):
+    """Returns whether the examples are sequences of tokens, which end with a separator."""
+    return len(train.image_shape) == 1
 
 
 def build_users_model(data, arguments):

@@ -9,6 +9,7 @@ from absl import flags
 import kdist
 from kdist.commands.training_run.compiled_model import compiled_model
 from kdist.commands.training_run.user_code import call, is_reference
+from kdist.data.names import TEXT_PREFIX
 from kdist.data.worker_addresses import resolve_data_workers
 from kdist.run_directory import RunDirectory
 
@@ -48,6 +49,8 @@ def load_data(batch):
         batch: a `kdist.Batch`.
     """
     options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
+    if FLAGS.dataset.startswith(TEXT_PREFIX):
+        options["sequence_length"] = FLAGS.sequence_length
     if resolve_data_workers(FLAGS.data_workers or None):
         from kdist.data import workers
 

@@ -8,10 +8,10 @@ from absl import flags
 
 from kdist import program
 from kdist.commands.training_run.applications import APPLICATIONS, PREFIX, application
-from kdist.commands.training_run.compiled_model import MODELS
+from kdist.commands.training_run.compiled_model import MODELS, TEXT_MODEL
 from kdist.commands.training_run.fine_tuning import check_weights, freeze_patterns
 from kdist.commands.training_run.user_code import check_reference, is_reference, parse_arguments
-from kdist.data.names import check_dataset_name, dataset_path
+from kdist.data.names import TEXT_PREFIX, check_dataset_name, dataset_path
 from kdist.data.operations import as_operations
 from kdist.data.worker_addresses import check_answers, parse_data_workers
 from kdist.json_text import parse_json
@@ -87,7 +87,8 @@ def check_data(*datasets):
 
 def _check_dataset(name):
     path = dataset_path(name)
-    if name != "digits" and not is_url(path) and not os.path.isdir(path):
+    is_known = name == "digits" or name.startswith(TEXT_PREFIX)
+    if not is_known and not is_url(path) and not os.path.isdir(path):
         check_dataset_name(path, FLAGS.data_dir)
 
 
@@ -104,16 +105,21 @@ def check_split():
 
 
 def _check_model():
-    name = FLAGS.model
+    name, own = FLAGS.model, (*MODELS, TEXT_MODEL)
     parse_arguments("model_args", FLAGS.model_args)
     if is_reference(name):
         check_reference("model", name)
-    elif name not in MODELS and application(name) is None:
-        known = (*MODELS, *map(str.lower, APPLICATIONS), *(PREFIX + each for each in APPLICATIONS))
+    elif name == TEXT_MODEL and not FLAGS.dataset.startswith(TEXT_PREFIX):
+        raise ValueError(
+            f"--model={name} predicts the next byte of a text, and --dataset={FLAGS.dataset} is no "
+            "text; add --dataset=text:PATH"
+        )
+    elif name not in own and application(name) is None:
+        known = (*own, *map(str.lower, APPLICATIONS), *(PREFIX + each for each in APPLICATIONS))
         close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ValueError(
-            f"unknown model {name!r}{hint} Available are {', '.join(MODELS)}, {PREFIX}NAME, and "
+            f"unknown model {name!r}{hint} Available are {', '.join(own)}, {PREFIX}NAME, and "
             "your own functions as module:function or path.py:function"
         )
     if FLAGS.sync_batch_norm and name not in MODELS:
@@ -202,6 +208,7 @@ def _check_effects(spec):
         ("max_staleness", spec.kind == "parameter_server", "--strategy=parameter_server"),
         ("local_slots", FLAGS.local_steps is not None, "--local_steps"),
         ("decay", FLAGS.schedule == "ramp", "--schedule=ramp"),
+        ("sequence_length", FLAGS.dataset.startswith(TEXT_PREFIX), "--dataset=text:PATH"),
         ("ramp_epochs", FLAGS.schedule != "constant", "--schedule=ramp or cosine"),
         ("wandb_samples", FLAGS.wandb_mode != "off", "--wandb_mode=auto"),
         ("mlflow_experiment", FLAGS.mlflow_uri is not None, "--mlflow_uri"),

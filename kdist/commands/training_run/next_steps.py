@@ -9,8 +9,10 @@ import sys
 from absl import flags
 
 import kdist
+from kdist.commands.training_run.compiled_model import TEXT_MODEL
 from kdist.commands.training_run.recording import FIXED_FLAGS, best_model
 from kdist.commands.training_run.summary import run_config
+from kdist.data.names import TEXT_PREFIX
 from kdist.mirror.store import is_url
 from kdist.run_directory import RUN_DIR, RUNS, FileLock, RunDirectory
 
@@ -20,7 +22,7 @@ _SEARCHED = 20
 # Role of a task -> flag of `kdist launch` with the number of such tasks.
 _COUNTS = {"worker": "workers", "ps": "ps"}
 # Flags that another training on the same data needs.
-_OF_DATA = ("data_dir", "operations")
+_OF_DATA = ("data_dir", "operations", "sequence_length")
 
 
 def command(name, *arguments):
@@ -98,7 +100,10 @@ def print_next_steps(run, dataset):
     else:
         data = [f"--dataset={dataset}"] if dataset != FLAGS["dataset"].default else []
         data += [f"--{name}={FLAGS[name].value}" for name in _OF_DATA if FLAGS[name].present]
-        commands.append((command("train", "--model=resnet18", *data), "a larger network"))
+        larger = ["--model=resnet18"]
+        if dataset.startswith(TEXT_PREFIX):
+            larger = [f"--model={TEXT_MODEL}", "--model_args=width=128,depth=4"]
+        commands.append((command("train", *larger, *data), "a larger network"))
     width = max(len(text) for text, _ in commands)
     print("next:", *(f"  {text:{width}}  # {words}" for text, words in commands), sep="\n")
 

@@ -9,6 +9,7 @@ import re
 from absl import flags
 
 import kdist
+from kdist.commands.training_run.compiled_model import is_text
 from kdist.commands.training_run.fine_tuning import frozen_layers
 from kdist.commands.training_run.summary import run_config
 from kdist.mirror.mirror import Mirror
@@ -24,6 +25,7 @@ FIXED_FLAGS = (
         "model",
         "model_args",
         "examples",
+        "sequence_length",
         "minutes",
         "operations",
         "epochs",
@@ -213,7 +215,7 @@ def best_model(run):
 
 def samples(test):
     """Returns the `Samples` of --wandb_samples, or None."""
-    if not FLAGS.wandb_samples:
+    if not FLAGS.wandb_samples or is_text(test):
         return None
     return kdist.telemetry.Samples(*test.sample(FLAGS.wandb_samples), test.class_names)
 

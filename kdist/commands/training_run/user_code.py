@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kdist.data.names import TEXT_PREFIX
 from kdist.program import check_name
 
 _REFERENCE = re.compile(r"(?P<where>[^:]+):(?P<name>[A-Za-z_]\w*)")
@@ -33,7 +34,7 @@ class UserCodeFailed(Exception):
 
 def is_reference(text: str) -> bool:
     """Returns whether a flag names a function, such as `module:function`."""
-    return _REFERENCE.fullmatch(text) is not None
+    return _REFERENCE.fullmatch(text) is not None and not text.startswith(TEXT_PREFIX)
 
 
 def check_reference(flag: str, text: str):

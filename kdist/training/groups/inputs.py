@@ -79,6 +79,40 @@ def is_pipeline(x) -> bool:
     return hasattr(x, "steps_per_epoch") and callable(getattr(x, "dataset", None))
 
 
+def is_batch_source(x) -> bool:
+    """Returns True if `x` has the interface of the batches of `kdist.data.from_batches`."""
+    return callable(getattr(x, "open_reader", None))
+
+
+def reader_at(x, position, steps_per_epoch, resumption=None):
+    """Returns the reader of a batch source from a `Position` on.
+
+    Args:
+        x: a `kdist.data.BatchSource`.
+        position: the position.
+        steps_per_epoch: argument of `fit`; None if an epoch is a pass over the source.
+        resumption: the `Resumption` of this `fit`, if any.
+
+    Raises:
+        ValueError: the source is endless, and there is no `steps_per_epoch`.
+    """
+    place = resumption and resumption.place
+    if not place:
+        is_pass = steps_per_epoch is None
+        place = {
+            "passes": position.epoch if is_pass else 0,
+            "batches": position.step if is_pass else position.batch,
+        }
+    reader = x.open_reader(position.batch, keeps_places=resumption is not None, **place)
+    return _checked_end(reader, "steps_per_epoch", steps_per_epoch)
+
+
+def _checked_end(reader, argument, steps):
+    if reader.is_endless and not steps:
+        raise ValueError(f"the source repeats its batches without end: pass {argument}")
+    return reader
+
+
 def training_data(x, steps_per_epoch, start, worker_slice=None):
     """Returns (dataset from batch `start` on, steps per epoch) of a training pipeline."""
     if not x.training:
@@ -91,6 +125,10 @@ def training_data(x, steps_per_epoch, start, worker_slice=None):
 
 def evaluation_data(x, steps, worker_slice=None):
     """Returns (data, steps) for `evaluate` or `predict`; `x` may be a pipeline."""
+    if is_batch_source(x):
+        return _checked_end(
+            x.open_reader(), "steps (in fit, validation_steps)", steps
+        ).dataset(), steps
     if not is_pipeline(x):
         return x, steps
     # A training pipeline is endless; one epoch of it is evaluated.
@@ -105,7 +143,7 @@ def _slice_argument(worker_slice):
 
 def unpack_validation_data(data):
     """Returns `validation_data` as (x, y, sample_weight)."""
-    if is_pipeline(data):
+    if is_pipeline(data) or is_batch_source(data):
         return data, None, None
     return keras.utils.unpack_x_y_sample_weight(data)
 

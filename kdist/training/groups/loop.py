@@ -135,6 +135,8 @@ class EpochLoop:
             if tuner.is_done:
                 _logger.info("%s", tuner)
         self._state.steps_in_epoch += length
+        if self._state.reader is not None:
+            self._state.reader.forget_before(self._state.position.batch)
 
     def _mean_over_workers(self, number):
         """Returns the mean over workers, so that all of them make the same decisions."""

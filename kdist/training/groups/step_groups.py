@@ -117,6 +117,7 @@ class StepGroups(TFEpochIterator):
         self._distributed_dataset = dataset
         self._feed = feed
         self._batches_to_skip = 0
+        self._begins_at_position = False
         self.first_step = 0
 
     def skip_to(self, position):
@@ -127,6 +128,16 @@ class StepGroups(TFEpochIterator):
         """
         skipped = position.batch if self.steps_per_epoch else position.step
         self._batches_to_skip = skipped % self._num_batches if self._num_batches else skipped
+
+    def begin_at(self, position, length):
+        """Counts the batches before a `Position`, of data whose first iterator begins there.
+
+        Args:
+            position: the position.
+            length: number of batches in a pass over the data; None if it is unknown.
+        """
+        self._num_batches, self._begins_at_position = length, True
+        self.skip_to(position)
 
     @functools.cached_property
     def _length_is_certain(self):
@@ -183,7 +194,7 @@ class StepGroups(TFEpochIterator):
     def _start_over(self):
         data = self._get_iterator()
         self._steps_seen, self._batches_to_skip = self._batches_to_skip, 0
-        if self._steps_seen:
+        if self._steps_seen and not self._begins_at_position:
             data = data.skip(self._steps_seen)
         self._current_iterator = self._feed(data)
 
