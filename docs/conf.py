@@ -60,8 +60,7 @@ reference_packages = [
     *(f"kdist.{name}" for name in ("mirror", "models", "parallel", "planner", "report")),
     *(f"kdist.{name}" for name in ("run_directory", "schedules", "serving", "strategies")),
     *(f"kdist.{name}" for name in ("telemetry", "testing", "testing.clouds", "testing.metadata")),
-    "kdist.tuning",
-    "kdist.tuning.optuna",
+    *(f"kdist.{name}" for name in ("tuning", "tuning.keras_tuner", "tuning.optuna")),
 ]
 default_role = "code"
 autodoc_typehints = "none"  # Args: describes types where the signature, which shows them, does not.

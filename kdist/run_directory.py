@@ -87,9 +87,13 @@ def is_open_at(descriptor: int, path: str | os.PathLike) -> bool:
 
 
 def new_run_path(name: str) -> pathlib.Path:
-    """Returns a path below runs/ with the current time and `name`."""
+    """Returns a path below runs/ with the current time and `name`.
+
+    Runs of a W&B sweep share a directory there, so that a report can compare them.
+    """
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S-%f")[:-3]
-    return RUNS / f"{now}-{name}"
+    sweep = os.environ.get("WANDB_SWEEP_ID")  # set by wandb's agent
+    return (RUNS / f"sweep-{sweep}" if sweep else RUNS) / f"{now}-{name}"
 
 
 @contextlib.contextmanager

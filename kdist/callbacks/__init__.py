@@ -19,6 +19,7 @@ _PUBLIC = {
     "LearningRateRange": "learning_rate_range",
     "NonFiniteLossError": "stop_on_nonfinite_loss",
     "Profile": "profile",
+    "PruneTrial": "prune_trial",
     "StopOnNonFiniteLoss": "stop_on_nonfinite_loss",
     "Telemetry": "telemetry",
     "Unfreeze": "unfreeze",

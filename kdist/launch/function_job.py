@@ -131,7 +131,7 @@ def local(
             ),
             screen=Screen(shows_tasks=not quiet),
             share_one_gpu=share_gpus,
-            environment=_environment(),
+            environment=with_module_paths(),
         )
         with job as tasks, stop_on_signals(tasks):
             tasks.run()
@@ -230,7 +230,7 @@ def on(
     return value
 
 
-def _environment():
+def with_module_paths() -> dict[str, str]:
     """Returns this process's environment, in which a new process finds the same modules."""
     paths = [path or os.getcwd() for path in sys.path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

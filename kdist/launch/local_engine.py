@@ -29,7 +29,7 @@ from kdist.launch.data_workers import DataWorker
 from kdist.launch.output import Screen
 from kdist.launch.task import Task
 from kdist.launch.task_group import TaskGroup, Timeouts
-from kdist.launch.watchdog import MARKS_VARIABLE
+from kdist.launch.watchdog import MARKS_VARIABLE, with_mark
 
 _INTRA_OP_THREADS = "TF_NUM_INTRAOP_THREADS"
 _THREAD_VARIABLES = (_INTRA_OP_THREADS, "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
@@ -89,7 +89,7 @@ def local_job(
             own = {**environment, **threads, TOKEN_VARIABLE: token}
             if cluster.name in gpus:
                 own[VISIBLE_DEVICES] = gpus[cluster.name]
-            own[MARKS_VARIABLE] = _marks(environment, mark)
+            own[MARKS_VARIABLE] = with_mark(environment, mark)
             own.setdefault("PYTHONUNBUFFERED", "1")  # for Python that a shell script starts
             cluster.publish(own)
             log = log_dir / f"{cluster.name.replace(' ', '-')}.log"
@@ -97,7 +97,7 @@ def local_job(
         for index, (port, batch_port) in enumerate(data_ports):
             flags = [f"--port={port}", f"--batch_port={batch_port}"]
             serve = command_of(["kdist", "data_worker", *flags], environment)
-            own = {**environment, MARKS_VARIABLE: _marks(environment, mark)}
+            own = {**environment, MARKS_VARIABLE: with_mark(environment, mark)}
             tasks.append(DataWorker(index, serve, own, log_dir / f"data-worker-{index}.log"))
         yield TaskGroup(tasks, mark, screen or Screen(), timeouts, may_replace)
 
@@ -142,10 +142,6 @@ def share_threads(tasks: Sequence[Cluster], environment: Mapping[str, str]) -> d
 def _computes(task):
     """Returns whether a task computes gradients: a worker, or a chief without servers."""
     return task.role == "worker" or (task.role == "chief" and "ps" not in task.tasks)
-
-
-def _marks(environment, mark):
-    return ",".join(filter(None, [environment.get(MARKS_VARIABLE), mark]))
 
 
 def _make_directory(directory):

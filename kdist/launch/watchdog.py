@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 # Environment variable with the marks of all jobs of a process; a task may itself launch a job.
 MARKS_VARIABLE = "KDIST_JOBS"
@@ -72,6 +72,11 @@ class Watchdog:
 def tied_command(command: Sequence[str]) -> list[str]:
     """Returns a command that executes `command` and dies with this process (on Linux)."""
     return [*_program("exec"), str(os.getpid()), *command]
+
+
+def with_mark(environment: Mapping[str, str], mark: str) -> str:
+    """Returns the value of `MARKS_VARIABLE` for a job that a process of other jobs launches."""
+    return ",".join(filter(None, [environment.get(MARKS_VARIABLE), mark]))
 
 
 def processes_of(mark: str) -> list[int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from kdist.mirror.store import Store, is_url
 from kdist.report.page import contents, fill, save
-from kdist.report.runs import FILES, Prices
+from kdist.report.runs import FILES, Prices, expand
 from kdist.run_directory import RunDirectory
 
 HOST = "127.0.0.1"
@@ -122,7 +122,7 @@ class _LivePage:
             Store(os.fspath(run)).states(FILES)
             if is_url(run)
             else [_size_and_time(RunDirectory(run).path / name) for name in FILES]
-            for run in self._run_directories
+            for run in expand(self._run_directories)
         ]
 
 

@@ -14,6 +14,7 @@ from kdist.report import tables
 from kdist.report.plots import COMMON_LAYOUT, Style, figure_html, points_per_line
 from kdist.report.progress_plots import axes_of, progress_plots
 from kdist.report.runs import Prices, check_names, read_runs
+from kdist.report.search import find_search, search_plot, search_text
 from kdist.report.telemetry_plots import (
     breakdown_plot,
     device_plots,
@@ -39,8 +40,8 @@ def write(
     The first run is the baseline of the speed-up.
 
     Args:
-        run_directories: at least one run directory, or URL of a mirror such as gs://bucket/runs/a;
-            runs may be unfinished or killed.
+        run_directories: at least one run directory, directory of runs such as those of a search, or
+            URL of a mirror such as gs://bucket/runs/a; runs may be unfinished or killed.
         output: the file to write; an existing file is replaced. Defaults to `report.html` in the
             current directory.
         price_usd_per_hour: US dollars per hour for all machines of a run: one price for every run,
@@ -139,6 +140,7 @@ def contents(
     )
     page = _Page(points)
     axes = axes_of(runs)
+    search = page.search(runs)
     parts = {
         "title": html.escape(", ".join(run.name for run in runs[:_MAX_RUNS_UNFOLDED])),
         "heading": html.escape(f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name),
@@ -149,6 +151,8 @@ def contents(
         "axes": json.dumps(axes, separators=(",", ":")).replace("<", "\\u003c"),
         "choices": _axis_choices(axes),
         "runs": tables.run_table(runs, price_usd_per_hour),
+        "search": search,
+        "search_link": '<a href="#search">Search</a> ' if search else "",
         "picker": _picker(runs),
         "plots": page.plots(progress_plots(runs, points)) or "<p>No measurements yet.</p>",
         "time": page.time(runs),
@@ -224,6 +228,13 @@ class _Page:
             "points. Each segment of a line keeps its lowest and its highest point. The tables "
             "below the plots include all points.</p>"
         )
+
+    def search(self, runs):
+        found = find_search(runs)
+        if found is None:
+            return ""
+        plot = self.plots([search_plot(found)])
+        return f"<section id=search><h2>Search</h2>\n{search_text(found)}\n{plot}</section>"
 
     def time(self, runs):
         whole = breakdown_plot(runs)

@@ -78,7 +78,8 @@ class Plot:
 
     plotly's own objects would check thousands of lines, which takes half a minute. `data` holds
     plotly's traces, `layout` what differs from `COMMON_LAYOUT`, `extents` the values of each line,
-    and `thinned` the number of thinned lines.
+    and `thinned` the number of thinned lines. `table`, if set, has the headings and the rows of the
+    table below the plot.
 
     Args:
         title: title of the plot.
@@ -113,6 +114,7 @@ class Plot:
             self.layout["yaxis"]["rangemode"] = "tozero"
         self.extents: list[Extent] = []
         self.thinned = 0
+        self.table: tuple[list[str], list[list[str]]] | None = None
         self._max_points = max_points
 
     @property
@@ -306,6 +308,8 @@ def _keep_in_range(plot):
 
 def _in_words(plot):
     """Returns the text for screen readers; the table below the plot has the details."""
+    if plot.table:
+        return f"{len(plot.data)} lines, whose values are in the table below"
     if not plot.extents:
         return f"{len(plot.data)} segments, in the table below"
     if len(plot.extents) > 3:
@@ -322,7 +326,9 @@ def _in_words(plot):
 
 
 def _in_figures(plot, identity):
-    if plot.extents:
+    if plot.table:
+        headings, rows = plot.table
+    elif plot.extents:
         headings = ["Line", "Points", "First", "Lowest", "Highest", "Last"]
         rows = [
             [e.name, f"{e.points:,}", *(f"{v:.4g}" for v in (e.first, e.lowest, e.highest, e.last))]

@@ -103,10 +103,10 @@ def read_runs(directories: Sequence[str | os.PathLike]) -> list[Run]:
     """Reads several run directories and gives the runs distinct names.
 
     Args:
-        directories: at least one run directory, or URL of a mirror.
+        directories: at least one run directory, directory of runs, or URL of a mirror.
 
     Returns:
-        The runs in the same order.
+        The runs in the same order, those of one directory by name.
 
     Raises:
         ValueError: the list is empty, a directory appears twice, or a file is damaged.
@@ -122,6 +122,7 @@ def read_runs(directories: Sequence[str | os.PathLike]) -> list[Run]:
         raise ValueError(f"pass a list of run directories: [{os.fspath(directories)!r}]")
     if not directories:
         raise ValueError("no run; name at least one run directory")
+    directories = expand(directories)
     paths = [local_directory(directory).resolve() for directory in directories]
     for directory, path in zip(directories, paths, strict=True):
         if paths.count(path) > 1:
@@ -129,6 +130,25 @@ def read_runs(directories: Sequence[str | os.PathLike]) -> list[Run]:
     runs = [read_run(directory) for directory in directories]
     names = _distinct_endings(paths)
     return [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def expand(directories: Sequence[str | os.PathLike]) -> list[str | os.PathLike]:
+    """Returns the directories, with the runs in a directory that is no run itself in its place."""
+    return [run for directory in directories for run in _runs_of(directory)]
+
+
+def _runs_of(directory):
+    if is_url(directory) or _holds_run(RunDirectory(directory)):
+        return [directory]
+    try:
+        children = sorted(RunDirectory(directory).path.iterdir(), key=lambda p: _natural([p.name]))
+    except OSError:  # explained where the run is read
+        return [directory]
+    return [path for path in children if _holds_run(RunDirectory(path))] or [directory]
+
+
+def _holds_run(files):
+    return any(path.is_file() for path in (files.config, files.metrics, files.summary))
 
 
 def _distinct_endings(paths):
@@ -163,7 +183,7 @@ def read_run(directory: str | os.PathLike) -> Run:
 
 def _read_run(files, given):
     """Returns the run; `given` is its path or URL as the user wrote it."""
-    if not any(path.is_file() for path in (files.config, files.metrics, files.summary)):
+    if not _holds_run(files):
         raise FileNotFoundError(_no_run_message(files.path, given))
     notes: list[str] = []
     config = _config(files.config, notes)
@@ -205,10 +225,8 @@ def _no_run_message(path, given):
         found = "it does not exist"
     elif not path.is_dir():
         found = "it is a file"
-    elif any(path.glob("*/config.json")):
-        found = f"it holds runs, which are named one by one, or as {path}/*"
     else:
-        found = "it has no config.json, metrics.jsonl, or summary.json"
+        found = "it has no config.json, metrics.jsonl, or summary.json, and holds no runs"
     return f"{given} is no run directory: {found}. Pass the --run_dir of a run of `kdist train`"
 
 

@@ -55,7 +55,7 @@ def _strategy(value):
 
 
 # Settings that other parts of the page show, or that are the name of the run.
-_NO_SETTINGS = {"run_dir", "git_commit", "devices"}
+NO_SETTINGS = {"run_dir", "git_commit", "devices"}
 # Tables that compare more runs have a row per run.
 _MAX_RUNS_SIDE_BY_SIDE = 8
 
@@ -104,7 +104,7 @@ OPTIONAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 _ALL_COLUMNS = (COLUMNS, RESULT_COLUMNS, OPTIONAL_COLUMNS)
 # Values for which `run_table` has columns of its own, or other parts of the page a table.
-_NO_COLUMNS = {*_NO_SETTINGS, "total_seconds", "cost_usd", "versions"}
+_NO_COLUMNS = {*NO_SETTINGS, "total_seconds", "cost_usd", "versions"}
 # Further settings and results of many runs that may be chosen as columns, of each kind.
 _MAX_OTHER_COLUMNS = 50
 
@@ -332,7 +332,7 @@ def configuration(runs: Sequence[Run]) -> str:
     """Returns a table of the settings that differ between runs, or all settings of one run."""
     settings = [flat({k: v for k, v in run.config.items() if k != "versions"}) for run in runs]
     # The run directory always differs, and is the name of the run.
-    names = sorted({name for each in settings for name in each} - _NO_SETTINGS)
+    names = sorted({name for each in settings for name in each} - NO_SETTINGS)
     if len(runs) == 1:
         return _folded(f"All {len(names)} settings", runs, names, settings)
     differing = [n for n in names if len({shown(each.get(n)) for each in settings}) > 1]

@@ -285,7 +285,6 @@ OTHERS = [
     ("export", ["m.keras", "--output=models/m", "--version=0"], "--version=0"),
     ("report", [], "missing argument: run directories"),
     ("report", ["nowhere"], "is no run directory"),
-    ("report", ["."], "named one by one, or as ./*"),
     ("report", ["finished", "--output=nowhere/page.html"], "in a directory that exists"),
     ("report", ["finished", "--price_usd_per_hour=nan"], "--price_usd_per_hour"),
     ("data_worker", ["--host=192.0.2.1"], "--allow_remote"),

@@ -461,6 +461,11 @@ def test_an_agent_of_a_sweep_trains_with_its_parameters(stub, tmp_path, monkeypa
         assert len([row for row in sent.history if name in row]) == 2
     assert sorted(stub.artifacts) == ["model", "model", "report", "run_table", "run_table"]
     assert sent.exit_code == 0
+    # Runs of a sweep share a directory, which `kdist report` compares.
+    [parent] = (tmp_path / "runs").iterdir()
+    assert parent.name.startswith("sweep-")
+    [run] = kdist.report.read_runs([parent])
+    assert {name: run.config[name] for name in chosen} == chosen
 
 
 TRAINING = """
