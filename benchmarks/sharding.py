@@ -3,11 +3,11 @@
   python -m benchmarks.sharding                    # a transformer with 12 blocks on 2 devices
   python -m benchmarks.sharding --devices=4 --depth=4
 
-Both models train in one process, in turns, so that the ratio of their step times hardly depends on
+The models train in one process, in turns, so that the ratios of their step times hardly depend on
 what else the machine does. A ratio above 1 means that sharded steps are slower. The bytes between
 devices are read from the optimized graph of a step. Next to them is the formula of the ZeRO paper
 (arXiv:1910.02054, section 7): an all-reduce, and a reduce-scatter with an all-gather, both move
-2 (N - 1) times the bytes of the gradients in all.
+2 (N - 1) times the bytes of the gradients in all. Sharded weights are gathered twice: 3 (N - 1).
 """
 
 import statistics
@@ -23,12 +23,12 @@ flags.DEFINE_integer("depth", 12, "Number of blocks of the transformer.", lower_
 flags.DEFINE_integer("width", 128, "Features of a token, a multiple of 4.", lower_bound=4)
 flags.DEFINE_integer("tokens", 64, "Tokens of an example.", lower_bound=1)
 flags.DEFINE_integer("local_batch_size", 8, "Examples of a replica.", lower_bound=1)
-flags.DEFINE_integer("turns", 15, "Turns of both models.", lower_bound=1)
+flags.DEFINE_integer("turns", 15, "Turns of all models.", lower_bound=1)
 flags.DEFINE_integer("steps", 4, "Steps of a turn.", lower_bound=1)
 
 
 def main(_):
-    """Prints a table with both models."""
+    """Prints a table with all models."""
     import numpy as np
 
     from kdist.training.sharding.memory import state_bytes
@@ -37,7 +37,7 @@ def main(_):
     random = np.random.default_rng(0)
     data = random.integers(0, 1000, (rows, FLAGS.tokens)), random.integers(0, 10, rows)
     models, sent = {}, {}
-    for shard in (None, "optimizer"):
+    for shard in (None, "optimizer", "weights"):
         models[shard], sent[shard] = first_step(shard, data)
     seconds = {shard: [] for shard in models}
     for _turn in range(FLAGS.turns):
@@ -46,24 +46,27 @@ def main(_):
             fit(model, data, FLAGS.steps)
             seconds[shard].append((time.perf_counter() - started) / FLAGS.steps)
     parameters = sum(weight.shape.num_elements() for weight in models[None].trainable_variables)
-    formula = 2 * (FLAGS.devices - 1) * 4 * parameters
     print(f"{FLAGS.depth} blocks of width {FLAGS.width}, {parameters:,} parameters, Adam")
     print(
-        "| shard | step ms | optimizer MB per device | MB between devices | 2 (N - 1) gradients |"
+        "| shard | step ms | weights MB per device | optimizer MB per device | MB between devices "
+        "| formula MB |"
     )
-    print("|--|--:|--:|--:|--:|")
+    print("|--|--:|--:|--:|--:|--:|")
     for shard, model in models.items():
-        largest = max(held.optimizer for held in state_bytes(model).values())
+        held = state_bytes(model).values()
+        weights, slots = max(each.weights for each in held), max(each.optimizer for each in held)
+        formula = (3 if shard == "weights" else 2) * (FLAGS.devices - 1) * 4 * parameters
         print(
-            f"| {shard} | {1000 * statistics.median(seconds[shard]):.1f} | {largest / 1e6:.2f} | "
-            f"{sent[shard] / 1e6:.2f} | {formula / 1e6:.2f} |"
+            f"| {shard} | {1000 * statistics.median(seconds[shard]):.1f} | {weights / 1e6:.2f} | "
+            f"{slots / 1e6:.2f} | {sent[shard] / 1e6:.2f} | {formula / 1e6:.2f} |"
         )
-    ratios = [a / b for a, b in zip(seconds["optimizer"], seconds[None], strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    print(
-        f"sharded / unsharded step: {statistics.median(ratios):.3f} (quartiles {quartiles[0]:.3f} "
-        f"to {quartiles[2]:.3f})"
-    )
+    for shard in ("optimizer", "weights"):
+        ratios = [a / b for a, b in zip(seconds[shard], seconds[None], strict=True)]
+        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        print(
+            f"step with shard={shard} / unsharded: {statistics.median(ratios):.3f} (quartiles "
+            f"{quartiles[0]:.3f} to {quartiles[2]:.3f})"
+        )
 
 
 def first_step(shard, data):

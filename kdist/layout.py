@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 SCHEDULES = ("1f1b", "gpipe")
 BETWEEN = ("data", "model")
-SHARDS = ("optimizer",)
+SHARDS = ("optimizer", "gradients", "weights")
 
 _DEGREES = ("data", "tensor", "pipeline", "branch", "micro_batches", "machines", "accumulate")
 _DEFAULT_MIN_SHARD_BYTES = 64 * 1024
@@ -51,7 +51,10 @@ class Layout:
             backward pass: less memory for up to a third more work. Defaults to `False`.
         shard: What the replicas divide among themselves, to save memory. `"optimizer"` (ZeRO stage
             1): each replica holds the optimizer's slots of 1/`data` of each large weight, and
-            updates that part. `None`, the default, divides nothing.
+            updates that part. `"gradients"` (stage 2): also the sums of gradients over micro-steps
+            (`accumulate`). `"weights"` (stage 3): also the weights, each of which is gathered
+            where a layer uses it, in the forward and in the backward pass. `None`, the default,
+            divides nothing.
         min_shard_bytes: Smallest size of a weight, in bytes, whose state is divided. Defaults to
             65,536.
         machines: Number of machines, each with an equal share of the devices. Defaults to 1.
@@ -140,11 +143,11 @@ class Layout:
             if self.min_shard_bytes != _DEFAULT_MIN_SHARD_BYTES:
                 raise ValueError(
                     f"min_shard_bytes={self.min_shard_bytes} has no effect without "
-                    "shard=optimizer: set both, or leave min_shard_bytes out"
+                    "shard: set both, or leave min_shard_bytes out"
                 )
             return
         if self.shard not in SHARDS:
-            raise ValueError(f"shard={self.shard!r}: use {' or '.join(SHARDS)}")
+            raise ValueError(f"shard={self.shard!r}: use {', '.join(SHARDS[:-1])} or {SHARDS[-1]}")
         others = {
             "tensor, pipeline, or branch": self.group_size > 1,
             "machines": self.machines > 1,

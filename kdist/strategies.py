@@ -32,6 +32,7 @@ from kdist.compat.tensorflow import (
 from kdist.layout import Layout
 from kdist.strategy_spec import StrategySpec, resolve
 from kdist.training.evaluator import is_evaluator
+from kdist.training.replica import hooks
 from kdist.training.scopes import num_local_replicas
 from kdist.training.strategy_setup import set_up
 
@@ -105,8 +106,9 @@ def create_strategy(
             `tf.distribute.experimental.partitioners.MinSizePartitioner(max_shards=2)`. Other
             variables are never partitioned. Defaults to None, no partitions.
         shard: What the replicas of `"mirrored"` divide among themselves to save memory.
-            `"optimizer"`: the optimizer's slots, and its update. See `kdist.Layout`. Defaults to
-            None: each device holds everything.
+            `"optimizer"`: the optimizer's slots, and its update. `"gradients"`: also the sums of
+            gradients over micro-steps. `"weights"`: also the weights. See `kdist.Layout`. Defaults
+            to None: each device holds everything.
 
     Returns:
         A `tf.distribute.Strategy`. In a job with a coordinator (`"parameter_server"`, a layout),
@@ -268,6 +270,7 @@ def _mirrored(spec):
     strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=operations)
     if spec.layout is not None:
         strategy.layout = dataclasses.replace(spec.layout, data=len(names))
+        hooks.install()  # layers divide their weights also if they are created before a model
     return strategy
 
 

@@ -25,6 +25,7 @@ from kdist.training.replica.reduction import sums_over_replicas
 from kdist.training.replica.step import this_replica
 from kdist.training.scopes import is_multi_worker, num_local_replicas
 from kdist.training.sharding.optimizer_state import slots_of
+from kdist.training.sharding.weights import as_divided
 
 
 def capture(model: keras.Model) -> dict[str, np.ndarray]:
@@ -81,7 +82,7 @@ def _by_kind(model):
         weights = plain_variables(model)
         slots = [slot for each in optimizers_of(model) for slot in plain_slots(model, each)]
     else:
-        weights = _whole(model.variables)
+        weights = [as_divided(variable) for variable in model.variables]
         slots = [slot for each in optimizers_of(model) for slot in slots_of(each)]
     weights = [division for division in weights if id(division.pieces[0]) not in metrics]
     replicas = model.distribute_strategy.num_replicas_in_sync

@@ -7,7 +7,7 @@
   kdist check --input --dataset=path/to/PetImages --operations="resize(160, 160)"
 
   # replicas that divide the optimizer's state: bytes on each device
-  kdist check --layout=data=4,shard=optimizer --model=resnet18
+  kdist check --layout=data=4,shard=weights --model=resnet18
 
   # a split model: the device of each layer, weight, and operation in one step
   kdist check --layout=data=2,branch=2 --model=inception
@@ -197,21 +197,27 @@ def check_layout():
 
 def check_shards(spec, layout, shape):
     """Returns 0, after printing the bytes of a model's training state on each device."""
-    from kdist.training.sharding.memory import state_bytes
+    from kdist.training.sharding.memory import state_bytes, whole_bytes
 
     with kdist.strategies.build(spec).scope():
         model = kdist.models.create(FLAGS.model, input_shape=shape, num_classes=FLAGS.num_classes)
         model.compile(optimizer="adam", loss="sparse_categorical_crossentropy")
         model.optimizer.build(model.trainable_variables)
     print(f"{FLAGS.model} {shape}, {model.count_params():,} parameters, {layout}, Adam")
-    print(f"\n{'device':8} {'weights MB':>11} {'optimizer MB':>13}")
+    print(f"\n{'device':8} {'weights MB':>11} {'optimizer MB':>13} {'gathered MB':>12}")
     for device, held in state_bytes(model).items():
-        print(f"{device:8} {held.weights / 1e6:11.2f} {held.optimizer / 1e6:13.2f}")
-    whole = 2 * sum(
-        weight.value.dtype.size * weight.shape.num_elements()
-        for weight in model.trainable_variables
+        print(
+            f"{device:8} {held.weights / 1e6:11.2f} {held.optimizer / 1e6:13.2f} "
+            f"{held.gathered / 1e6:12.2f}"
+        )
+    weights = sum(map(whole_bytes, model.weights)) / 1e6
+    slots = 2 * sum(map(whole_bytes, model.trainable_variables)) / 1e6
+    print(
+        f"without shard={layout.shard}: weights {weights:.2f} MB and optimizer {slots:.2f} MB on "
+        "each device"
     )
-    print(f"without shard={layout.shard}, the optimizer takes {whole / 1e6:.2f} MB on each device")
+    if layout.shard == "weights":
+        print("gathered: the two largest weights and all biases, which a step holds at a time")
     return 0
 
 

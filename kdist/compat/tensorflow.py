@@ -294,11 +294,62 @@ def is_recorded() -> bool:
     return record.could_possibly_record()
 
 
+def record_read(value: tf.Tensor, handle: tf.Tensor, dtype: str):
+    """Makes the gradient tapes of this thread regard `value` as what was read from a variable.
+
+    The gradient of `value`, also one of looked-up rows, becomes that of the variable.
+
+    Args:
+        value: a tensor, computed within `unrecorded()`.
+        handle: the handle by which tapes identify the variable. Its value may have another shape.
+        dtype: type of the gradient, as that of the variable. `value` may have another one.
+    """
+
+    def gradient_of_variable(gradient):
+        return [tf.cast(gradient, dtype)]
+
+    watch_on_tapes(handle)
+    record.record_operation("ReadVariableOp", [value], [handle], gradient_of_variable)
+
+
+def unrecorded() -> contextlib.AbstractContextManager:
+    """Returns a context manager in which gradient tapes of this thread record nothing."""
+    return record.stop_recording()
+
+
 class _Accessed:
     trainable = True
 
     def __init__(self, tensor):
         self.handle = tensor
+
+    def ref(self):
+        """Raises a ValueError: a function with its own gradient reads the variable.
+
+        TensorFlow asks such a function for the gradient of each `tf.Variable` that it has read.
+        """
+        raise ValueError(
+            "a weight is read within a function that has its own gradient (tf.custom_gradient, "
+            "tf.recompute_grad, keras.RematScope), where replicas compute with copies of weights. "
+            "Pass the weight to the function as an argument, or use the strategy mirrored without "
+            "shard=weights"
+        )
+
+
+def replace_input(operation: tf.Operation, old: tf.Tensor, new: tf.Tensor):
+    """Lets an operation of a graph that is being built read `new` instead of `old`."""
+    for number, tensor in enumerate(operation.inputs):
+        if tensor is old:
+            operation._update_input(number, new)
+
+
+def repeat_operation(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Returns the output of an operation of the same type and attributes with other inputs."""
+    (output,) = operation.outputs
+    again = operation.graph.create_op(
+        operation.type, list(inputs), [output.dtype], attrs=operation.node_def.attr
+    )
+    return again.outputs[0]
 
 
 def refuse_checkpoints(variable, message: str):

@@ -31,6 +31,7 @@ from kdist.compat.keras import pythonify_logs
 from kdist.model import Model
 from kdist.training.groups import inputs
 from kdist.training.replica import step as steps
+from kdist.training.sharding.weights import stored
 
 
 class Step:
@@ -345,7 +346,7 @@ def _check_scope(strategy, owners):
     """Raises a ValueError unless all variables were created in the scope of the strategy."""
     for owner in owners:
         for variable in owner.variables:
-            if not strategy.extended.variable_created_in_scope(variable.value):
+            if not strategy.extended.variable_created_in_scope(stored(variable).value):
                 raise ValueError(
                     f"{variable.path} of {owner.name!r} was created outside the scope of the "
                     "step's strategy. Create it in `with strategy.scope():`"

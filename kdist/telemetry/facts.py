@@ -13,7 +13,7 @@ from kdist.layout import Layout
 from kdist.parallel.device_groups import GroupStrategy, device_names
 from kdist.telemetry.provenance import git_commit, versions
 from kdist.training.scopes import has_parameter_servers
-from kdist.training.sharding.optimizer_state import is_sharded
+from kdist.training.sharding.parts import sharded_state
 from kdist.training.state import training_state_of
 
 _PLAIN = str | int | float | bool | None
@@ -138,7 +138,7 @@ def _layout(model, workers):
         return dataclasses.asdict(strategy.layout)
     is_asynchronous = has_parameter_servers(strategy)
     return {
-        **dataclasses.asdict(strategy.layout if is_sharded(strategy) else Layout()),
+        **dataclasses.asdict(strategy.layout if sharded_state(strategy) else Layout()),
         "data": workers if is_asynchronous else strategy.num_replicas_in_sync,
         "machines": workers,
         "accumulate": _state(model, "accumulate") or 1,

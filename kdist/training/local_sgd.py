@@ -28,7 +28,7 @@ from kdist.training.replica.row_shares import fraction
 from kdist.training.replica.slices import SplitSlices
 from kdist.training.replica.step import ReplicaStep, can_be_averaged, this_replica
 from kdist.training.scopes import in_new_thread, num_local_replicas, variable_like
-from kdist.training.sharding.optimizer_state import is_sharded
+from kdist.training.sharding.parts import sharded_state
 
 # What happens to an optimizer's slots, such as momenta, when weights are averaged.
 SLOTS = ("keep", "average", "reset")
@@ -49,7 +49,7 @@ def check(local_steps, local_slots, strategy: tf.distribute.Strategy):
             "local_steps must be None (gradients are reduced in every step) or a positive integer, "
             f"got {local_steps!r}"
         )
-    if is_sharded(strategy):
+    if sharded_state(strategy):
         raise ValueError(
             f"local_steps={local_steps} (--local_steps): every replica updates all weights within "
             f"a round, and shard={strategy.layout.shard} divides the update; leave one of them out"

@@ -70,8 +70,10 @@ def variable_like(variable: keras.Variable, shape: Sequence[int]) -> keras.Varia
     """Returns a new variable of zeros with the name, scopes, and type of another one."""
     *scopes, name = variable.path.split("/")
     with contextlib.ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(keras.name_scope(scope))
+        for number, scope in enumerate(scopes):
+            # The path is absolute, also within the scopes of a layer that is being built.
+            parent = None if number else ""
+            stack.enter_context(keras.name_scope(scope, override_parent=parent))
         return keras.Variable(
             "zeros", shape=tuple(shape), dtype=variable.dtype, trainable=False, name=name
         )

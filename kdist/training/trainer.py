@@ -45,6 +45,7 @@ from kdist.training.scopes import (
     shares_storage,
 )
 from kdist.training.sharding.optimizer_state import shard_optimizer
+from kdist.training.sharding.parts import sharded_state
 from kdist.training.state import Position, TrainingState, data_facts, resumption_of
 from kdist.training.strategy_setup import set_up
 
@@ -141,7 +142,8 @@ class Trainer(TensorFlowTrainer):
                 is not a non-negative integer, `local_slots`, `gather_batch`, or `loss_reduction`
                 is unknown, `local_steps` is set under a strategy in which replicas share
                 variables, `gather_batch` is True without a loss or set with `accumulate` or
-                `local_steps`, or the layout is for split models and this one is not split.
+                `local_steps`, `jit_compile` is True and replicas divide the weights, or the
+                layout is for split models and this one is not split.
             RuntimeError: a `keras.distribution` is set.
 
         Example:
@@ -174,6 +176,12 @@ class Trainer(TensorFlowTrainer):
         state.average_replicas()
         is_auto = steps_per_execution == "auto"
         super().compile(*args, steps_per_execution=1 if is_auto else steps_per_execution, **kwargs)
+        if self.jit_compile and sharded_state(self.distribute_strategy) == "weights":
+            raise ValueError(
+                'jit_compile=True: XLA would gather all weights at once, which shard="weights" '
+                "divides over the devices to save memory. Leave jit_compile (--jit_compile) out, "
+                'or use shard="optimizer"'
+            )
         if gather_batch is True:
             if self._compile_loss is None:
                 raise ValueError(

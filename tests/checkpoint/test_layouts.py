@@ -28,6 +28,8 @@ LAYOUTS = {
     "mirrored": (kdist.Layout(data=2), None),
     "sharded=2": (kdist.Layout(data=2, shard="optimizer", min_shard_bytes=64), None),
     "sharded=4": (kdist.Layout(data=4, shard="optimizer", min_shard_bytes=64), None),
+    "weights=2": (kdist.Layout(data=2, shard="weights", min_shard_bytes=64), None),
+    "weights=4": (kdist.Layout(data=4, shard="weights", min_shard_bytes=64), None),
     "pipeline": (kdist.Layout(pipeline=2, micro_batches=2), ON_STAGES),
     "tensor=2": (kdist.Layout(tensor=2), DIVIDED),
     "tensor=4": (kdist.Layout(tensor=4), DIVIDED),
@@ -143,10 +145,15 @@ PAIRS = [
     ("tensor=2", "tensor=4"),
     ("sharded=2", "one device"),
     ("one device", "sharded=4"),
+    ("weights=2", "one device"),
+    ("one device", "weights=4"),
 ]
 MORE_PAIRS = [
     ("sharded=4", "sharded=2"),
     ("tensor=2", "sharded=2"),
+    ("weights=4", "weights=2"),
+    ("weights=2", "tensor=2"),
+    ("sharded=2", "weights=2"),
     ("data and tensor", "pipeline"),
     ("one device", "pipeline and tensor"),
     ("mirrored", "tensor=4"),
@@ -197,6 +204,7 @@ def test_resume_under_another_layout(pair, written, whole, tmp_path):
         (("tensor=2", "one device"), "two optimizers"),
         (("sharded=2", "sharded=4"), "moving average"),
         (("sharded=2", "one device"), "loss scale"),
+        (("weights=2", "mirrored"), "moving average"),
         (("one device", "data and tensor"), "moving average"),
         (("one device", "data and tensor"), "loss scale"),
         (("one device", "tensor=2"), "two optimizers"),
@@ -228,9 +236,10 @@ def test_resume_between_averagings_of_local_sgd(pair, written, tmp_path):
     assert_same_weights(*kept, TOLERANCE)
 
 
-def test_a_sharded_run_resumes_bit_by_bit(written, tmp_path):
-    expected = fit(compiled("sharded=2"))
-    model = resumed("sharded=2", written("sharded=2"), tmp_path)
+@pytest.mark.parametrize("layout", ["sharded=2", "weights=2"])
+def test_a_sharded_run_resumes_bit_by_bit(layout, written, tmp_path):
+    expected = fit(compiled(layout))
+    model = resumed(layout, written(layout), tmp_path)
     assert_same_weights(model.get_weights(), expected.get_weights(), 0)
     assert_same_weights(slots(model), slots(expected), 0)
 

@@ -50,20 +50,33 @@ def test_feature_is_that_of_one_device_with_central_storage(name):
 
 
 _SHARDED = ("AdamW", "embedding, global_clipnorm", "mixed_float16, overflow", "accumulate")
+_SHARDED_WEIGHTS = ("embedding, Adam", "two optimizers in one step", "mixed_float16")
 # Refused: the optimizers that a function returns are not known in advance.
 _NOT_SHARDED = ("MultiOptimizer",)
+_NOT_SHARDED_WEIGHTS = (*_NOT_SHARDED, "jit_compile")
 
 
 @pytest.mark.parametrize(
-    ("name", "replicas"),
+    ("name", "replicas", "shard"),
     [
-        *((name, 2) for name in _SHARDED),
-        *seldom([(n, 2) for n in FEATURES if n not in (*_SHARDED, *_NOT_SHARDED)]),
-        *seldom([(name, 4) for name in FEATURES if name not in _NOT_SHARDED]),
+        *((name, 2, "optimizer") for name in _SHARDED),
+        *((name, 2, "weights") for name in _SHARDED_WEIGHTS),
+        pytest.param("accumulate", 4, "gradients", marks=pytest.mark.slow),
+        *seldom([(n, 2, "optimizer") for n in FEATURES if n not in (*_SHARDED, *_NOT_SHARDED)]),
+        *seldom([(name, 4, "optimizer") for name in FEATURES if name not in _NOT_SHARDED]),
+        *seldom(
+            [
+                (name, replicas, "weights")
+                for name in FEATURES
+                for replicas in (2, 4)
+                if name not in _NOT_SHARDED_WEIGHTS
+            ],
+            other_than=[(name, 2, "weights") for name in _SHARDED_WEIGHTS],
+        ),
     ],
 )
-def test_feature_is_that_of_one_device_with_sharded_slots(name, replicas):
-    layout = kdist.Layout(data=replicas, shard="optimizer", min_shard_bytes=16)
+def test_feature_is_that_of_one_device_with_sharded_state(name, replicas, shard):
+    layout = kdist.Layout(data=replicas, shard=shard, min_shard_bytes=16)
     says = verdict(name, kdist.Model, kdist.create_strategy(layout))
     assert says.kind == "works", f"{name} on {replicas} replicas: {says}"
 

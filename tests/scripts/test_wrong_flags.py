@@ -68,7 +68,7 @@ TRAIN = [
     (["--strategy=mirored"], "did you mean 'mirrored'"),
     (["--strategy=local_sgd"], "--strategy=mirrored --local_steps=8"),
     (["--strategy=mirrored", "--reduction=ring"], "use one of auto, nccl"),
-    (["--shard=weight"], "should be one of <optimizer>"),
+    (["--shard=weight"], "should be one of <optimizer|gradients|weights>"),
     (["--strategy=central_storage", "--shard=optimizer"], "use --strategy=mirrored"),
     (["--layout=data=2,shard=optimizer", "--split=auto"], "splits no model"),
     (["--layout=data=2,stages=2"], "write it as data=2,pipeline=2"),

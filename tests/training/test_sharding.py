@@ -1,4 +1,4 @@
-"""Optimizer state that replicas divide among themselves: `shard="optimizer"`."""
+"""Training state that replicas divide among themselves: `shard="optimizer"` and the others."""
 
 import contextlib
 
@@ -11,14 +11,14 @@ import kdist
 from kdist.callbacks import AveragedWeights
 from kdist.testing import assert_same_weights, largest_difference
 from kdist.training.sharding.memory import state_bytes
-from kdist.training.sharding.optimizer_state import EqualParts, is_sharded
+from kdist.training.sharding.parts import EqualParts, sharded_state
 from tests.tiers import seldom
 
 layers, optimizers = keras.layers, keras.optimizers
 
 WORDS, LENGTH, CLASSES = 50, 6, 5
 # Weights of fewer bytes stay whole: biases of 5 to 10 elements.
-SHARDED = {n: kdist.Layout(data=n, shard="optimizer", min_shard_bytes=64) for n in (2, 4)}
+MIN_BYTES = 64
 LOSS = "sparse_categorical_crossentropy"
 # Optimizers that divide by the gradient's own size make full steps of rounding without it.
 EPSILON = 1e-3
@@ -39,16 +39,17 @@ def network(model_class=kdist.Model):
     return model_class(inputs, layers.Dense(CLASSES, activation="softmax", name="head")(x))
 
 
-def scope(replicas):
+def scope(replicas, shard="optimizer"):
     """Returns the scope of sharded replicas; one without effect for 0."""
     if not replicas:
         return contextlib.nullcontext()
-    return kdist.create_strategy(SHARDED[replicas]).scope()
+    layout = kdist.Layout(data=replicas, shard=shard, min_shard_bytes=MIN_BYTES)
+    return kdist.create_strategy(layout).scope()
 
 
-def trained(optimizer, replicas=0, epochs=2, callbacks=(), **options):
+def trained(optimizer, replicas=0, shard="optimizer", epochs=2, callbacks=(), **options):
     """Returns a model that has trained on `replicas` devices, or by plain Keras if 0."""
-    with scope(replicas):
+    with scope(replicas, shard):
         model = network(kdist.Model if replicas else keras.Model)
         model.compile(optimizer(), LOSS, **options)
     fit(model, epochs=epochs, callbacks=list(callbacks))
@@ -96,17 +97,22 @@ def excluding(optimizer):
     return optimizer
 
 
-CASES = [*((name, 2) for name in OFTEN), ("AdamW", 4)]
+CASES = [
+    *((name, 2, "optimizer") for name in OFTEN),
+    ("AdamW", 4, "optimizer"),
+    ("AdamW", 2, "weights"),
+    ("loss scale", 4, "weights"),
+]
+ALL = [
+    (name, n, shard) for name in OPTIMIZERS for n in (2, 4) for shard in ("optimizer", "weights")
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "replicas"),
-    [*CASES, *seldom([(name, n) for name in OPTIMIZERS for n in (2, 4)], other_than=CASES)],
-)
-def test_the_weights_are_those_of_one_device(name, replicas, tmp_path):
+@pytest.mark.parametrize(("name", "replicas", "shard"), [*CASES, *seldom(ALL, other_than=CASES)])
+def test_the_weights_are_those_of_one_device(name, replicas, shard, tmp_path):
     # Keras's optimizers cannot accumulate the rows of looked-up words.
     train = without_embedding if name == "accumulating, clipped" else trained
-    expected, model = (train(OPTIMIZERS[name], each) for each in (0, replicas))
+    expected, model = (train(OPTIMIZERS[name], each, shard) for each in (0, replicas))
     assert_same_weights(model.get_weights(), expected.get_weights(), 1e-6)
     assert_same_weights(
         whole_slots(model, tmp_path / "model.keras"),
@@ -116,8 +122,8 @@ def test_the_weights_are_those_of_one_device(name, replicas, tmp_path):
     assert int(model.optimizer.iterations) == int(expected.optimizer.iterations) > 0
 
 
-def without_embedding(optimizer, replicas):
-    with scope(replicas):
+def without_embedding(optimizer, replicas, shard):
+    with scope(replicas, shard):
         keras.utils.set_random_seed(5)
         inputs = keras.Input((LENGTH,))
         outputs = layers.Dense(CLASSES, activation="softmax")(layers.Dense(9)(inputs))
@@ -307,7 +313,7 @@ def test_parts_are_equal_and_merge(shape, count):
 
 def test_one_device_has_nothing_to_shard():
     strategy = kdist.create_strategy("mirrored", 1, shard="optimizer")
-    assert not is_sharded(strategy)
+    assert sharded_state(strategy) is None
 
 
 def test_a_shard_that_is_not_refreshed_would_be_found():

@@ -44,6 +44,7 @@ from kdist.serving.exporting.warmup_file import (
     write_warmup_requests,
 )
 from kdist.training.scopes import outside_any_scope
+from kdist.training.sharding.weights import whole_weights
 
 PLACEMENTS = ("merged", "kept")
 
@@ -125,7 +126,7 @@ def export(
         check_protos_installed()
     first = _first_version(directory, version)
     details = {"classes": None if classes is None else list(classes), "devices": devices}
-    with _temporary_directory(directory) as path:
+    with _temporary_directory(directory) as path, whole_weights(model):
         outside_any_scope(lambda: write_saved_model(endpoint, path, rows, bool(devices)))
         if rows:
             name = directory.resolve().name

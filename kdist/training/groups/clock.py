@@ -23,6 +23,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdist.training.sharding.weights import stored
+
 # Step times are counted in bins of a hundredth of their natural logarithm.
 _BINS_PER_LOG = 100
 
@@ -155,6 +157,8 @@ def step_end_time(variables, otherwise):
         return otherwise
     # A copy on the host waits for the GPU.
     with tf.device("CPU:0"):
-        written = tf.identity(tf.reshape(tf.convert_to_tensor(variables[0].value), [-1])[:1])
+        written = tf.identity(
+            tf.reshape(tf.convert_to_tensor(stored(variables[0]).value), [-1])[:1]
+        )
     with tf.control_dependencies([written]):
         return tf.timestamp()

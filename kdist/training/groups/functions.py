@@ -32,7 +32,7 @@ from kdist.training.replica.step import (
     this_replica,
 )
 from kdist.training.scopes import is_multi_worker, num_local_replicas, shares_storage
-from kdist.training.sharding.optimizer_state import is_sharded
+from kdist.training.sharding.parts import sharded_state
 from kdist.training.sharding.step import ShardedStep
 from kdist.training.strategy_setup import step_timeout_of
 
@@ -422,8 +422,10 @@ class ReplicatedStep:
         """Returns the constructor of a replica's step, given its rows of the batch."""
         if self._shares_storage:
             return functools.partial(CentralStep, self._trainer)
+        if self._rounds is None and sharded_state(self._strategy):
+            return functools.partial(ShardedStep, self._trainer)
         if self._rounds is None:
-            return ShardedStep if is_sharded(self._strategy) else ReplicaStep
+            return ReplicaStep
         return functools.partial(LocalStep, rows, self._rounds)
 
     def _synchronized_statistics(self):

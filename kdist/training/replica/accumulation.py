@@ -6,7 +6,7 @@ import tensorflow as tf
 from kdist.training.replica.slices import SplitSlices
 from kdist.training.replica.step import this_replica
 from kdist.training.scopes import in_new_thread
-from kdist.training.sharding.optimizer_state import weights_of
+from kdist.training.sharding.optimizer_state import summed_gradients
 
 
 class Accumulators:
@@ -19,8 +19,8 @@ class Accumulators:
     def __init__(self, optimizers):
         self._sums = {
             id(optimizer): {
-                optimizer._var_key(variable): _zeros_like(variable)
-                for variable in weights_of(optimizer)
+                optimizer._var_key(variable): _zeros(shape, variable.dtype)
+                for variable, shape in summed_gradients(optimizer)
             }
             for optimizer in optimizers
         }
@@ -120,7 +120,5 @@ def _is_optimizer(value):
     return isinstance(value, keras.optimizers.Optimizer)
 
 
-def _zeros_like(variable):
-    return tf.Variable(
-        tf.zeros(variable.shape, variable.dtype), trainable=False, name="accumulated_gradient"
-    )
+def _zeros(shape, dtype):
+    return tf.Variable(tf.zeros(shape, dtype), trainable=False, name="accumulated_gradient")

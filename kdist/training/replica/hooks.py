@@ -56,6 +56,7 @@ from kdist.training.scopes import (
     outside_any_scope,
     outside_multi_worker_scope,
 )
+from kdist.training.sharding import weights
 from kdist.training.sharding.optimizer_state import OptimizerShards, shards_of, weights_of
 
 # Optimizer methods that Keras implements once for one device and once for tf.distribute.
@@ -154,6 +155,9 @@ def install():
     keep_scopes()
     merge_between_replicas()
     KerasVariable._initialize = _whole(KerasVariable._initialize)
+    key_of = TFOptimizer._var_key
+    TFOptimizer._var_key = lambda self, variable: key_of(self, weights.stored(variable))
+    TFOptimizer.add_variable_from_reference = _whole_slots(TFOptimizer.add_variable_from_reference)
     for name, of_shards in _METHODS_ON_AVERAGES.items():
         method = getattr(keras.callbacks.SwapEMAWeights, name)
         setattr(keras.callbacks.SwapEMAWeights, name, _on_shards(method, of_shards))
@@ -203,7 +207,9 @@ def _saving_alone(keras_function):
     def saving_alone(model, filepath, *args, **kwargs):
         if keras_function.__name__ == "save_model_to_hdf5":
             _check_slots_are_whole(model, *args, **kwargs)
-        with _whole_files(filepath) as path:
+        is_export = keras_function.__name__ == "export_saved_model"
+        whole = weights.whole_weights(model) if is_export else contextlib.nullcontext()
+        with _whole_files(filepath) as path, whole:
             return outside_multi_worker_scope(
                 functools.partial(keras_function, model, path, *args, **kwargs)
             )
@@ -250,10 +256,26 @@ def _whole(initialize):
                 "TensorFlow does not send this type between workers. Quantize the model outside of "
                 "the scope, after the training"
             )
-        with unpartitioned(strategy):
-            return initialize(variable, value)
+        if not weights.initialize(variable, value):
+            with unpartitioned(strategy):
+                initialize(variable, value)
 
     return whole
+
+
+def _whole_slots(add):
+    """Returns a method that creates slots of divided weights without a place next to the weight.
+
+    For optimizers that a program builds before it compiles a model, which divides them.
+    """
+
+    @functools.wraps(add)
+    def add_slot(optimizer, reference, *args, **kwargs):
+        if not isinstance(reference, weights.ShardedVariable):
+            return add(optimizer, reference, *args, **kwargs)
+        return BaseOptimizer.add_variable_from_reference(optimizer, reference, *args, **kwargs)
+
+    return add_slot
 
 
 # Losses and metrics.

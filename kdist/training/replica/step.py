@@ -748,6 +748,7 @@ class ReplicaStep:
             )
         ]
         if self._accumulators is not None:
+            gradients = self.reduced_in_micro_step(optimizer, gradients, variables)
             with self._marked("applying"):  # its variables are no state of the program
                 gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)
             if not self.is_last:
@@ -815,6 +816,10 @@ class ReplicaStep:
             return True
         values = tf.get_static_value(looked_up) if looked_up.shape.rank == 1 else None
         return values is not None and len(set(values.tolist())) == rows
+
+    def reduced_in_micro_step(self, optimizer, gradients, variables):
+        """Returns the gradients of a micro-step that are added up, and reduced in the last one."""
+        return gradients
 
     def reduced_for(self, optimizer, gradients, variables):
         """Returns the sums over replicas of gradients with which `optimizer` updates variables."""
@@ -1004,6 +1009,10 @@ class ReplicaStep:
     def handle(self, variable):
         """Returns the handle by which a gradient tape identifies a Keras variable."""
         return variable.value.handle
+
+    def sharded_value(self, variable):
+        """Returns the whole value of a weight that replicas divide among themselves."""
+        return variable.recorded(variable.gathered(), self)
 
     def assign_add(self, variable, value, keras_function):
         """Adds `value` to a variable; Keras's own function reads and then assigns."""

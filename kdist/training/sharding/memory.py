@@ -1,12 +1,15 @@
 """Bytes that training state takes on each device, read from the variables themselves."""
 
+import math
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
 from kdist.training.replica.accumulation import optimizers_of
+from kdist.training.sharding.gathers import HELD, is_kept
 from kdist.training.sharding.optimizer_state import shards_of
+from kdist.training.sharding.weights import sharded_weights, stored
 
 
 class StateBytes(NamedTuple):
@@ -14,11 +17,15 @@ class StateBytes(NamedTuple):
 
     Attributes:
         weights: weights and other state of layers, without metrics.
-        optimizer: slots and other variables of optimizers, and the shards of weights.
+        optimizer: slots and other variables of optimizers, and the shards of weights that the
+            devices also hold as a whole.
+        gathered: weights that a step gathers and holds at a time: the two largest, and all biases
+            and scales.
     """
 
     weights: int
     optimizer: int
+    gathered: int
 
 
 def state_bytes(model: keras.Model) -> dict[str, StateBytes]:
@@ -31,12 +38,22 @@ def state_bytes(model: keras.Model) -> dict[str, StateBytes]:
     slots = []
     for optimizer in optimizers_of(model):
         slots += optimizer.variables
-        slots += [shard.variable for shard in shards_of(optimizer) or ()]
-    on_weights, on_slots = _bytes_by_device(weights), _bytes_by_device(slots)
+        shards = shards_of(optimizer) or ()
+        slots += [shard.variable for shard in shards if not shard.is_only_copy]
+    on_weights, on_slots = _bytes_by_device(map(stored, weights)), _bytes_by_device(slots)
+    sharded = sharded_weights(model)
+    kept = sum(whole_bytes(weight) for weight in sharded if is_kept(weight))
+    sizes = sorted(whole_bytes(weight) for weight in sharded if not is_kept(weight))
+    gathered = kept + sum(sizes[-HELD:])
     return {
-        device: StateBytes(on_weights.get(device, 0), on_slots.get(device, 0))
+        device: StateBytes(on_weights.get(device, 0), on_slots.get(device, 0), gathered)
         for device in sorted({*on_weights, *on_slots})
     }
+
+
+def whole_bytes(variable: keras.Variable) -> int:
+    """Returns the bytes of a variable that is not divided."""
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
 
 
 def _bytes_by_device(variables):

@@ -1,4 +1,4 @@
-"""Optimizer state that is divided among the replicas of one process (ZeRO, stage 1).
+"""Optimizer state that is divided among the replicas of one process (ZeRO, stages 1 and 2).
 
     strategy = kdist.create_strategy("mirrored", devices=4, shard="optimizer")
 
@@ -7,26 +7,31 @@ of the weight. Keras's optimizer is built on the shards instead of the weights, 
 have the size of a part, and the update is Keras's own code. `kdist.training.sharding.step` moves
 gradients and weights. Files and checkpoints hold the slots of whole weights.
 
-The weights themselves remain the truth: a step copies them to the shards before it updates these.
+Whole weights remain the truth: a step copies them to the shards before it updates these. Weights
+that are divided themselves (`kdist.training.sharding.weights`) have no other copy than the shard.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020 (arXiv:1910.02054), section 5.
 """
 
 import contextlib
-import dataclasses
 import functools
-import math
 
 import keras
 import tensorflow as tf
 
 from kdist.compat.keras import unbuild_optimizer
 from kdist.compat.tensorflow import refuse_checkpoints
-from kdist.layout import Layout
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.optimizers import check_elementwise, inner_optimizers, unwrapped
-from kdist.training.scopes import variable_like
+from kdist.training.sharding.parts import (
+    DividedCopies,
+    EqualParts,
+    Shard,
+    is_large,
+    sharded_state,
+)
+from kdist.training.sharding.weights import ShardedVariable
 
 _KEY = "_kdist_shards"
 
@@ -34,113 +39,6 @@ _NOT_IN_CHECKPOINTS = (
     "the slot {path} is sharded, and tf.train.Checkpoint would store the part of one device. Use "
     "kdist.callbacks.Checkpoint, or model.save with a .keras file"
 )
-
-# Parts consist of whole rows if at most one in this many rows of a part is padding. Embeddings
-# need it, whose gradients are rows.
-_ROWS_PER_PART = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class EqualParts:
-    """Division of a tensor into parts of equal size, of which the last ones are padded with zeros.
-
-    A part consists of rows (the first axis), or of elements if there are too few rows.
-
-    Args:
-        shape: shape of the tensor.
-        count: number of parts.
-    """
-
-    shape: tuple[int, ...]
-    count: int
-
-    @property
-    def is_by_rows(self) -> bool:
-        """True if each part consists of whole rows."""
-        rows = self.shape[0]
-        return rows % self.count == 0 or rows >= _ROWS_PER_PART * self.count
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Shape of each part."""
-        rows, *others = self._shape_of_rows
-        return (-(-rows // self.count), *others)
-
-    def part(self, value, number: int) -> tf.Tensor:
-        """Returns part `number` of a tensor."""
-        size, *others = self.part_shape
-        rows = self._shape_of_rows[0]
-        first, last = min(number * size, rows), min((number + 1) * size, rows)
-        part = tf.reshape(value, self._shape_of_rows)[first:last]
-        missing = size - (last - first)
-        return tf.pad(part, [[0, missing], *[[0, 0]] * len(others)]) if missing else part
-
-    def merge(self, parts) -> tf.Tensor:
-        """Returns the tensor that has these parts."""
-        rows = tf.concat(parts, 0)[: self._shape_of_rows[0]]
-        return tf.reshape(rows, self.shape)
-
-    def slices_of(self, gradient: tf.IndexedSlices, number: int) -> tf.IndexedSlices:
-        """Returns the rows of a sparse gradient that belong to part `number`."""
-        size, *others = self.part_shape
-        first = tf.cast(number * size, gradient.indices.dtype)
-        indices = gradient.indices - first
-        is_own = tf.logical_and(indices >= 0, indices < size)
-        return tf.IndexedSlices(
-            tf.boolean_mask(gradient.values, is_own),
-            tf.boolean_mask(indices, is_own),
-            tf.constant([size, *others], indices.dtype),
-        )
-
-    @property
-    def _shape_of_rows(self):
-        return self.shape if self.is_by_rows else (math.prod(self.shape),)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Shard:
-    """A weight, and the variable whose copy on each replica holds a part of it."""
-
-    weight: keras.Variable
-    variable: keras.Variable
-    division: EqualParts
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copy:
-    """One replica's copy of a variable, as a piece of a `DividedVariable`."""
-
-    value: tf.Variable
-    path: str
-
-    @property
-    def dtype(self):
-        return self.value.dtype.name
-
-    def numpy(self):
-        """Returns the value of the copy."""
-        return self.value.numpy()
-
-    def assign(self, value):
-        """Assigns the copy."""
-        self.value.assign(value)
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedSlot(DividedVariable):
-    """A slot of a whole weight, whose parts are the copies of a variable."""
-
-    division: EqualParts = EqualParts((), 1)
-
-    def concatenate(self, values):
-        return self.division.merge(values).numpy()
-
-    def parts(self, value):
-        return [self.division.part(value, number) for number in range(self.division.count)]
-
-    @property
-    def shape(self):
-        return self.division.shape
 
 
 class OptimizerShards:
@@ -153,11 +51,13 @@ class OptimizerShards:
     Attributes:
         weights: the weights that the optimizer updates, in the order of its `build`.
         leaf: the optimizer that has the slots: `optimizer`, or the one that it wraps.
+        divides_gradients: whether micro-steps add up parts of gradients.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy):
         self._optimizer, self._strategy = optimizer, strategy
         (self.leaf,) = unwrapped(optimizer)
+        self.divides_gradients = sharded_state(strategy) in ("gradients", "weights")
         self._build = optimizer.build
         self._add_slot = self.leaf.add_variable_from_reference
         self.weights: list[keras.Variable] = []
@@ -186,15 +86,17 @@ class OptimizerShards:
             self._build([self._updated(weight) for weight in self.weights])
 
     def _is_divided(self, weight):
-        size, replicas = math.prod(weight.shape), self._strategy.num_replicas_in_sync
-        size_bytes = size * tf.as_dtype(weight.dtype).size
         is_overwritten = getattr(weight, "overwrite_with_gradient", False)
-        is_large = size_bytes >= self._strategy.layout.min_shard_bytes and size >= replicas
-        return is_large and not is_overwritten
+        is_divided = isinstance(weight, ShardedVariable)
+        return (
+            is_divided or is_large(weight.shape, weight.dtype, self._strategy)
+        ) and not is_overwritten
 
     def _add(self, weight):
-        division = EqualParts(tuple(weight.shape), self._strategy.num_replicas_in_sync)
-        shard = Shard(weight, variable_like(weight, division.part_shape), division)
+        if isinstance(weight, ShardedVariable):
+            shard = weight.shard
+        else:
+            shard = Shard.of(weight, self._strategy.num_replicas_in_sync)
         key = self._optimizer._var_key(weight)
         self._shards[key] = self._by_variable[id(shard.variable)] = shard
         excluded = getattr(self.leaf, "_exclude_from_weight_decay", set())
@@ -219,9 +121,7 @@ class OptimizerShards:
         division = self._slots.get(id(variable))
         if division is None:
             return DividedVariable([variable])
-        copies = self._strategy.experimental_local_results(variable.value)
-        pieces = [_Copy(copy, variable.path) for copy in copies]
-        return ShardedSlot(pieces, division=division)  # type: ignore[arg-type]
+        return DividedCopies.of(variable, division)
 
     def save(self, optimizer, store):
         """Writes the variables of the optimizer, or of the one that it wraps, to a file."""
@@ -278,7 +178,7 @@ def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribu
     Raises:
         ValueError: the optimizer needs whole weights.
     """
-    if not is_sharded(strategy) or shards_of(optimizer) is not None:
+    if not sharded_state(strategy) or shards_of(optimizer) is not None:
         return
     where = f"shard={strategy.layout.shard} divides the state of each weight over the devices"
     check_elementwise(optimizer, where, "leave shard (--shard) out")
@@ -312,13 +212,6 @@ def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribu
         optimizer.set_weights(values)
 
 
-def is_sharded(strategy: tf.distribute.Strategy) -> bool:
-    """Returns True if the replicas of a strategy divide training state among themselves."""
-    layout = getattr(strategy, "layout", None)
-    is_divided = isinstance(layout, Layout) and layout.shard is not None
-    return is_divided and strategy.num_replicas_in_sync > 1
-
-
 def shards_of(optimizer: keras.optimizers.Optimizer) -> OptimizerShards | None:
     """Returns the shards of an optimizer; None if it is not sharded."""
     return optimizer.__dict__.get(_KEY)
@@ -328,6 +221,15 @@ def weights_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """Returns the weights that an optimizer was built to update."""
     shards = shards_of(optimizer)
     return optimizer._trainable_variables if shards is None else shards.weights
+
+
+def summed_gradients(optimizer: keras.optimizers.Optimizer) -> list[tuple[keras.Variable, tuple]]:
+    """Returns (weight, shape of its gradient that a replica adds up in micro-steps) per weight."""
+    weights, shards = weights_of(optimizer), shards_of(optimizer)
+    if shards is None or not shards.divides_gradients:
+        return [(weight, weight.shape) for weight in weights]
+    found = [(weight, shards.find(weight)) for weight in weights]
+    return [(w, w.shape if shard is None else shard.division.part_shape) for w, shard in found]
 
 
 def slots_of(optimizer: keras.optimizers.Optimizer) -> list[DividedVariable]:

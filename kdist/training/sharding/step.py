@@ -1,4 +1,4 @@
-"""One replica's part of a step whose optimizer state is sharded.
+"""One replica's part of a step whose optimizer state, gradients, or weights are sharded.
 
 Gradients of large weights are reduce-scattered: each replica receives the sum of its own part. It
 updates that part with Keras's optimizer, and the new weights are gathered on all replicas. Each of
@@ -8,44 +8,88 @@ Replicas meet before and after the optimizer, never in it: Keras updates within 
 loss scale or `gradient_accumulation_steps` is used, where replicas cannot exchange anything.
 """
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
 from kdist.training.replica.reduction import all_reduce_sum, of_all_replicas, reduce_scatter_sum
 from kdist.training.replica.step import ReplicaStep, scale_gradient
+from kdist.training.sharding.gathers import WeightGathers
 from kdist.training.sharding.optimizer_state import shards_of
+from kdist.training.sharding.weights import sharded_weights
 
 
 class ShardedStep(ReplicaStep):
-    """One replica's part of one micro-step; the replica updates its own parts of large weights."""
+    """One replica's part of one micro-step; the replica updates its own parts of large weights.
+
+    Args:
+        trainer: the model.
+        others: the arguments of `ReplicaStep`, in order.
+    """
 
     _squares: list | None = None  # of the gradients that the optimizer receives
     _is_finite: tf.Tensor | None = None  # whether a loss scale lets the optimizer update
+
+    def __init__(self, trainer, *others):
+        super().__init__(*others)
+        self._weights = WeightGathers(sharded_weights(trainer))
+
+    @contextlib.contextmanager
+    def running(self):
+        with super().running():
+            self._weights.exchange(self.replica)
+            yield self
+            self._weights.repeat_for_gradients()
+
+    def sharded_value(self, variable):
+        """Returns the whole value of a weight, which this replica gathers."""
+        return variable.recorded(self._weights.whole(variable), self)
+
+    def tape_gradient(self, gradient, target, sources):
+        """Returns the gradients of a tape, which read the weights that they need once more."""
+        compute = super().tape_gradient
+        return self._weights.gradient(lambda: compute(gradient, target, sources), target)
+
+    def reduced_in_micro_step(self, optimizer, gradients, variables):
+        """Returns this replica's parts of large gradients, if micro-steps add these up."""
+        shards = shards_of(optimizer)
+        if shards is None or not shards.divides_gradients:
+            return gradients
+        divided = _divided(shards, gradients, variables)
+        parts = iter(self._reduced_parts(gradients, divided))
+        return [
+            g if shard is None else next(parts) for g, shard in zip(gradients, divided, strict=True)
+        ]
 
     def reduced_for(self, optimizer, gradients, variables):
         """Returns sums over replicas: this replica's part of large dense ones, others whole."""
         shards = shards_of(optimizer)
         if shards is None:
             return self.reduced(gradients)
-        divided = [
-            shards.find(variable) if isinstance(gradient, tf.Tensor) else None
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
-        parts = iter(
-            reduce_scatter_sum(
-                [
-                    [shard.division.part(gradient, number) for number in range(self.replicas)]
-                    for gradient, shard in zip(gradients, divided, strict=True)
-                    if shard is not None
-                ]
-            )
-        )
+        divided = _divided(shards, gradients, variables)
+        if self._accumulators is not None and shards.divides_gradients:
+            parts = iter([g for g, shard in zip(gradients, divided, strict=True) if shard])
+        else:
+            parts = iter(self._reduced_parts(gradients, divided))
         whole = self.reduced(
             [g if shard is None else None for g, shard in zip(gradients, divided, strict=True)]
         )
         return [
             g if shard is None else next(parts) for g, shard in zip(whole, divided, strict=True)
         ]
+
+    def _reduced_parts(self, gradients, divided):
+        """Returns this replica's part of the sums over replicas of those gradients with shards."""
+        found = [(g, shard) for g, shard in zip(gradients, divided, strict=True) if shard]
+        sums = reduce_scatter_sum(
+            [
+                [shard.division.part(g, number) for number in range(self.replicas)]
+                for g, shard in found
+            ]
+        )
+        self._weights.note_sums([gradient for gradient, _ in found], sums)
+        return sums
 
     def apply(self, update, optimizer, gradients, variables):
         """Updates this replica's parts of the weights, and gathers those of all replicas."""
@@ -64,13 +108,17 @@ class ShardedStep(ReplicaStep):
         ]
         # Keras averages all weights that the optimizer was built for.
         written = list(shards) if shards.leaf.use_ema else _with_gradient(found, gradients)
+        only_copies = [shard for shard in written if shard.is_only_copy]
+        with_copies = [shard for shard in written if not shard.is_only_copy]
         with self.update():
-            for shard in written:
+            for shard in with_copies:
                 part = shard.division.part(self.local(shard.weight.value), self.replica)
                 self.local(shard.variable.value).assign(part)
             self._squares = self._sums_of_squares(optimizer, gradients, own, found)
             update(gradients, own)
-            self._gather(written)
+            self._gather(with_copies)
+            self._constrain([s for s in only_copies if s.weight.constraint is not None])
+            self._weights.exchange(self.replica, [s.weight for s in only_copies])
 
     def _own_slices(self, shard, gradient):
         if shard is None or not isinstance(gradient, tf.IndexedSlices):
@@ -89,12 +137,22 @@ class ShardedStep(ReplicaStep):
         """Assigns the parts of all replicas to this replica's copies of the weights."""
         parts = of_all_replicas([tf.identity(self.local(s.variable.value)) for s in shards])
         for shard, values in zip(shards, parts, strict=True):
-            value = shard.division.merge(values)
-            if shard.weight.constraint is not None:
-                constrained = tf.convert_to_tensor(shard.weight.constraint(value))
-                is_updated = True if self._is_finite is None else self._is_finite
-                value = tf.where(is_updated, constrained, value)
+            value = self._constrained(shard, shard.division.merge(values))
             self.local(shard.weight.value).assign(value)
+
+    def _constrain(self, shards):
+        """Applies the constraints of weights, which need whole ones, to this replica's parts."""
+        parts = of_all_replicas([tf.identity(self.local(s.variable.value)) for s in shards])
+        for shard, values in zip(shards, parts, strict=True):
+            value = self._constrained(shard, shard.division.merge(values))
+            self.local(shard.variable.value).assign(shard.division.part(value, self.replica))
+
+    def _constrained(self, shard, value):
+        if shard.weight.constraint is None:
+            return value
+        constrained = tf.convert_to_tensor(shard.weight.constraint(value))
+        is_updated = True if self._is_finite is None else self._is_finite
+        return tf.where(is_updated, constrained, value)
 
     # Clipping and loss scaling, which need the gradients of whole weights.
 
@@ -142,6 +200,14 @@ class ShardedStep(ReplicaStep):
         norm = tf.sqrt(tf.add_n(self._squares))
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)  # NaN for infinity
         return [gradient * scale for gradient in gradients]  # Keras also makes slices dense here
+
+
+def _divided(shards, gradients, variables):
+    """Returns the shard of each large variable with a dense gradient; None for others."""
+    return [
+        shards.find(variable) if isinstance(gradient, tf.Tensor) else None
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
 
 
 def _with_gradient(shards, gradients):

@@ -1,0 +1,170 @@
+"""Tensors in parts of equal size, and variables whose copies on the replicas are such parts."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from kdist.layout import Layout
+from kdist.training.divided_variable import DividedVariable
+from kdist.training.scopes import variable_like
+
+# Parts consist of whole rows if at most one in this many rows of a part is padding. Embeddings
+# need it, whose gradients are rows.
+_ROWS_PER_PART = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class EqualParts:
+    """Division of a tensor into parts of equal size, of which the last ones are padded with zeros.
+
+    A part consists of rows (the first axis), or of elements if there are too few rows.
+
+    Args:
+        shape: shape of the tensor.
+        count: number of parts.
+    """
+
+    shape: tuple[int, ...]
+    count: int
+
+    @property
+    def is_by_rows(self) -> bool:
+        """True if each part consists of whole rows."""
+        rows = self.shape[0]
+        return rows % self.count == 0 or rows >= _ROWS_PER_PART * self.count
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of each part."""
+        rows, *others = self._shape_of_rows
+        return (-(-rows // self.count), *others)
+
+    def part(self, value, number: int) -> tf.Tensor:
+        """Returns part `number` of a tensor."""
+        size, *others = self.part_shape
+        rows = self._shape_of_rows[0]
+        first, last = min(number * size, rows), min((number + 1) * size, rows)
+        part = tf.reshape(value, self._shape_of_rows)[first:last]
+        missing = size - (last - first)
+        return tf.pad(part, [[0, missing], *[[0, 0]] * len(others)]) if missing else part
+
+    def merge(self, parts) -> tf.Tensor:
+        """Returns the tensor that has these parts."""
+        rows = tf.concat(parts, 0)
+        if rows.shape[0] != self._shape_of_rows[0]:
+            rows = rows[: self._shape_of_rows[0]]
+        return rows if self.is_by_rows else tf.reshape(rows, self.shape)
+
+    def slices_of(self, gradient: tf.IndexedSlices, number: int) -> tf.IndexedSlices:
+        """Returns the rows of a sparse gradient that belong to part `number`."""
+        size, *others = self.part_shape
+        first = tf.cast(number * size, gradient.indices.dtype)
+        indices = gradient.indices - first
+        is_own = tf.logical_and(indices >= 0, indices < size)
+        return tf.IndexedSlices(
+            tf.boolean_mask(gradient.values, is_own),
+            tf.boolean_mask(indices, is_own),
+            tf.constant([size, *others], indices.dtype),
+        )
+
+    @property
+    def _shape_of_rows(self):
+        return self.shape if self.is_by_rows else (math.prod(self.shape),)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copy:
+    """One replica's copy of a variable, as a piece of a `DividedVariable`."""
+
+    value: tf.Variable
+    path: str
+
+    @property
+    def dtype(self):
+        return self.value.dtype.name
+
+    def numpy(self):
+        """Returns the value of the copy."""
+        return self.value.numpy()
+
+    def assign(self, value):
+        """Assigns the copy."""
+        self.value.assign(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class DividedCopies(DividedVariable):
+    """A whole weight or slot, whose parts are the copies of a variable."""
+
+    division: EqualParts = EqualParts((), 1)
+
+    @classmethod
+    def of(cls, variable: keras.Variable, division: EqualParts) -> "DividedCopies":
+        """Returns the whole variable, whose parts the copies of `variable` hold."""
+        pieces = [_Copy(copy, variable.path) for copy in copies_of(variable)]
+        return cls(pieces, division=division)  # type: ignore[arg-type]
+
+    def concatenate(self, values):
+        return self.division.merge(values).numpy()
+
+    def parts(self, value):
+        return [self.division.part(value, number) for number in range(self.division.count)]
+
+    @property
+    def shape(self):
+        return self.division.shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """A weight, and the variable whose copy on each replica holds a part of it.
+
+    Attributes:
+        weight: the weight.
+        variable: the variable of the parts.
+        division: the division of the weight into parts.
+        is_only_copy: whether no device holds the whole weight, which has to be gathered.
+    """
+
+    weight: keras.Variable
+    variable: keras.Variable
+    division: EqualParts
+    is_only_copy: bool = False
+
+    @classmethod
+    def of(cls, weight: keras.Variable, replicas: int, is_only_copy: bool = False) -> "Shard":
+        """Returns the shard of a weight, whose parts are zero."""
+        division = EqualParts(tuple(weight.shape), replicas)
+        return cls(weight, variable_like(weight, division.part_shape), division, is_only_copy)
+
+    @property
+    def copies(self) -> Sequence[tf.Variable]:
+        """Part of each replica, in their order."""
+        return copies_of(self.variable)
+
+    @property
+    def whole(self) -> DividedVariable:
+        """The weight as files and checkpoints see it."""
+        return DividedCopies.of(self.variable, self.division)
+
+
+def copies_of(variable: keras.Variable) -> Sequence[tf.Variable]:
+    """Returns the copy of each replica of this process, in the variable's own type."""
+    return variable._value.values
+
+
+def sharded_state(strategy: tf.distribute.Strategy) -> str | None:
+    """Returns what the replicas of a strategy divide among themselves, such as `"optimizer"`."""
+    layout = getattr(strategy, "layout", None)
+    is_alone = strategy.num_replicas_in_sync == 1
+    return layout.shard if isinstance(layout, Layout) and not is_alone else None
+
+
+def is_large(shape: Sequence[int], dtype: str, strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if a strategy that divides state divides that of a weight of this size."""
+    size = math.prod(shape)
+    is_enough = size >= strategy.num_replicas_in_sync
+    return size * tf.as_dtype(dtype).size >= strategy.layout.min_shard_bytes and is_enough

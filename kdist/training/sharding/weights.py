@@ -1,0 +1,164 @@
+"""Weights that are divided among the replicas of one process (ZeRO, stage 3).
+
+    strategy = kdist.create_strategy("mirrored", devices=4, shard="weights")
+    with strategy.scope():
+        layer = keras.layers.Dense(4096)  # its kernel is a `ShardedVariable`
+
+Each replica holds 1/N of a large weight. Where a program reads the weight, its parts are gathered.
+Within a step, `kdist.training.sharding.step` gathers them, and gathers them again in the backward
+pass. Elsewhere, as in `get_weights` or where a file is written, the whole weight is on one device
+for as long as it is used.
+
+A weight is divided when it is created, so that no device ever has to hold all weights.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+
+from kdist.compat.tensorflow import record_read, refuse_checkpoints, unrecorded
+from kdist.training.divided_variable import DividedVariable
+from kdist.training.replica import step as steps
+from kdist.training.scopes import outside_any_scope
+from kdist.training.sharding.parts import Shard, is_large, sharded_state
+
+_NOT_IN_CHECKPOINTS = (
+    "the weight {path} is sharded, and tf.train.Checkpoint would store the part of one device. Use "
+    "kdist.callbacks.Checkpoint, or model.save with a .keras file"
+)
+
+
+class ShardedVariable(keras.Variable):
+    """A Keras variable of which each replica holds a part.
+
+    Variables become one when they are initialized, and behave like a whole variable.
+
+    Attributes:
+        shard: the parts, a `Shard`.
+    """
+
+    shard: Shard
+
+    @property
+    def _value(self):
+        """The whole weight, as a tensor. Keras computes and saves with it."""
+        step = steps.current()
+        return self.gathered() if step is None else step.sharded_value(self)
+
+    @property
+    def handle(self):
+        """Handle by which gradient tapes identify the weight: that of the replica's part."""
+        step = steps.current()
+        if step is None:
+            raise ValueError(
+                f"a gradient with respect to {self.path!r} is computed outside of `fit` and of "
+                "steps of `kdist.session`, and the weight is divided over the devices by "
+                'shard="weights". Compute it in `train_step` or in a function that is decorated by '
+                '`@kdist.step(strategy)`, or use shard="optimizer"'
+            )
+        return self.own_part(step).handle
+
+    def recorded(self, whole: tf.Tensor, step: "steps.ReplicaStep") -> tf.Tensor:
+        """Makes gradient tapes regard a gathered tensor as the weight's value, and returns it."""
+        part = self.own_part(step)
+        record_read(whole, part.handle, part.dtype)
+        return whole
+
+    def own_part(self, step: "steps.ReplicaStep") -> tf.Variable:
+        """Returns the variable of this replica's part."""
+        return self.shard.copies[step.local_replica]
+
+    def gathered(self) -> tf.Tensor:
+        """Returns the whole weight, on the current device."""
+        with unrecorded():
+            return self.shard.division.merge([tf.identity(copy) for copy in self.shard.copies])
+
+    def _direct_assign(self, value):
+        if steps.current() is not None:
+            raise ValueError(
+                f"{self.path!r} is assigned within a step, and is divided over the devices by "
+                'shard="weights". Create it with trainable=False, or use shard="optimizer"'
+            )
+        division = self.shard.division
+        for number, copy in enumerate(self.shard.copies):
+            copy.assign(division.part(tf.cast(value, copy.dtype), number))
+
+
+def initialize(variable: keras.Variable, value) -> bool:
+    """Divides a weight that is being created in a scope with `shard="weights"`.
+
+    Args:
+        variable: a Keras variable that has no value yet.
+        value: its initial value, or a function that returns it.
+
+    Returns:
+        True if the variable has been divided; False if it is to be initialized as usual.
+    """
+    strategy = tf.distribute.get_strategy()
+    if sharded_state(strategy) != "weights" or not tf.distribute.in_cross_replica_context():
+        return False
+    if isinstance(value, tf.Variable) or type(variable) is not keras.Variable:
+        return False
+    if not variable.trainable:
+        return False
+    shape = tuple(variable.shape if callable(value) else value.shape)
+    if not tf.as_dtype(variable.dtype).is_floating or not is_large(shape, variable.dtype, strategy):
+        return False
+    with tf.init_scope(), steps.activate(None):
+        # On the host, so that no device has to hold all of it.
+        with tf.device("CPU:0"):
+            value = tf.cast(value() if callable(value) else value, variable.dtype)
+        variable._shape = shape
+        shard = Shard.of(variable, strategy.num_replicas_in_sync, is_only_copy=True)
+        variable.__dict__.pop("_value", None)
+        variable.__class__ = ShardedVariable
+        variable.shard = shard
+        variable._direct_assign(value)
+    refuse_checkpoints(variable, _NOT_IN_CHECKPOINTS.format(path=variable.path))
+    return True
+
+
+def sharded_weights(model: keras.Model) -> list[ShardedVariable]:
+    """Returns those weights of a model that are divided."""
+    return [each for each in model.variables if isinstance(each, ShardedVariable)]
+
+
+def as_divided(variable: keras.Variable) -> DividedVariable:
+    """Returns a variable as files and checkpoints see it."""
+    if isinstance(variable, ShardedVariable):
+        return variable.shard.whole
+    return DividedVariable([variable])
+
+
+def stored(variable: keras.Variable) -> keras.Variable:
+    """Returns the variable that the devices hold: that of the parts of a divided weight."""
+    return variable.shard.variable if isinstance(variable, ShardedVariable) else variable
+
+
+@contextlib.contextmanager
+def whole_weights(model: keras.Model) -> Iterator[None]:
+    """Returns a context manager in which divided weights are whole variables, on the host.
+
+    TensorFlow writes such variables to SavedModels.
+    """
+    divided = sharded_weights(model)
+    try:
+        for weight in divided:
+            on_host = outside_any_scope(functools.partial(_on_host, weight.gathered()))
+            weight.__class__ = keras.Variable
+            del weight.__dict__["_serialize_to_tensors"]
+            weight.__dict__["_value"] = on_host
+        yield
+    finally:
+        for weight in divided:
+            weight.__dict__.pop("_value", None)
+            weight.__class__ = ShardedVariable
+            refuse_checkpoints(weight, _NOT_IN_CHECKPOINTS.format(path=weight.path))
+
+
+def _on_host(value):
+    with tf.device("CPU:0"):
+        return tf.Variable(value, trainable=False)
