@@ -148,7 +148,6 @@ def _squares_function(model):
     replicas = strategy.num_replicas_in_sync
     parts = _PARTS_PER_REPLICA * replicas
     seeds = [v for v in model.non_trainable_variables if v.name == "seed_generator_state"]
-    weights = [variable.value for variable in model.trainable_variables]
 
     def gradients_of(part, number, rows, *data):
         place = slice(part * rows, (part + 1) * rows)
@@ -158,12 +157,16 @@ def _squares_function(model):
         # The scope keeps what layers write. Each part has its own dropout masks.
         shift = tf.stack([number * parts + part, 0])
         shifted = [(seed, seed.value + tf.cast(shift, seed.dtype)) for seed in seeds]
+        variables = model.trainable_variables
+        weights = [variable.value for variable in variables]
         # Keras looks for the values of regularized variables in the scope.
-        trained = [(variable, variable.value) for variable in model.trainable_variables]
+        trained = list(zip(variables, weights, strict=True))
         with (
             tf.GradientTape() as tape,
             keras.StatelessScope(state_mapping=[*shifted, *trained], collect_losses=True),
         ):
+            # Those that replicas divide are gathered tensors, which a tape does not watch.
+            tape.watch([weight for weight in weights if not isinstance(weight, tf.Variable)])
             loss = model.compute_loss(x, y, model(x, training=True), weight, training=True)
             loss = loss_module.unscale_loss_for_distribution(loss)
         found = tape.gradient(loss, weights, unconnected_gradients="zero")

@@ -49,6 +49,19 @@ def test_numbers_are_those_of_numpy(strategy):
     assert found.interval == pytest.approx(wanted.interval, rel=1e-4)
 
 
+def test_divided_weights_count():
+    found = [
+        gradient_noise_scale(compiled(on_two(shard), [lambda: keras.layers.Dense(8)]), BATCHES)
+        for shard in ("optimizer", "weights")
+    ]
+    assert found[1].squared_norm == pytest.approx(found[0].squared_norm, rel=1e-4)
+    assert found[1].trace == pytest.approx(found[0].trace, rel=1e-4)
+
+
+def on_two(shard):
+    return kdist.create_strategy(kdist.Layout(data=2, shard=shard, min_shard_bytes=1))
+
+
 def test_a_smaller_last_batch_is_left_out():
     model = compiled()
     rest = tf.data.Dataset.from_tensor_slices((X[:10], Y[:10])).batch(10)
