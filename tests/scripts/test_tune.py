@@ -182,6 +182,11 @@ def test_local_sgd_keeps_its_devices():
     assert "devices" not in python(KNOBS, ["0.1", "--search=devices", "--local_steps=4"])["knobs"]
 
 
+def test_xla_is_not_tried_where_it_is_refused():
+    assert "jit_compile" in python(KNOBS, ["0.1", "--shard=optimizer"])["knobs"]
+    assert "jit_compile" not in python(KNOBS, ["0.1", "--shard=weights"])["knobs"]
+
+
 # Runs `kdist tune` in this process; the model shows that nothing of it changed.
 PROGRAM = """
 import contextlib, io, json, sys

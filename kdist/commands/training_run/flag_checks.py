@@ -106,10 +106,11 @@ def check_split():
 
 def _check_model():
     name, own = FLAGS.model, (*MODELS, TEXT_MODEL)
+    is_for_text = FLAGS.dataset.startswith(TEXT_PREFIX)
     parse_arguments("model_args", FLAGS.model_args)
     if is_reference(name):
         check_reference("model", name)
-    elif name == TEXT_MODEL and not FLAGS.dataset.startswith(TEXT_PREFIX):
+    elif name == TEXT_MODEL and not is_for_text:
         raise ValueError(
             f"--model={name} predicts the next byte of a text, and --dataset={FLAGS.dataset} is no "
             "text; add --dataset=text:PATH"
@@ -121,6 +122,11 @@ def _check_model():
         raise ValueError(
             f"unknown model {name!r}{hint} Available are {', '.join(own)}, {PREFIX}NAME, and "
             "your own functions as module:function or path.py:function"
+        )
+    elif name != TEXT_MODEL and is_for_text:
+        raise ValueError(
+            f"--model={name} is for images, and --dataset={FLAGS.dataset} is text; add "
+            f"--model={TEXT_MODEL}, or your own function"
         )
     if FLAGS.sync_batch_norm and name not in MODELS:
         raise ValueError(
@@ -197,6 +203,11 @@ def _check_strategy(spec):
         raise ValueError(
             "--jit_compile and --layout: XLA compiles for one device, not for a split model; leave "
             "one of them out"
+        )
+    if FLAGS.jit_compile and spec.layout is not None and spec.layout.shard == "weights":
+        raise ValueError(
+            "--jit_compile and shard=weights: XLA would gather all weights at once; leave one of "
+            "them out, or use --shard=optimizer"
         )
 
 

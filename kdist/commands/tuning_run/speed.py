@@ -87,6 +87,7 @@ class TrainingWithKnobs:
     def knobs(self):
         """Returns the knobs to search that have other values than the present one."""
         whole = not FLAGS.layout and not FLAGS.shard  # replicas with whole models
+        is_uncompiled = FLAGS.layout or FLAGS.shard == "weights"
         gpus = find_gpus(os.environ)
         is_mirrored = whole and FLAGS.strategy in ("auto", "mirrored")
         # Local SGD with another number of replicas is another training.
@@ -106,7 +107,7 @@ class TrainingWithKnobs:
             "steps_per_execution": [
                 n for n in _GROUPS if int(n) * self._step_seconds <= _MAX_GROUP_SECONDS
             ],
-            "jit_compile": () if FLAGS.layout else (not FLAGS.jit_compile,),
+            "jit_compile": () if is_uncompiled else (not FLAGS.jit_compile,),
             "reduction": reductions if is_mirrored and self._replicas > 1 else (),
             "precision": precisions,
             "batch": [n for n in _BATCHES if n * self._global <= self._examples],
