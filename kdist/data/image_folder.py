@@ -89,7 +89,8 @@ def _folder(root):
     if len(names) < 2 or not readable:
         raise ValueError(
             f"{root} contains no images in class folders; expected {root}/<class>/*.jpg, with two "
-            f"or more classes, found {len(names)} folders and {len(readable)} readable images"
+            f"or more classes, found {len(names)} folders and {len(readable)} readable images. For "
+            f"a directory of text, write text:{root}"
         )
     paths, labels = zip(*readable, strict=True)
     return ImageFolderSource(paths, labels, names)
