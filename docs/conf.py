@@ -61,6 +61,7 @@ reference_packages = [
     *(f"kdist.{name}" for name in ("run_directory", "schedules", "serving", "strategies")),
     *(f"kdist.{name}" for name in ("telemetry", "testing", "testing.clouds", "testing.metadata")),
     *(f"kdist.{name}" for name in ("tuning", "tuning.keras_tuner", "tuning.optuna")),
+    "kdist.tuning.ray_tune",
 ]
 default_role = "code"
 autodoc_typehints = "none"  # Args: describes types where the signature, which shows them, does not.

@@ -410,6 +410,27 @@ class RunDirectory:
         with replacing(self.summary) as file:
             json.dump(finite(summary), file, indent=2)
 
+    def record_trial(self, facts: Mapping[str, Any], results: Mapping[str, Any] | None = None):
+        """Records a trial of a search, which `kdist report` compares with the others.
+
+        The directory is created if missing. One that cannot be written is logged, and the search
+        continues.
+
+        Args:
+            facts: `name` of the search, `trial`, its `state`, and `parameters`; where known
+                `objective`, its `direction`, `value`, and `failure`.
+            results: the results, unless the run has written some. Defaults to None.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)  # a trial may fail before it writes
+            self.update_config({"search": facts})
+            if results is not None and not self.summary.exists():
+                self.write_summary(results)
+        except OSError as error:
+            _logger.warning(
+                "the result of trial %s is not in %s: %s", facts["trial"], self.path, error
+            )
+
     def _already_exists(self):
         return FileExistsError(
             f"{self.path} already holds {self._describe_content()}; use another --run_dir, or move "

@@ -17,6 +17,7 @@ _PUBLIC = {
     "gradient_noise_scale": "noise_scale",
     "keras_tuner": "keras_tuner",
     "optuna": "optuna",
+    "ray_tune": "ray_tune",
 }
 
 __all__ = sorted(_PUBLIC)

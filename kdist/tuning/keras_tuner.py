@@ -8,15 +8,12 @@ KerasTuner itself trains models under a strategy of kdist (`distribution_strateg
 out to several processes, and continues a search that was killed.
 """
 
-import logging
 from typing import Any
 
 from kdist.callbacks.telemetry import Telemetry
 from kdist.run_directory import RunDirectory
 
 __all__ = ["record_trials"]
-
-_logger = logging.getLogger(__name__)
 
 
 def record_trials(tuner: Any, **telemetry_options: Any) -> None:
@@ -66,7 +63,4 @@ def _record(run, tuner, trial):
         "direction": f"{objective.direction}imize",
         "value": trial.score,
     }
-    try:
-        run.update_config({"search": facts})
-    except OSError as error:
-        _logger.warning("the result of trial %s is not in %s: %s", trial.trial_id, run.path, error)
+    run.record_trial(facts)

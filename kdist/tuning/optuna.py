@@ -290,13 +290,9 @@ def _record(study, trial, state):
     if len(study.directions) == 1:
         direction = study.direction.name.lower()
         facts |= {"objective": names[0], "direction": direction, "value": trial.value}
-    run = RunDirectory(trial.user_attrs[RUN_DIRECTORY])
-    try:
-        run.update_config({"search": facts})
-        if trial.state is TrialState.COMPLETE and not run.summary.exists():
-            run.write_summary(dict(zip(names, trial.values, strict=False)))
-    except OSError as error:
-        _logger.warning("the result of trial %d is not in %s: %s", trial.number, run.path, error)
+    is_complete = trial.state is TrialState.COMPLETE
+    results = dict(zip(names, trial.values, strict=False)) if is_complete else None
+    RunDirectory(trial.user_attrs[RUN_DIRECTORY]).record_trial(facts, results)
 
 
 class _Process:

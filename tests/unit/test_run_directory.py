@@ -205,3 +205,9 @@ def test_full_disk_is_reported_once(capsys):
         writer.write({"step": step})
     logged = capsys.readouterr().err
     assert logged.count("cannot write metrics to /dev/full: No space left on device") == 1
+
+
+def test_the_result_of_a_trial_that_cannot_be_written_is_logged(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    RunDirectory(tmp_path / "file" / "a").record_trial({"trial": 7, "parameters": {}})
+    assert "trial 7" in caplog.text
