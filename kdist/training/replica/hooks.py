@@ -270,10 +270,10 @@ def _whole_slots(add):
     """
 
     @functools.wraps(add)
-    def add_slot(optimizer, reference, *args, **kwargs):
-        if not isinstance(reference, weights.ShardedVariable):
-            return add(optimizer, reference, *args, **kwargs)
-        return BaseOptimizer.add_variable_from_reference(optimizer, reference, *args, **kwargs)
+    def add_slot(optimizer, reference_variable, *args, **kwargs):
+        is_divided = isinstance(reference_variable, weights.ShardedVariable)
+        create = BaseOptimizer.add_variable_from_reference if is_divided else add
+        return create(optimizer, reference_variable, *args, **kwargs)
 
     return add_slot
 
