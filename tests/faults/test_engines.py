@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.faults.jobs import RESTARTED, Run, check_equal
-from tests.serving.test_ray import MARK, end_marked
+from tests.ray_programs import end_marked, ray_environment
 
 HERE = pathlib.Path(__file__).parent
 
@@ -28,10 +28,7 @@ class EngineRun(Run):
     def start(self, fault=""):
         self.checkpoints.mkdir(parents=True)
         command = [self._engine_program, self.directory, self.checkpoints, self.result]
-        # A cluster of Ray has no authentication by default.
-        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
-        own = {**token, MARK: self.mark, "RAY_USAGE_STATS_ENABLED": "0"}
-        self.process = self._popen([sys.executable, *command], **own)
+        self.process = self._popen([sys.executable, *command], **ray_environment(self.mark))
         return self
 
     def seen(self):

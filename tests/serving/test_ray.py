@@ -1,23 +1,17 @@
 """Application on a Ray cluster of three nodes."""
 
-import contextlib
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
-import uuid
 
 import numpy as np
-import psutil
 import pytest
 
 import kdist
 from kdist.testing import python
+from tests.ray_programs import run_ray_program
 
 PROGRAM = pathlib.Path(__file__).with_name("ray_program.py")
-MARK = "KDIST_TEST_RAY"
 # Replicas import TensorFlow, which takes a minute or more on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 X = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("float32")
@@ -26,24 +20,11 @@ X = np.random.default_rng(0).integers(0, 256, (5, 8, 8, 1)).astype("float32")
 @pytest.fixture(scope="module")
 def seen():
     """Returns the output of the program, with its exit status and the remaining processes."""
-    mark = uuid.uuid4().hex
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
     # On a busy machine, proxies start later than Ray's limit of 5 s.
-    limits = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
-    environment = {**os.environ, **token, **limits, MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"}
+    limit = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
     with tempfile.TemporaryDirectory(prefix="k", ignore_cleanup_errors=True) as directory:
         export_two_versions(pathlib.Path(directory))
-        output = pathlib.Path(directory) / "output"
-        try:
-            with output.open("w") as file:
-                command = [sys.executable, str(PROGRAM), directory]
-                code = subprocess.run(
-                    command, stdout=file, stderr=file, env=environment, timeout=500, check=False
-                ).returncode
-        finally:
-            left = end_marked(mark)
-        said = output.read_text()
-    assert code == 0, said[-5000:]
+        said, left = run_ray_program(PROGRAM, directory, 500, **limit)
     return json.loads(said.strip().splitlines()[-1]) | {"left": left}
 
 
@@ -55,17 +36,6 @@ def export_two_versions(directory):
         outputs.append(model.predict(X, verbose=0).tolist())
     known = {"rows": X.tolist(), "outputs": outputs}
     (directory / "expected.json").write_text(json.dumps(known))
-
-
-def end_marked(mark):
-    """Kills processes that the program left behind; returns their command lines."""
-    left = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != "zombie":
-                left.append(" ".join(process.cmdline())[:200])
-                process.kill()
-    return left
 
 
 @pytest.mark.exhaustive  # Ray itself gives its processes a minute to start

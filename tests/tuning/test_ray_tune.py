@@ -1,13 +1,9 @@
 """Ray Tune on a Ray cluster on loopback: two trials at a time, one that crashes, and a kill."""
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import tempfile
 import types
-import uuid
 
 import numpy as np
 import pyarrow.fs
@@ -16,29 +12,16 @@ import pytest
 import kdist
 from kdist.report.search import find_search
 from kdist.testing import python
-from tests.serving.test_ray import MARK, end_marked
+from tests.ray_programs import run_ray_program
 
 PROGRAM = pathlib.Path(__file__).with_name("ray_tune_program.py")
 
 
 @pytest.mark.slow
 def test_a_killed_search_with_a_trial_that_crashes_finds_the_better_region():
-    mark = uuid.uuid4().hex
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
-    environment = {**os.environ, **token, MARK: mark, "RAY_USAGE_STATS_ENABLED": "0"}
     # Names of sockets may not be long.
     with tempfile.TemporaryDirectory(prefix="k", ignore_cleanup_errors=True) as directory:
-        output = pathlib.Path(directory) / "output"
-        try:
-            with output.open("w") as file:
-                command = [sys.executable, str(PROGRAM), directory]
-                code = subprocess.run(
-                    command, stdout=file, stderr=file, env=environment, timeout=600, check=False
-                ).returncode
-        finally:
-            left = end_marked(mark)
-        said = output.read_text()
-        assert code == 0, said[-5000:]
+        said, left = run_ray_program(PROGRAM, directory, 600)
         runs = kdist.report.read_runs([pathlib.Path(directory) / "planted"])
     assert left == []
     seen = json.loads(said.strip().splitlines()[-1])
