@@ -21,7 +21,6 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.keras import unbuild_optimizer
-from kdist.compat.tensorflow import refuse_checkpoints
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.optimizers import check_elementwise, inner_optimizers, unwrapped
 from kdist.training.sharding.parts import (
@@ -29,16 +28,12 @@ from kdist.training.sharding.parts import (
     EqualParts,
     Shard,
     is_large,
+    refuse_part_in_checkpoints,
     sharded_state,
 )
 from kdist.training.sharding.weights import ShardedVariable
 
 _KEY = "_kdist_shards"
-
-_NOT_IN_CHECKPOINTS = (
-    "the slot {path} is sharded, and tf.train.Checkpoint would store the part of one device. Use "
-    "kdist.callbacks.Checkpoint, or model.save with a .keras file"
-)
 
 
 class OptimizerShards:
@@ -113,7 +108,7 @@ class OptimizerShards:
         shard = self._by_variable.get(id(reference_variable))
         if shard is not None:
             self._slots[id(slot)] = shard.division
-            refuse_checkpoints(slot, _NOT_IN_CHECKPOINTS.format(path=slot.path))
+            refuse_part_in_checkpoints(slot, "slot")
         return slot
 
     def slot(self, variable: keras.Variable) -> DividedVariable:

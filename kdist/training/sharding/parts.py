@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from kdist.compat.tensorflow import refuse_checkpoints
 from kdist.layout import Layout
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.scopes import variable_like
@@ -149,6 +150,20 @@ class Shard:
     def whole(self) -> DividedVariable:
         """The weight as files and checkpoints see it."""
         return DividedCopies.of(self.variable, self.division)
+
+
+def refuse_part_in_checkpoints(variable: keras.Variable, kind: str):
+    """Lets TensorFlow's checkpoints raise a ValueError where they save a divided variable.
+
+    Args:
+        variable: the variable.
+        kind: what it is in the message: "weight" or "slot".
+    """
+    refuse_checkpoints(
+        variable,
+        f"the {kind} {variable.path} is sharded, and tf.train.Checkpoint would store the part of "
+        "one device. Use kdist.callbacks.Checkpoint, or model.save with a .keras file",
+    )
 
 
 def copies_of(variable: keras.Variable) -> Sequence[tf.Variable]:

@@ -19,15 +19,15 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from kdist.compat.tensorflow import record_read, refuse_checkpoints, unrecorded
+from kdist.compat.tensorflow import record_read, unrecorded
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.replica import step as steps
 from kdist.training.scopes import outside_any_scope
-from kdist.training.sharding.parts import Shard, is_large, sharded_state
-
-_NOT_IN_CHECKPOINTS = (
-    "the weight {path} is sharded, and tf.train.Checkpoint would store the part of one device. Use "
-    "kdist.callbacks.Checkpoint, or model.save with a .keras file"
+from kdist.training.sharding.parts import (
+    Shard,
+    is_large,
+    refuse_part_in_checkpoints,
+    sharded_state,
 )
 
 
@@ -117,7 +117,7 @@ def initialize(variable: keras.Variable, value) -> bool:
         variable.__class__ = ShardedVariable
         variable.shard = shard
         variable._direct_assign(value)
-    refuse_checkpoints(variable, _NOT_IN_CHECKPOINTS.format(path=variable.path))
+    refuse_part_in_checkpoints(variable, "weight")
     return True
 
 
@@ -156,7 +156,7 @@ def whole_weights(model: keras.Model) -> Iterator[None]:
         for weight in divided:
             weight.__dict__.pop("_value", None)
             weight.__class__ = ShardedVariable
-            refuse_checkpoints(weight, _NOT_IN_CHECKPOINTS.format(path=weight.path))
+            refuse_part_in_checkpoints(weight, "weight")
 
 
 def _on_host(value):
