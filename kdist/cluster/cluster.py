@@ -20,8 +20,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from kdist.cluster.nodes import read_place
-from kdist.cluster.variables import read_number
+from kdist.cluster.nodes import read_number, read_place
 from kdist.json_text import parse_json
 
 ROLES = ("chief", "worker", "ps", "evaluator")

@@ -7,7 +7,7 @@
 A step that takes ten times as long as usual is logged while it lasts. The launcher gives each task
 a pipe, and a `Beat` is one line in it. From the beats of all tasks the launcher finds the one that
 hangs, as opposed to those that wait for it. Without a launcher, the first task of the job does
-(`kdist.job.hangs`).
+(`kdist.job`). A `LivenessProbe` finds out whether a task still listens at its address.
 """
 
 import atexit
@@ -18,6 +18,7 @@ import faulthandler
 import json
 import logging
 import os
+import socket
 import statistics
 import sys
 import threading
@@ -37,6 +38,10 @@ _MIN_SLOWDOWN = 10
 _MIN_SLOW_SECONDS = 5.0
 _NUM_REMEMBERED_STEPS = 31
 _MIN_STEPS_FOR_USUAL = 3
+_PROBE_INTERVAL_SECONDS = 0.5
+_CONNECT_TIMEOUT_SECONDS = 10.0
+# Consecutive failed probes after which the task is considered gone.
+_MAX_FAILED_PROBES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,3 +233,34 @@ _process_heartbeat = Heartbeat()
 start, step = _process_heartbeat.start, _process_heartbeat.step
 collective, set_activity = _process_heartbeat.collective, _process_heartbeat.set_activity
 add_receiver = _process_heartbeat.add_receiver
+
+
+class LivenessProbe:
+    """Checks from time to time whether a task at `"host:port"` accepts connections.
+
+    A task that has never answered does not count as gone.
+    """
+
+    def __init__(self, address: str):
+        host, _, port = address.rpartition(":")
+        self._address = host.strip("[]"), int(port)
+        self._has_answered, self._failed_probes, self._probed_at = False, 0, float("-inf")
+
+    def is_gone(self) -> bool:
+        """Returns whether the task has stopped answering; probes at most every 0.5 s."""
+        if time.monotonic() - self._probed_at >= _PROBE_INTERVAL_SECONDS:
+            self._probe()
+        return self._has_answered and self._failed_probes >= _MAX_FAILED_PROBES
+
+    def wait_until_gone(self):
+        """Blocks until the task has stopped answering."""
+        while not self.is_gone():
+            time.sleep(_PROBE_INTERVAL_SECONDS)
+
+    def _probe(self):
+        try:
+            socket.create_connection(self._address, _CONNECT_TIMEOUT_SECONDS).close()
+            self._has_answered, self._failed_probes = True, 0
+        except OSError:
+            self._failed_probes += 1
+        self._probed_at = time.monotonic()

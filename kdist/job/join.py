@@ -24,7 +24,7 @@ from absl import logging as absl_logging
 from kdist import __version__
 from kdist.cluster import Cluster, heartbeat
 from kdist.cluster.handshake import JobAlreadyRunningError, run_handshake
-from kdist.cluster.liveness import LivenessProbe
+from kdist.cluster.heartbeat import LivenessProbe
 from kdist.cluster.remote_access import restrict_to_loopback
 from kdist.compat.tensorflow import has_started
 from kdist.job import hangs

@@ -11,7 +11,7 @@ import warnings
 import keras
 import tensorflow as tf
 
-from kdist.cluster.liveness import LivenessProbe
+from kdist.cluster.heartbeat import LivenessProbe
 
 _POLL_SECONDS = 0.5
 
