@@ -6,7 +6,7 @@ sample, and they send a line of JSON per record. When training ends, it commands
 of this happens in background threads. A task that disconnects is ignored from then on.
 
 The same connections carry the heartbeats of the tasks, and the command to end after one of them has
-hung, for `kdist.job.hangs`.
+hung, for `kdist.job`.
 
 The first task listens only on the host of its own address in the job. It drops connections without
 the token.

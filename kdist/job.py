@@ -11,10 +11,13 @@ other task ends there: the process computes or stores variables until the coordi
 
 import contextlib
 import dataclasses
+import faulthandler
 import logging
 import os
 import secrets
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import keras
@@ -27,17 +30,21 @@ from kdist.cluster.handshake import JobAlreadyRunningError, run_handshake
 from kdist.cluster.heartbeat import LivenessProbe
 from kdist.cluster.remote_access import restrict_to_loopback
 from kdist.compat.tensorflow import has_started
-from kdist.job import hangs
-from kdist.launch.supervision import limit_seconds
+from kdist.exit_codes import PEER_HANGS
+from kdist.launch.supervision import LIMIT_VARIABLE, SupervisedTask, Supervision, limit_seconds
 from kdist.strategy_spec import StrategySpec
 from kdist.telemetry.devices.collector import Collector, attend, note_collector, task_name
 from kdist.training.evaluator import mark_evaluated_elsewhere, mark_evaluator
-from kdist.training.strategy_setup import random_state
+from kdist.training.strategy_setup import abort_steps, random_state
 
 _logger = logging.getLogger(__name__)
 
 # With a single thread, training deadlocked.
 _MIN_INTER_OP_THREADS = 4
+_POLL_SECONDS = 1.0
+# Time to release files and copies after the steps have been aborted, and that of the task that
+# hangs, which rarely gets to it.
+_SECONDS_TO_END, _SECONDS_TO_END_HUNG = 30.0, 5.0
 
 
 def join_job(
@@ -113,10 +120,10 @@ def _agree(spec, settings):
         keras.utils.set_random_seed(payloads[first.name]["seed"])
     # A task that joins late has no payload of the first task.
     if cluster != first and first.name in payloads:
-        end = None if is_supervised else hangs.ending(cluster)
+        end = None if is_supervised else ending_on_hangs(cluster)
         attend(cluster, payloads[first.name]["port"], payloads[first.name]["token"], end)
     elif cluster == first and not is_supervised:
-        hangs.watch(cluster, collector, hang_seconds)
+        watch_for_hangs(cluster, collector, hang_seconds)
     _training_cluster(cluster).publish()
     return collector
 
@@ -238,3 +245,78 @@ def _inter_op_threads():
     threads = tf.config.threading.get_inter_op_parallelism_threads()
     threads = threads or int(os.environ.get("TF_NUM_INTEROP_THREADS") or 0)
     return threads and max(threads, _MIN_INTER_OP_THREADS)
+
+
+def watch_for_hangs(cluster: Cluster, collector: Collector, limit: float):
+    """Starts to supervise all tasks of a job in its first task, in a background thread.
+
+    It replaces a launcher that reads the heartbeats of all tasks. They arrive at the collector of
+    the first task. That task names the one that hangs, by the rules of `kdist.launch.supervision`,
+    and commands all tasks to end with exit code 75. The engine then restarts the job. A process
+    that is stopped does not hear the command; its engine ends it.
+
+    Args:
+        cluster: The job, as seen by its first task.
+        collector: Collector of the first task, which the others connect to.
+        limit: Limit of a step and of silence in seconds, see `Supervision`; 0 for none.
+    """
+    if not limit or cluster.is_alone:
+        return
+    tasks = {task.name: SupervisedTask(task) for task in cluster.all_tasks()}
+
+    def note(name, beat):
+        if name not in tasks:
+            return
+        if beat is None:  # disconnected: its own error, or its engine, ends the job
+            tasks[name].returncode = 0
+        else:
+            tasks[name].note_beat(beat)
+
+    heartbeat.add_receiver(tasks[cluster.name].note_beat)
+    collector.pass_heartbeats(note)
+    supervision = Supervision(list(tasks.values()), limit)
+
+    def end(hung, reason):
+        collector.end_tasks(hung, reason)
+        end_process(cluster, hung, reason)
+
+    threading.Thread(
+        target=_supervise, args=(supervision, end), name="kdist-hangs", daemon=True
+    ).start()
+
+
+def ending_on_hangs(cluster: Cluster) -> Callable[[str, str], None]:
+    """Returns the function that ends this task once the first one has found a task that hangs."""
+    return lambda hung, reason: end_process(cluster, hung, reason)
+
+
+def _supervise(supervision, end):
+    found = None
+    while found is None:
+        time.sleep(_POLL_SECONDS)
+        for line in supervision.news():
+            _logger.warning("%s", line)
+        found = supervision.hung()
+    task, reason = found
+    end(task.name, reason)
+
+
+def end_process(cluster: Cluster, hung: str, reason: str):
+    """Ends this process with exit code 75, within half a minute.
+
+    Args:
+        cluster: The job, as seen by this task.
+        hung: Name of the task that hangs. If it is this one, its stack is printed.
+        reason: What it did, such as "was between steps, after step 5 for 60 s".
+    """
+    message = f"{hung} hung: it {reason} (more time: {LIMIT_VARIABLE})"
+    _logger.error("%s; ending %s", message, cluster.name)
+    is_this = hung == cluster.name
+    if is_this and sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or no file
+            faulthandler.dump_traceback(sys.__stderr__)
+    try:
+        abort_steps(message)
+        time.sleep(_SECONDS_TO_END_HUNG if is_this else _SECONDS_TO_END)
+    finally:
+        os._exit(PEER_HANGS)

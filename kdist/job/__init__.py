@@ -1,1 +1,0 @@
-"""Joining a job: handshake, servers, socket filters, and the coordinator of other tasks."""

@@ -1,1 +1,0 @@
-"""Training loops that programs write themselves: `kdist.step` and `kdist.session`."""
