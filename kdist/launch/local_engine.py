@@ -1,4 +1,4 @@
-"""Engine for jobs on this machine: ports, GPUs, threads, and log files of the tasks.
+"""Engine for jobs on this machine: ports, GPUs, threads, log files, and data workers.
 
     with local_job({"worker": 2}, ["train.py", "--epochs=1"], pathlib.Path("runs/a/logs")) as tasks:
         code = tasks.run()
@@ -25,7 +25,6 @@ from kdist.cluster import ROLES, Cluster
 from kdist.cluster.handshake import TOKEN_VARIABLE
 from kdist.data.worker_addresses import DATA_WORKERS
 from kdist.hardware import CORES_VARIABLE, VISIBLE_DEVICES, count_cores, find_gpus
-from kdist.launch.data_workers import DataWorker
 from kdist.launch.output import Screen
 from kdist.launch.task import Task
 from kdist.launch.task_group import TaskGroup, Timeouts
@@ -33,6 +32,28 @@ from kdist.launch.watchdog import MARKS_VARIABLE, with_mark
 
 _INTRA_OP_THREADS = "TF_NUM_INTRAOP_THREADS"
 _THREAD_VARIABLES = (_INTRA_OP_THREADS, "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
+
+
+class DataWorker(Task):
+    """A process of `kdist data_worker`, which serves until the tasks that train have ended.
+
+    If it fails, the job fails: its tasks would wait for the next batch.
+    """
+
+    only_serves = True
+    trains = False
+
+    def __init__(
+        self, index: int, command: Sequence[str], environment: Mapping[str, str], log: pathlib.Path
+    ):
+        # It is no task of the cluster, and GPUs are for those that are.
+        super().__init__(Cluster(), command, {**environment, VISIBLE_DEVICES: "-1"}, log)
+        self._index = index
+
+    @property
+    def name(self) -> str:
+        """The name in the output, such as "data worker 1"."""
+        return f"data worker {self._index}"
 
 
 @contextlib.contextmanager

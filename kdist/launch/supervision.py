@@ -1,21 +1,25 @@
-"""Finds the task of a job that hangs, from the heartbeats of all tasks.
+"""Supervision of a job: finds the task that hangs, and restarts a job that ended early.
 
     supervision = Supervision(tasks, limit_seconds=60)
     for line in supervision.news(): ...
     if found := supervision.hung():
         task, reason = found
 
-If one of several workers hangs, all others wait for it. The culprit is a silent task, if there is
-one (a stopped process, a lost machine). Otherwise it is a task that is outside of a step while
-others wait in one. Only then it is a task that waits in a step.
+The task is found from the heartbeats of all tasks. If one of several workers hangs, all others wait
+for it. The culprit is a silent task, if there is one (a stopped process, a lost machine). Otherwise
+it is a task that is outside of a step while others wait in one. Only then it is a task that waits
+in a step.
 """
 
+import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from kdist.cluster import Cluster
 from kdist.cluster.heartbeat import Beat
+from kdist.exit_codes import Restart, restart_after
+from kdist.run_directory import newest_step
 
 # Environment variable of the limit, for tasks that no launcher of this machine supervises.
 LIMIT_VARIABLE = "KDIST_HANG_SECONDS"
@@ -28,6 +32,8 @@ _LIMIT_FACTOR_FIRST = 10
 # Heartbeats come every second. A task that is silent for longer is reported, and is the culprit if
 # others wait.
 _MAX_SILENT_SECONDS = 5.0
+_FIRST_WAIT_SECONDS = 1.0
+_MAX_WAIT_SECONDS = 60.0
 
 
 class SupervisedTask:
@@ -174,3 +180,61 @@ def _seconds(task, now):
 
 def _activity(task):
     return f"{task.beat.doing} for {_seconds(task, time.monotonic()):.0f} s"
+
+
+class RestartPolicy:
+    """Limits the number of consecutive restarts without a new checkpoint.
+
+    Whether a restart counts depends on the exit code (`kdist.exit_codes`). The directory holds the
+    job's checkpoints, such as `step-0000000150`. Messages to the user are passed to `announce`.
+    """
+
+    def __init__(self, max_restarts: int, directory: pathlib.Path, announce: Callable[[str], None]):
+        self._max_restarts, self._directory, self._announce = max_restarts, directory, announce
+        self._restarts = 0
+        self._newest = newest_step(self._directory)
+
+    def wait_before_restart(self, code: int) -> bool:
+        """Returns whether to restart the job, after a pause that doubles with each restart.
+
+        `code` is the exit code of the task that ended the job, -n if signal n ended it.
+        """
+        restart = restart_after(code)
+        if restart is Restart.NEVER and self._max_restarts:
+            self._announce(f"not started again after exit code {code}")
+        if restart is Restart.NEVER or not self._may_restart(restart):
+            return False
+        seconds = min(_FIRST_WAIT_SECONDS * 2 ** max(self._restarts - 1, 0), _MAX_WAIT_SECONDS)
+        step = newest_step(self._directory)
+        start = "its beginning" if step is None else f"the checkpoint of step {step}"
+        status = self._status() if restart is Restart.COUNTED else "not counted, as it has saved"
+        self._announce(f"starting again from {start} in {seconds:g} s; {status}")
+        time.sleep(seconds)
+        return True
+
+    def may_replace(self, name: str) -> bool:
+        """Returns whether to restart one task while the others continue."""
+        if not self._count_restart():
+            return False
+        self._announce(f"starting {name} again; {self._status()}")
+        return True
+
+    def _may_restart(self, restart):
+        return self._count_restart() if restart is Restart.COUNTED else self._max_restarts > 0
+
+    def _count_restart(self):
+        newest = newest_step(self._directory)
+        if newest != self._newest:
+            self._newest, self._restarts = newest, 0
+        if self._restarts < self._max_restarts:
+            self._restarts += 1
+            return True
+        if self._max_restarts:
+            self._announce(
+                f"not started again: {self._max_restarts} restarts in a row produced no new "
+                "checkpoint (more: --max_restarts)"
+            )
+        return False
+
+    def _status(self):
+        return f"restart {self._restarts} of {self._max_restarts} since the last new checkpoint"

@@ -2,17 +2,17 @@
 
 import pytest
 
-from kdist.launch import restarts
+from kdist.launch import supervision
 
 
 @pytest.fixture
 def policy(tmp_path, monkeypatch):
     """Returns a function that creates a policy, and the list of its messages."""
-    monkeypatch.setattr(restarts.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(supervision.time, "sleep", lambda seconds: None)
     messages = []
 
     def create(max_restarts):
-        return restarts.RestartPolicy(max_restarts, tmp_path, messages.append), messages
+        return supervision.RestartPolicy(max_restarts, tmp_path, messages.append), messages
 
     return create
 
