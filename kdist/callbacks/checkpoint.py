@@ -12,9 +12,14 @@ from typing import Any
 
 import keras
 
-from kdist.checkpoint import host_state, snapshot
-from kdist.checkpoint.background import BackgroundWriter
-from kdist.checkpoint.files import FORMAT_VERSION, CheckpointError, CheckpointFiles, open_checkpoint
+from kdist.checkpoint import snapshot
+from kdist.checkpoint.files import (
+    FORMAT_VERSION,
+    BackgroundWriter,
+    CheckpointError,
+    CheckpointFiles,
+    open_checkpoint,
+)
 from kdist.cluster import heartbeat, notices
 from kdist.exit_codes import SAVED
 from kdist.mirror.mirror import Mirror, fetched_checkpoint
@@ -168,7 +173,7 @@ class Checkpoint(keras.callbacks.Callback):
         model.training_state.local_steps_done = state["local_steps_done"]
         model.stop_training = state["stop_training"]
         model.training_state.epoch_logs = state["logs"]
-        host_state.restore_rng(state["generators"])
+        snapshot.restore_rng(state["generators"])
         self._best = state["best"]
         replicas = model.distribute_strategy.num_replicas_in_sync
         if self._is_chief and replicas != state["replicas"]:
@@ -215,7 +220,7 @@ class Checkpoint(keras.callbacks.Callback):
                 "use kdist.Model.of(model), or call kdist.patch_keras() first"
             )
         if self._state is not None:
-            host_state.restore_callbacks(
+            snapshot.restore_callbacks(
                 self._others(), self._state["callbacks"], self._arrays_of("callbacks")
             )
             self._state = self._arrays = None
@@ -340,7 +345,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._saved, self._saved_at = position.batch, time.monotonic()
         if not self._is_chief:
             return
-        callbacks, callback_arrays = host_state.callback_state(self._others())
+        callbacks, callback_arrays = snapshot.callback_state(self._others())
         reader = model.training_state.reader
         is_next_pass = at_epoch_end and not model.training_state.data_facts["steps_per_epoch"]
         place = None if reader is None or is_next_pass else reader.place_after(position.batch)
@@ -357,7 +362,7 @@ class Checkpoint(keras.callbacks.Callback):
             "logs": {k: v for k, v in dict(logs).items() if isinstance(v, float)},
             "best": self._best,
             "callbacks": callbacks,
-            "generators": host_state.rng_state(),
+            "generators": snapshot.rng_state(),
             "saving": self._saving(),
         }
         arrays = {f"model/{name}": array for name, array in arrays.items()}

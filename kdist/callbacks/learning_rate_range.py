@@ -3,8 +3,7 @@
 import keras
 import numpy as np
 
-from kdist.checkpoint.host_state import restore_rng, rng_state
-from kdist.checkpoint.snapshot import capture, restore
+from kdist.checkpoint.snapshot import capture, restore, restore_rng, rng_state
 from kdist.schedules import new_axes
 from kdist.training.scopes import has_parameter_servers
 from kdist.training.state import training_state_of

@@ -11,7 +11,7 @@ import pytest
 
 import kdist.checkpoint
 from kdist.checkpoint import CheckpointError, CheckpointFiles, open_checkpoint
-from kdist.checkpoint.background import BackgroundWriter
+from kdist.checkpoint.files import BackgroundWriter
 from kdist.mirror import Mirror
 
 ARRAYS = {
