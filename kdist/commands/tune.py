@@ -25,18 +25,20 @@ per epoch, so compare the accuracy as well.
 """
 
 import itertools
+import math
 import sys
 
 from absl import flags
 
+import kdist
 from kdist import program
 from kdist.cluster import Cluster
 from kdist.commands import train  # noqa: F401  # defines the flags of the training
-from kdist.commands.training_run.on_tensorflow import checked_spec
+from kdist.commands.training_run.next_steps import command
+from kdist.commands.training_run.on_tensorflow import checked_spec, prepare_training
 from kdist.commands.tuning_run.batch import find_batch
-from kdist.commands.tuning_run.learning_rate import find_learning_rate
-from kdist.commands.tuning_run.noise import find_useful_batch
 from kdist.commands.tuning_run.speed import KNOBS, find_settings
+from kdist.commands.tuning_run.trials import given_flags
 from kdist.strategy_spec import MULTI_PROCESS
 
 FLAGS = flags.FLAGS
@@ -49,6 +51,10 @@ _OF_QUESTIONS = {
     "learning_rate_range": ("plot",),
     "noise_scale": (),
 }
+# Flags that the suggestion replaces: it holds for the global batch of the test.
+_REPLACED = ("learning_rate", "scale_learning_rate", "base_batch_size")
+_BATCHES = 100
+
 
 with program.flag_group("Speed"):
     flags.DEFINE_list(
@@ -152,3 +158,59 @@ def _with_questions(arguments):
         "--learning_rate_range" if argument == "--learning_rate" and after[:1] == "-" else argument
         for argument, after in itertools.pairwise([*arguments, "--"])
     ]
+
+
+def find_learning_rate():
+    """Tries learning rates, prints the suggestion with its reason, and writes --plot."""
+    strategy, data = prepare_training()
+    from kdist.commands.training_run.compiled_model import compiled_model
+
+    search = kdist.callbacks.LearningRateRange()
+    model = compiled_model(strategy, data, rate=FLAGS.learning_rate)
+    print(f"trying learning rates with a global batch of {data.batch.global_size} …", flush=True)
+    rate = float(f"{search.run(model, data):.2g}")
+    print(
+        f"tried {len(search.rates)} rates up to {search.rates[-1]:.2g}\n"
+        f"suggested learning rate: {rate:g}, with {FLAGS.optimizer} and this batch: {search.reason}"
+    )
+    try:
+        search.plot().figure.savefig(FLAGS.plot)
+        print(f"plot: {FLAGS.plot}")
+    except ImportError as error:
+        print(f"no plot: {error}")
+    print(f"  {command('train', *given_flags(*_REPLACED), f'--learning_rate={rate:g}')}")
+
+
+def find_useful_batch():
+    """Trains for --epochs, and prints the gradient noise scale before and after each of them."""
+    strategy, data = prepare_training()
+    from kdist.commands.training_run.compiled_model import compiled_model
+    from kdist.tuning import gradient_noise_scale
+
+    model = compiled_model(strategy, data)
+    print(f"\n{'examples':>10} {'noise scale':>12}  95 % interval", flush=True)
+    for epoch in range(FLAGS.epochs + 1):
+        if epoch:
+            model.fit(data, epochs=epoch, initial_epoch=epoch - 1, verbose=0)
+        scale = gradient_noise_scale(model, data, _BATCHES)
+        low, high = map(_text, scale.interval)
+        examples = epoch * data.steps_per_epoch * data.batch.global_size
+        print(f"{examples:10,} {_text(scale.batch):>12}  {low} to {high}", flush=True)
+    present = data.batch.global_size
+    if math.isinf(scale.batch):
+        print(
+            "\nnoise hides the gradient at batches of this size: measure again with a larger "
+            f"--local_batch_size; batches of up to {present:,} examples and more are useful"
+        )
+        return
+    print(
+        f"\nlargest useful global batch: about {_text(scale.batch)} examples after {FLAGS.epochs} "
+        f"epoch(s); the present one has {present:,}\n"
+        "With this batch, training takes about twice the steps and twice the examples of what is "
+        "possible at best. Smaller batches need fewer examples, and larger ones hardly fewer "
+        "steps. The scale grows while the loss falls."
+    )
+
+
+def _text(number):
+    return "unknown" if math.isinf(number) else f"{max(number, 0.0):,.0f}"

@@ -10,8 +10,7 @@ from absl import flags
 
 import kdist
 from kdist.commands.training_run.compiled_model import TEXT_MODEL
-from kdist.commands.training_run.recording import FIXED_FLAGS, best_model
-from kdist.commands.training_run.summary import run_config
+from kdist.commands.training_run.recording import FIXED_FLAGS, best_model, run_config
 from kdist.data.names import TEXT_PREFIX
 from kdist.mirror.store import is_url
 from kdist.run_directory import RUN_DIR, RUNS, FileLock, RunDirectory

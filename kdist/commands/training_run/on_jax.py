@@ -17,12 +17,12 @@ from kdist.commands.training_run.compiled_model import (
 )
 from kdist.commands.training_run.datasets import load_data
 from kdist.commands.training_run.flag_checks import check_flags
-from kdist.commands.training_run.recording import run_directory
-from kdist.commands.training_run.summary import (
+from kdist.commands.training_run.recording import (
     cost,
     jax_summary,
     print_summary,
     run_config,
+    run_directory,
     speed_of,
 )
 from kdist.hardware import parse_devices

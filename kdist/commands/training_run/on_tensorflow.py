@@ -31,11 +31,13 @@ from kdist.commands.training_run.next_steps import (
 from kdist.commands.training_run.recording import (
     best_model,
     check_directory,
+    cost,
     open_mirror,
+    print_summary,
+    run_config,
     run_directory,
     start_recording,
 )
-from kdist.commands.training_run.summary import cost, print_summary, run_config
 from kdist.mirror.store import is_url
 from kdist.report.records import NO_RECORDS, read_records
 from kdist.run_directory import RunDirectory, checkpoint_step
