@@ -15,15 +15,15 @@ from kdist.public_names import import_on_demand
 # Public name -> the module that defines it.
 _PUBLIC = {
     "BatchSource": "batches",
-    "DatasetUnavailable": "source",
+    "DatasetUnavailable": "arrays",
     "Pipeline": "pipeline",
-    "Source": "source",
-    "Throughput": "throughput",
+    "Source": "arrays",
+    "Throughput": "pipeline",
     "from_arrays": "arrays",
     "from_batches": "batches",
     "from_text": "text",
     "load": "datasets",
-    "measure": "throughput",
+    "measure": "pipeline",
     "weighted": "pipeline",
 }
 # Deprecated name -> the public name that replaces it.

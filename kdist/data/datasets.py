@@ -6,11 +6,17 @@ from typing import Any
 
 from kdist.batch import Batch
 from kdist.data import image_folder, tfds
-from kdist.data.arrays import FASHION_MNIST_CLASSES, has_idx_files, load_digits, load_idx
+from kdist.data.arrays import (
+    FASHION_MNIST_CLASSES,
+    DatasetUnavailable,
+    Source,
+    has_idx_files,
+    load_digits,
+    load_idx,
+)
 from kdist.data.names import TEXT_PREFIX, dataset_path
 from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.pipeline import Pipeline
-from kdist.data.source import DatasetUnavailable, Source
 from kdist.data.text import load_text
 from kdist.data.worker_addresses import resolve_data_workers
 from kdist.mirror.cache import cached

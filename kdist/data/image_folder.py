@@ -8,7 +8,7 @@ import pathlib
 import numpy as np
 import tensorflow as tf
 
-from kdist.data.source import Source
+from kdist.data.arrays import Source
 
 _logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from kdist.data.arrays import from_arrays
+from kdist.data.arrays import DatasetUnavailable, Source, check_labels, from_arrays
 from kdist.data.names import tfds_names, unknown_dataset
-from kdist.data.source import DatasetUnavailable, Source, check_labels
 
 _logger = logging.getLogger(__name__)
 

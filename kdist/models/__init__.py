@@ -15,8 +15,7 @@ With Keras's JAX backend (KERAS_BACKEND=jax) builders return plain Keras models 
 import difflib
 
 from kdist.model import Model
-from kdist.models.images import inception, lenet, mlp, resnet18
-from kdist.models.mobilenet import mobilenet_v2
+from kdist.models.images import inception, lenet, mlp, mobilenet_v2, resnet18
 from kdist.models.transformer import Perplexity, transformer
 
 BUILDERS = {

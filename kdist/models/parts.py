@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import keras
 
-from kdist.compat.backend import is_tensorflow
+from kdist.compat.keras import is_tensorflow
 from kdist.model import JaxFunctional, Model
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float64")

@@ -296,7 +296,7 @@ def test_missing_weights(monkeypatch):
 
 def test_download_timeout(monkeypatch, tmp_path):
     monkeypatch.setattr("keras.src.backend.config._KERAS_DIR", str(tmp_path))  # nothing cached
-    monkeypatch.setattr("kdist.models.mobilenet.DOWNLOAD_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("kdist.models.images.DOWNLOAD_TIMEOUT_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         monkeypatch.setattr("keras.src.applications.mobilenet_v2.BASE_WEIGHT_PATH", address)
