@@ -12,17 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import keras
 
-from kdist.compat.backend import check_is_jax
-from kdist.compat.keras import set_layout
+from kdist.compat.keras import check_is_jax, set_layout
 from kdist.layout import Layout
 from kdist.parallel.placement.patterns import (
     Device,
     Placement,
     divisions_by_name,
+    layer_placement,
     operations_by_name,
     places_by_name,
 )
-from kdist.parallel.placement.variable_patterns import layer_placement
 from kdist.parallel.tensor.divisibility import check_division, divided_axes
 from kdist.public_names import renamed_argument
 

@@ -27,11 +27,11 @@ from kdist.parallel.placement.patterns import (
     divisions_by_name,
     functional_graph,
     is_nested,
+    layer_placement,
     nodes_of,
     operations_by_name,
     places_by_name,
 )
-from kdist.parallel.placement.variable_patterns import layer_placement
 from kdist.parallel.tensor.activations import call_divided, divided_outputs
 from kdist.parallel.tensor.divisibility import check_division, check_optimizer
 from kdist.parallel.tensor.layers import shard_layer

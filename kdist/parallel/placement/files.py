@@ -13,7 +13,7 @@ import warnings
 
 import keras
 
-from kdist.compat.backend import is_tensorflow
+from kdist.compat.keras import is_tensorflow
 from kdist.json_text import parse_json
 from kdist.layout import Layout
 from kdist.parallel.placement import patterns

@@ -1,1 +1,0 @@
-"""Inspection of executed graphs: devices of operations, activation memory, and transfers."""
