@@ -20,9 +20,14 @@ import warnings
 import keras
 import tensorflow as tf
 
-from kdist.compat.backend import check_is_tensorflow
 from kdist.compat.keras import Functional as KerasFunctional
-from kdist.compat.keras import TensorFlowTrainer, cloning_module, recompute_constants, save_as
+from kdist.compat.keras import (
+    TensorFlowTrainer,
+    check_is_tensorflow,
+    cloning_module,
+    recompute_constants,
+    save_as,
+)
 from kdist.training.trainer import Trainer, readable_without_kdist
 
 # Former attributes of models, now in `TrainingState`. `__getattr__` keeps them out of `dir(model)`,

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.batch import Batch
-from kdist.compat.backend import is_tensorflow
+from kdist.compat.keras import is_tensorflow
 
 SCALES = {"none": lambda ratio: 1.0, "linear": lambda ratio: ratio, "sqrt": math.sqrt}
 

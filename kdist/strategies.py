@@ -122,7 +122,7 @@ def create_strategy(
         RuntimeError: If TensorFlow has already started with other devices, Keras uses another
             backend, or a `keras.distribution` is set, which TensorFlow ignores.
     """
-    from kdist.compat.backend import check_is_tensorflow, check_no_distribution
+    from kdist.compat.keras import check_is_tensorflow, check_no_distribution
 
     check_is_tensorflow("kdist.create_strategy")
     check_no_distribution()
@@ -298,7 +298,7 @@ def _tpu(_):
 
 
 def _multi_worker(spec):
-    from kdist.job.join import join_job
+    from kdist.job import join_job
 
     names = _find_devices(spec)
     settings = {"the number of devices": str(len(names))}
@@ -317,7 +317,7 @@ def _multi_worker(spec):
 
 
 def _parameter_server(spec):
-    from kdist.job.join import join_job, parameter_server_strategy
+    from kdist.job import join_job, parameter_server_strategy
 
     def create():
         strategy = parameter_server_strategy(spec.cluster)
@@ -336,7 +336,7 @@ def _evaluator(names):
 
 
 def _layout(spec):
-    from kdist.job.join import connect_to_all, join_job
+    from kdist.job import connect_to_all, join_job
     from kdist.parallel.device_groups import GroupStrategy
 
     names, layout = _find_devices(spec), spec.layout

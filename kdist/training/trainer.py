@@ -11,10 +11,10 @@ import warnings
 import keras
 import tensorflow as tf
 
-from kdist.compat.backend import check_no_distribution
 from kdist.compat.keras import (
     TensorFlowTrainer,
     adopt_optimizer,
+    check_no_distribution,
     filter_traceback,
     loss_module,
     pythonify_logs,
