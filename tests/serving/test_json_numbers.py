@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kdist.serving.core.signature import Signature, TensorSpec
-from kdist.serving.protocol import json_bodies, json_numbers
+from kdist.serving.protocol import json_bodies
 
 SHAPES = [(None,), (None, 2), (None, 1), (None, 2, 3), (1, 2, 1, 2)]
 DTYPES = ["float32", "float64", "float16", "int32", "uint8", "int64", "uint64"]
@@ -20,7 +20,7 @@ def spec(shape=(None, 2), dtype="float32"):
 
 def in_a_row(body, of=None):
     body = body if isinstance(body, bytes) else body.encode()
-    found = json_numbers.read_numbers(body)
+    found = json_bodies.read_numbers(body)
     return None if found is None else found.array(of or spec())
 
 
@@ -43,7 +43,7 @@ def both_ways(body, of):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("key", json_numbers.KEYS)
+@pytest.mark.parametrize("key", json_bodies.KEYS)
 def test_both_ways_give_the_same(key, shape, dtype):
     rows = np.arange(12).reshape(-1, *shape[1:])[: shape[0]]
     values = (rows - 3.25) * 1.5e-3 if dtype.startswith("float") else rows
@@ -92,7 +92,7 @@ def test_both_ways_give_the_same(key, shape, dtype):
     ],
     ids=lambda text: text[:30],
 )
-@pytest.mark.parametrize("key", json_numbers.KEYS)
+@pytest.mark.parametrize("key", json_bodies.KEYS)
 def test_all_else_is_left_to_the_other_way(key, text):
     assert in_a_row(f'{{"{key}":[[1,2],[3,4]]}}') is not None
     assert in_a_row(f'{{"{key}":{text}}}') is None
@@ -191,7 +191,7 @@ def test_a_body_that_was_refused_keeps_the_parser_from_nothing():
 
 
 def test_large_bodies_leave_no_buffers(monkeypatch):
-    monkeypatch.setattr(json_numbers, "_parser", None)
+    monkeypatch.setattr(json_bodies, "_parser", None)
     rows = np.arange(400_000).reshape(-1, 2)
     large = json.dumps({"instances": rows.tolist()})
     assert len(large) > 2e6

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tensorflow_serving.apis import predict_pb2
 
+from kdist.serving.core.requests import MessageSlots
 from kdist.serving.core.settings import ServerLimits
 from kdist.serving.engine import models as models_module
 from kdist.serving.engine.models import Models
 from kdist.serving.protocol import rpc
-from kdist.serving.protocol.message_slots import MessageSlots
 from tests.serving.running import SECONDS, predict_request, running
 
 ROW = {"instances": [[1, 2, 3, 4]]}

@@ -21,11 +21,10 @@ from tensorflow.core.framework import types_pb2
 from tensorflow_serving.apis import get_model_metadata_pb2, get_model_status_pb2, predict_pb2
 
 from kdist.serving.core.errors import RequestError, to_request_error
-from kdist.serving.core.requests import bytes_of_strings, count_rows
+from kdist.serving.core.requests import MessageSlots, bytes_of_strings, count_rows
 from kdist.serving.core.settings import ServerLimits
 from kdist.serving.core.signature import SERVING_DEFAULT
 from kdist.serving.engine.models import Models
-from kdist.serving.protocol.message_slots import MessageSlots
 from kdist.serving.protocol.open_inference import messages
 from kdist.serving.protocol.open_inference.calls import InferenceCalls
 

@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
+from kdist.serving.core import requests
 from kdist.serving.core.errors import RequestError
+from kdist.serving.core.requests import MessageSlots
 from kdist.serving.core.settings import ServerLimits
-from kdist.serving.protocol import message_slots
-from kdist.serving.protocol.message_slots import MessageSlots
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(message_slots, "_QUICK_SECONDS", 0.01)
+    monkeypatch.setattr(requests, "_QUICK_SECONDS", 0.01)
 
 
 def slots(on_rejected=lambda reason: None, **limits):
