@@ -18,7 +18,7 @@ from kdist.serving import (
     simulate,
 )
 from kdist.serving.engine.batcher import Batcher
-from kdist.serving.tune.run import measure_batcher, probe
+from kdist.serving.tune import measure_batcher, probe
 
 _LOADS = {"Poisson": poisson, "bursty": bursty}
 _CURVE_SECONDS = 1.5

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.tables import markdown
 from kdist.serving import BatchSettings, Outcome
-from kdist.serving.tune.run import ProbeResult
+from kdist.serving.tune import ProbeResult
 
 _DIFFER = 1.1  # settings that differ by less may rank in any order
 

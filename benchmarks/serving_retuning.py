@@ -16,7 +16,7 @@ from kdist.serving import BatchSettings, LatencyCurve, Objective, choose, poisso
 from kdist.serving.engine.batcher import Batcher
 from kdist.serving.policy.adaptation import Tuner
 from kdist.serving.policy.selection import TIMEOUTS_MS
-from kdist.serving.tune.run import probe
+from kdist.serving.tune import probe
 
 TIMES_MORE = 10
 _BEFORE_SECONDS, _AFTER_SECONDS = 12.0, 20.0

@@ -179,7 +179,7 @@ def run_with(models, platform):
         print(kdist.serving.write_manifests(directory, FLAGS.kubernetes, named))
     elif FLAGS.tune:
         (_, directory), aim = single(models), objective()
-        from kdist.serving.tune.run import tune_export  # TensorFlow
+        from kdist.serving.tune import tune_export  # TensorFlow
 
         tune_export(directory, FLAGS.tune, aim, FLAGS.max_batch, report=print)
     else:

@@ -3,7 +3,7 @@
 import pytest
 
 from kdist.serving.platforms import find_platform
-from kdist.serving.protocol.platform_routes import tensorflow_json
+from kdist.serving.protocol.rest import tensorflow_json
 
 ROW = [0.5, 1, 2, 3]
 INVOCATIONS, ATTRIBUTES = "/invocations", "X-Amzn-SageMaker-Custom-Attributes"

@@ -10,7 +10,7 @@ from importlib import resources
 
 import numpy as np
 
-from kdist.serving.tune.run import RateTuning, TuningResult, rate_text
+from kdist.serving.tune import RateTuning, TuningResult, rate_text
 
 _HEADINGS = [
     *("Requests per second", "Of capacity", "Timeout, ms", "Largest batch"),

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from kdist.cluster import Cluster
-from kdist.cluster.cluster import TF_CONFIG
+from kdist.cluster import TF_CONFIG, Cluster
 from kdist.cluster.handshake import TOKEN_VARIABLE
 from kdist.data.worker_addresses import DATA_WORKERS
 from kdist.hardware import CORES_VARIABLE, VISIBLE_DEVICES, find_gpus

@@ -7,7 +7,7 @@ import pytest
 
 from kdist.serving import Choice, LatencyCurve, Objective, choose, poisson
 from kdist.serving.policy.latency_curve import measure_curve
-from kdist.serving.tune.run import confirm, measure_batcher, probe
+from kdist.serving.tune import confirm, measure_batcher, probe
 
 CURVE = LatencyCurve([1, 8], [0.002, 0.003])
 

@@ -9,8 +9,7 @@ import pytest
 
 from kdist import report
 from kdist.serving import BatchSettings, LatencyCurve, Objective, choose, poisson
-from kdist.serving.tune import page
-from kdist.serving.tune.run import ProbeResult, RateTuning, TuningResult, rate_text, tune
+from kdist.serving.tune import ProbeResult, RateTuning, TuningResult, page, rate_text, tune
 
 CURVE = LatencyCurve([1, 8, 32], [0.008, 0.009, 0.012])
 
