@@ -14,7 +14,7 @@ import keras
 
 from kdist.compat.keras import check_is_jax, set_layout
 from kdist.layout import Layout
-from kdist.parallel.placement.patterns import (
+from kdist.parallel.placement import (
     Device,
     Placement,
     divisions_by_name,

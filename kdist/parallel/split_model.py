@@ -21,12 +21,12 @@ from kdist.compat.keras import recompute_constants, save_as, saved_name
 from kdist.model import Model
 from kdist.parallel.device_groups import GroupStrategy
 from kdist.parallel.pipeline import step
-from kdist.parallel.placement import layer_copies
-from kdist.parallel.placement.patterns import (
+from kdist.parallel.placement import (
     Placement,
     divisions_by_name,
     functional_graph,
     is_nested,
+    layer_copies,
     layer_placement,
     nodes_of,
     operations_by_name,
@@ -61,7 +61,7 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
         placement: pattern on names of layers -> `stage(n)` or `device(n)`, or `column()`, `row()`
             or `heads()` for layers whose weights are divided. A pattern may also match variables
             and name the axis to divide, such as `(None, "model")`. See
-            `kdist.parallel.placement.patterns`.
+            `kdist.parallel.placement`.
 
     Returns:
         A `SplitModel`.

@@ -5,7 +5,7 @@ import pytest
 
 from kdist import Layout
 from kdist.parallel import column, device, heads, read_placement, row, stage, write_placement
-from kdist.parallel.placement.patterns import places_by_name
+from kdist.parallel.placement import places_by_name
 
 TWO_STAGES, TWO_BRANCHES = Layout(pipeline=2), Layout(branch=2)
 

@@ -10,8 +10,8 @@ import pytest
 import kdist
 from kdist import Layout
 from kdist.parallel import device, split, stage, suggest
+from kdist.parallel.search import assign_branches, balance_stages
 from kdist.parallel.search.costs import ModelWork, OperationCost
-from kdist.parallel.search.suggest import assign_branches, balance_stages
 
 
 def chain(seconds, out_bytes=None):

@@ -7,8 +7,8 @@ import kdist
 from kdist import Layout
 from kdist.parallel import split, suggest
 from kdist.parallel.pipeline.schedule import bubble_share
+from kdist.parallel.search import balance_stages
 from kdist.parallel.search.costs import ModelWork, OperationCost, device_bytes, step_seconds
-from kdist.parallel.search.suggest import balance_stages
 
 layers = keras.layers
 
@@ -81,7 +81,7 @@ def test_nothing_fits_and_by_how_much():
 def test_of_placements_that_are_about_equally_fast_the_one_with_the_most_replicas(monkeypatch):
     seconds = {Layout(data=4): 1.09, Layout(data=2, tensor=2): 1.0, Layout(pipeline=4): 1.05}
     monkeypatch.setattr(
-        "kdist.parallel.search.suggest.step_seconds",
+        "kdist.parallel.search.step_seconds",
         lambda pieces, numbers, layout, rows: seconds.get(layout, 2.0),
     )
     assert suggest(wide(8), devices=4).layout == Layout(data=4)
@@ -107,7 +107,7 @@ def test_there_is_no_placement():
 def test_micro_batches_are_refused_where_replicas_synchronize(monkeypatch):
     """Even if they would be the fastest."""
     monkeypatch.setattr(
-        "kdist.parallel.search.suggest.step_seconds",
+        "kdist.parallel.search.step_seconds",
         lambda pieces, numbers, layout, rows: 1 / (layout.data**2 * layout.micro_batches),
     )
     found = {}

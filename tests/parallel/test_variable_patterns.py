@@ -5,7 +5,7 @@ import pytest
 
 import kdist
 from kdist.parallel import column, device, heads, read_placement, row, split, stage, write_placement
-from kdist.parallel.placement.patterns import Division, layer_placement
+from kdist.parallel.placement import Division, layer_placement
 
 
 def transformer():

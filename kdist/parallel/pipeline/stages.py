@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from kdist.compat.keras import Functional, get_keras_mask, set_keras_mask, with_call_context
 from kdist.layout import Layout
-from kdist.parallel.placement.patterns import functional_graph, is_nested, nodes_of
+from kdist.parallel.placement import functional_graph, is_nested, nodes_of
 
 # A tensor of the model. The model's inputs come first, in order.
 Key = int

@@ -16,9 +16,9 @@ import keras
 from kdist.compat.keras import is_tensorflow
 from kdist.json_text import parse_json
 from kdist.layout import Layout
-from kdist.parallel.placement import patterns
+from kdist.parallel import placement as patterns
+from kdist.parallel.search import suggest
 from kdist.parallel.search.divide import choose_divisions
-from kdist.parallel.search.suggest import suggest
 from kdist.public_names import renamed_argument
 
 # Functions that a file may name.

@@ -27,7 +27,7 @@ import tensorflow as tf
 from kdist.compat.keras import with_call_context
 from kdist.layout import Layout
 from kdist.parallel.pipeline.schedule import peak_live, simulated_timeline, stage_order
-from kdist.parallel.placement.patterns import functional_graph, nodes_of
+from kdist.parallel.placement import functional_graph, nodes_of
 from kdist.parallel.search.divide import STATE_BYTES, Divisions, is_within, tensor_bytes
 from kdist.planner.cost.constants import known_compute_constants
 from kdist.planner.cost.update import all_reduce_seconds, pipeline_transfer_seconds

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import keras
 
-from kdist.parallel.placement.patterns import (
+from kdist.parallel.placement import (
     functional_graph,
     is_nested,
     nodes_of,

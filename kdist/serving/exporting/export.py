@@ -31,7 +31,7 @@ import tensorflow as tf
 
 from kdist.mirror.store import is_url
 from kdist.parallel.inspect import groups_of
-from kdist.parallel.placement.patterns import functional_graph
+from kdist.parallel.placement import functional_graph
 from kdist.parallel.split_model import merged
 from kdist.serving.core.model_directory import METADATA, versions, write_serving_files
 from kdist.serving.core.settings import BatchSettings, padded_sizes
