@@ -21,12 +21,12 @@ from kdist.compat.keras import recompute_constants, save_as, saved_name
 from kdist.model import Model
 from kdist.parallel.device_groups import GroupStrategy
 from kdist.parallel.pipeline import step
+from kdist.parallel.pipeline.micro_batches import check_micro_batches
 from kdist.parallel.placement import (
     Placement,
     divisions_by_name,
     functional_graph,
     is_nested,
-    layer_copies,
     layer_placement,
     nodes_of,
     operations_by_name,
@@ -47,6 +47,14 @@ from kdist.training.replica import step as steps
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.scopes import outside_any_scope
 from kdist.training.trainer import logs_are_metrics
+
+# Methods that a model may override and that a copy of its layers would not have.
+_OVERRIDES = (
+    *("call", "train_step", "test_step", "predict_step"),
+    *("compute_loss", "compute_metrics", "compute_own_loss"),
+)
+
+_TABLES = (keras.layers.IntegerLookup, keras.layers.StringLookup, keras.layers.TextVectorization)
 
 
 @renamed_argument("plan", "placement")
@@ -91,7 +99,7 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
     for name, operation in operations_by_name(model).items():
         if name in divisions:
             check_division(name, operation, divisions[name], strategy.layout.tensor)
-    layer_copies.check_micro_batches(model, strategy.layout)
+    check_micro_batches(model, strategy.layout)
     copy = Model.of(_copy(model, "", places, divisions, strategy))
     copy.__class__ = _split_class(type(copy))  # type: ignore[arg-type]
     copy.places, copy.divisions = places, divisions
@@ -102,7 +110,7 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
 
 def _copy(model, prefix, places, divisions, strategy):
     """Returns a copy of a model that creates and calls its layers on their devices."""
-    layer_copies.check_model(model)
+    _check_model(model)
     graph, width = functional_graph(model), strategy.layout.tensor
     here = {each.name: places.get(prefix + each.name) for each in graph.operations}
     how = {name: divisions[prefix + name] for name in here if prefix + name in divisions}
@@ -120,16 +128,16 @@ def _copy(model, prefix, places, divisions, strategy):
                 return shard_layer(
                     operation, divisions[name], strategy, places[name], operation.name in divided
                 )
-            copy = layer_copies.copy_operation(operation, name, places[name])
+            copy = _copy_built(operation, name, places[name])
         if isinstance(operation, keras.layers.Layer):
             copied_layers.append((copy, operation))
         return copy
 
-    inputs = layer_copies.copy_inputs(model)
+    inputs = _copy_inputs(model)
     copy = keras.models.clone_model(model, inputs, clone_function=copy_operation)
-    layer_copies.uncompile(copy)
+    _uncompile(copy)
     for layer, original in copied_layers:
-        layer_copies.copy_trainable(layer, original)
+        _copy_trainable(layer, original)
     graph = functional_graph(copy)
     graph.__class__ = _placed_class(type(graph))
     graph.calls_on = functools.partial(_call_on, strategy, here, divided)
@@ -307,7 +315,7 @@ def _merged(model, device):
         if isinstance(originals[name], ShardedLayer):
             copy.trainable = originals[name].trainable
         elif isinstance(copy, keras.layers.Layer) and not is_nested(copy):
-            layer_copies.copy_trainable(copy, originals[name])
+            _copy_trainable(copy, originals[name])
     return plain
 
 
@@ -330,3 +338,70 @@ def _named_as(keras_class, derived):
     derived.__name__, derived.__qualname__ = keras_class.__name__, keras_class.__qualname__
     derived.__module__, derived.__doc__ = keras_class.__module__, keras_class.__doc__
     return save_as(keras_class, saved_name(keras_class))(derived)
+
+
+def _check_model(model: keras.Model):
+    """Raises TypeError if the class of a model overrides a method such as `train_step`."""
+    for name in _OVERRIDES:
+        method = getattr(type(model), name, None)
+        if method is not None and method.__module__.partition(".")[0] not in ("keras", "kdist"):
+            raise TypeError(
+                f"{model.name!r} has a {name} of its own, which a split model cannot keep. Move "
+                "what it does into layers, losses or metrics"
+            )
+
+
+def _copy_inputs(model: keras.Model):
+    """Returns inputs with the names and structure of a functional model's; else None.
+
+    Keras's own copies of inputs have other names, and are neither sparse nor optional.
+    """
+    if isinstance(model, keras.Sequential):
+        return None
+    return keras.tree.map_structure(_copy_input, model.input)
+
+
+def _copy_input(tensor):
+    layer = tensor._keras_history.operation
+    return type(layer).from_config(layer.get_config()).output
+
+
+def _copy_built(operation, name: str, place: int):
+    """Returns a copy of an operation; if it is a layer, the copy is built.
+
+    `name` is its name in the placement, and `place` the number of its device, which is also the
+    current device for new variables. Raises ValueError if the copy has another name, or its weights
+    would be created later or elsewhere.
+    """
+    copy = type(operation).from_config(operation.get_config())
+    if copy.name != operation.name:
+        raise ValueError(
+            f"the copy of {operation.name!r} has the name {copy.name!r}, because "
+            f"{type(operation).__name__}.get_config omits the name. Begin it with "
+            "super().get_config()"
+        )
+    if isinstance(operation, _TABLES):
+        raise ValueError(
+            f"{name!r} uses a lookup table, which cannot be copied. Do this in the data pipeline"
+        )
+    if isinstance(operation, keras.layers.Layer) and operation.weights:
+        copy.build_from_config(operation.get_build_config())
+        if place and len(copy.weights) != len(operation.weights):
+            raise ValueError(
+                f"{name!r} creates its weights when it is called. Create them in "
+                "build(input_shape), so that they are on its device"
+            )
+    return copy
+
+
+def _copy_trainable(copy: keras.layers.Layer, layer: keras.layers.Layer):
+    """Sets the trainability of a layer's copy and of its weights to that of the original."""
+    copy.trainable = layer.trainable
+    for new, original in zip(copy.weights, layer.weights, strict=True):
+        new.trainable = original.trainable
+
+
+def _uncompile(model: keras.Model):
+    """Resets a model to the state before `compile`, since Keras compiles its copies."""
+    model.compiled, model.optimizer = False, None
+    model._compile_loss = model._compile_metrics = None

@@ -22,6 +22,7 @@ from typing import cast
 import keras
 import tensorflow as tf
 
+from kdist.layout import Layout
 from kdist.training.replica import step as steps
 from kdist.training.replica.colocation import colocate_with_inputs
 from kdist.training.replica.row_shares import BatchDivision, RowShare, number_of_rows
@@ -243,3 +244,15 @@ def _stateful_types(op_def, node_def, graph):
     for function in filter(None, functions):
         for inner in function.graph.get_operations():
             yield from _stateful_types(inner.op_def, inner.node_def, function.graph)
+
+
+def check_micro_batches(model: keras.Model, layout: Layout):
+    """Raises ValueError if a layer is synchronized over replicas whose micro-batches may differ."""
+    if layout.data == 1 or layout.micro_batches == 1:
+        return
+    for layer in model._flatten_layers():
+        if getattr(layer, "synchronized", False):
+            raise ValueError(
+                f"{layer.name!r} is synchronized over replicas, whose micro-batches may differ in "
+                "size. Remove synchronized, or micro_batches"
+            )

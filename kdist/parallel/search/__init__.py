@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import keras
 
 from kdist.layout import Layout
+from kdist.parallel.pipeline.micro_batches import check_micro_batches
 from kdist.parallel.placement import (
     Device,
     Division,
@@ -18,7 +19,6 @@ from kdist.parallel.placement import (
     operations_by_name,
     stage,
 )
-from kdist.parallel.placement.layer_copies import check_micro_batches
 from kdist.parallel.search.costs import (
     LINK_BYTES_PER_SECOND,
     ModelWork,
