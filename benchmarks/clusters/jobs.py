@@ -24,8 +24,7 @@ from benchmarks.measuring import ROOT
 from benchmarks.rivals.cluster_workload import WARM, ClusterWorkload
 from kdist.cluster import Cluster
 from kdist.launch.local_engine import reserve_ports
-from kdist.launch.output import Screen
-from kdist.launch.task import Task
+from kdist.launch.task import Screen, Task
 from kdist.launch.task_group import TaskGroup, Timeouts, describe_failure, stop_on_signals
 from kdist.launch.watchdog import MARKS_VARIABLE
 

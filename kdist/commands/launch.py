@@ -80,8 +80,8 @@ from kdist.hardware import find_gpus
 from kdist.launch.elastic import Places, WorkerLimits
 from kdist.launch.engines import ENGINES
 from kdist.launch.local_engine import local_job
-from kdist.launch.output import Screen
 from kdist.launch.supervision import RestartPolicy
+from kdist.launch.task import Screen
 from kdist.launch.task_group import Timeouts, failure_report, stop_on_signals
 from kdist.mirror.store import local_directory
 from kdist.run_directory import RUN_DIR, RunDirectory, new_run_path

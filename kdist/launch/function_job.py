@@ -109,7 +109,7 @@ def local(
         ValueError: If there is no worker, or more workers than GPUs without `share_gpus`.
     """
     from kdist.launch.local_engine import local_job
-    from kdist.launch.output import Screen
+    from kdist.launch.task import Screen
     from kdist.launch.task_group import Timeouts, stop_on_signals
 
     if workers < 1:

@@ -25,8 +25,7 @@ from kdist.cluster import ROLES, Cluster
 from kdist.cluster.handshake import TOKEN_VARIABLE
 from kdist.data.worker_addresses import DATA_WORKERS
 from kdist.hardware import CORES_VARIABLE, VISIBLE_DEVICES, count_cores, find_gpus
-from kdist.launch.output import Screen
-from kdist.launch.task import Task
+from kdist.launch.task import Screen, Task
 from kdist.launch.task_group import TaskGroup, Timeouts
 from kdist.launch.watchdog import MARKS_VARIABLE, with_mark
 

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kdist.cluster import notices
 from kdist.exit_codes import PEER_HANGS, SAVED, TIMED_OUT
-from kdist.launch.output import Screen
 from kdist.launch.supervision import DEFAULT_LIMIT_SECONDS, Supervision, task_state
-from kdist.launch.task import Task
+from kdist.launch.task import Screen, Task
 from kdist.launch.watchdog import Watchdog, processes_of, signal_processes
 
 _POLL_SECONDS = 0.1

@@ -42,7 +42,7 @@ from kdist.mirror.store import is_url
 from kdist.report.records import NO_RECORDS, read_records
 from kdist.run_directory import RunDirectory, checkpoint_step
 from kdist.strategy_spec import resolve
-from kdist.telemetry.writers.base import write_results
+from kdist.telemetry.writers import write_results
 
 FLAGS = flags.FLAGS
 _logger = logging.getLogger("kdist.train")

@@ -38,9 +38,8 @@ from kdist.hardware import CORES_VARIABLE
 from kdist.launch.engines.base import Cost, Job, Status
 from kdist.launch.engines.ray import bundle, room_seconds, strategy
 from kdist.launch.local_engine import command_of, reserve_ports, share_threads
-from kdist.launch.output import Screen
 from kdist.launch.supervision import RestartPolicy, limit_seconds
-from kdist.launch.task import Task
+from kdist.launch.task import Screen, Task
 from kdist.launch.task_group import TaskGroup, Timeouts, failure_report
 from kdist.launch.watchdog import MARKS_VARIABLE, Watchdog
 from kdist.run_directory import RunDirectory

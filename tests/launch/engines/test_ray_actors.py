@@ -11,7 +11,7 @@ import pytest
 from kdist.cluster import Cluster
 from kdist.launch.engines import Job, ray_actors
 from kdist.launch.engines.ray_actors import Place, RayTask
-from kdist.launch.output import Screen
+from kdist.launch.task import Screen
 from kdist.launch.task_group import TaskGroup, Timeouts
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from kdist.cluster import notices
-from kdist.launch.output import Screen
+from kdist.launch.task import Screen
 from kdist.launch.task_group import TaskGroup, Timeouts, stop_on_signals
 from kdist.testing.metadata import metadata_server
 

@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from kdist.launch import output
-from kdist.launch.output import LineSplitter, Screen
+from kdist.launch import task
+from kdist.launch.task import LineSplitter, Screen
 
 
 def shown(*pieces, seconds=0.0, close=True):
@@ -56,7 +56,7 @@ def test_a_slow_progress_bar_is_shown_every_few_seconds():
 
 
 def test_a_line_without_end_is_shown_in_pieces(monkeypatch):
-    monkeypatch.setattr(output, "_MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(task, "_MAX_LINE_BYTES", 10)
     assert shown(b"x" * 11, close=False) == ["x" * 11]
 
 
