@@ -15,7 +15,7 @@ from kdist.telemetry.facts import shares_cores, training_config, training_summar
 from kdist.telemetry.samples import Samples
 from kdist.telemetry.steps.verdict import DeviceMeans, is_long_enough, verdict
 from kdist.telemetry.steps.windows import TimingWindows, WindowMeans, running_means
-from kdist.telemetry.writers.base import NullWriter, Writer, create_writer, write_results
+from kdist.telemetry.writers import NullWriter, Writer, create_writer, write_results
 from kdist.telemetry.writers.run_directory import Axes, last_values, note_largest
 from kdist.training.state import training_state_of
 

@@ -20,15 +20,15 @@ _PUBLIC = {
     "DeviceSampler": "devices.sampler",
     "JsonlWriter": "writers.run_directory",
     "MlflowWriter": "writers.mlflow",
-    "NullWriter": "writers.base",
+    "NullWriter": "writers",
     "RunWriter": "writers.run_directory",
     "Samples": "samples",
-    "SeveralWriters": "writers.base",
+    "SeveralWriters": "writers",
     "WandbWriter": "writers.wandb",
-    "Writer": "writers.base",
+    "Writer": "writers",
     "collector_of": "devices.collector",
-    "create_writer": "writers.base",
-    "metric_curves": "writers.base",
+    "create_writer": "writers",
+    "metric_curves": "writers",
 }
 
 __all__ = sorted(_PUBLIC)

@@ -19,7 +19,7 @@ import kdist.telemetry.writers.tracker
 import kdist.telemetry.writers.wandb
 from kdist.run_directory import RunDirectory
 from kdist.telemetry import RunWriter, Samples, SeveralWriters, WandbWriter
-from kdist.telemetry.writers.base import device_curves, metric_curves
+from kdist.telemetry.writers import device_curves, metric_curves
 from kdist.telemetry.writers.wandb_process import why_not_online
 from tests.telemetry.waiting import wait_until
 from tests.telemetry.wandb_stub import Stub

@@ -9,9 +9,9 @@ import time
 from kdist.json_text import parse_json
 from kdist.run_directory import replacing
 from kdist.telemetry.provenance import git_commit
-from kdist.telemetry.writers.base import device_curves, metric_curves
+from kdist.telemetry.writers import device_curves, metric_curves
 from kdist.telemetry.writers.mlflow_model import is_saved_model, write_mlflow_model
-from kdist.telemetry.writers.tracker_process import serve
+from kdist.telemetry.writers.tracker import serve
 
 # Limits of MLflow's REST API.
 _MAX_PARAMETERS, _MAX_CHARACTERS = 100, 6000

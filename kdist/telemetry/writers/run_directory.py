@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kdist.run_directory import RunDirectory, finite, is_open_at
-from kdist.telemetry.writers.base import Writer
+from kdist.telemetry.writers import Writer
 
 _logger = logging.getLogger(__name__)
 

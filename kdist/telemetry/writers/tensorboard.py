@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdist.telemetry.writers.base import Writer, device_curves, metric_curves
+from kdist.telemetry.writers import Writer, device_curves, metric_curves
 
 # tf.summary runs an eager operation for each number and cannot set its time: a record of a host
 # with many cores would take milliseconds. The file format is the same.

@@ -17,9 +17,8 @@ import urllib.request
 
 from kdist.telemetry.provenance import git_commit, git_remote
 from kdist.telemetry.samples import decoded
-from kdist.telemetry.writers.base import DEVICE_KINDS, METRIC_KINDS, device_curves, metric_curves
-from kdist.telemetry.writers.tracker import files_of
-from kdist.telemetry.writers.tracker_process import first_line, serve
+from kdist.telemetry.writers import DEVICE_KINDS, METRIC_KINDS, device_curves, metric_curves
+from kdist.telemetry.writers.tracker import files_of, first_line, serve
 
 # Settings of a run that `wandb.init` accepts by name.
 _ABOUT = ("project", "group", "job_type", "name", "tags", "notes")

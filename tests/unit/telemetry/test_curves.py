@@ -1,6 +1,6 @@
 from kdist.cluster import Cluster
 from kdist.telemetry.devices.collector import node_of
-from kdist.telemetry.writers.base import device_curves, metric_curves
+from kdist.telemetry.writers import device_curves, metric_curves
 
 
 def test_names_of_metrics():

@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 
-from kdist.telemetry.writers.base import device_curves, metric_curves
+from kdist.telemetry.writers import device_curves, metric_curves
 
 SCRIPT = pathlib.Path(__file__).parents[3] / "scripts" / "wandb_workspace.py"
 
