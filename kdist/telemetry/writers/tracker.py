@@ -1,7 +1,8 @@
 """Base of writers to tracking servers, which never block training.
 
-All communication with a server happens in a process of its own, whose main loop is `serve`. Whatever the
-server and its library do, they take no time from training, and the process can be killed.
+All communication with a server happens in a process of its own, whose main loop is `serve`.
+Whatever the server and its library do, they take no time from training, and the process can be
+killed.
 """
 
 import contextlib
