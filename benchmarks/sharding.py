@@ -74,7 +74,7 @@ def first_step(shard, data):
     import keras
 
     import kdist
-    from kdist.parallel.inspect import watched_graphs
+    from kdist.parallel.inspect.operation_devices import watched_graphs
 
     keras.utils.set_random_seed(1)
     with kdist.create_strategy("mirrored", FLAGS.devices, shard=shard).scope():

@@ -163,7 +163,7 @@ def check_layout():
         return check_shards(spec, layout, shape)
     import numpy as np
 
-    from kdist.parallel.inspect import profile_devices
+    from kdist.parallel.inspect.operation_devices import profile_devices
 
     strategy = kdist.strategies.build(spec)
     plain = kdist.models.create(FLAGS.model, input_shape=shape, num_classes=FLAGS.num_classes)

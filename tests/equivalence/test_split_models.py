@@ -24,7 +24,7 @@ import pytest
 
 import kdist
 from kdist.parallel import column, device, heads, row, split, stage, suggest
-from kdist.parallel.inspect import operations_that_run
+from kdist.parallel.inspect.operation_devices import operations_that_run
 from kdist.testing import assert_same_weights, largest_difference
 from tests.parallel.in_place import assert_in_place
 from tests.tiers import seldom

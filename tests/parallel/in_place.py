@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 import keras
 
-from kdist.parallel.inspect import RanOperation, devices_of, groups_of
+from kdist.parallel.inspect.operation_devices import RanOperation, devices_of, groups_of
 from kdist.parallel.placement import operations_by_name
 from kdist.parallel.tensor.shards import ShardedLayer, own_variables, owners_of
 from kdist.training.optimizers import inner_optimizers

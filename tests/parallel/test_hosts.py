@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from kdist.parallel import column, row, split, stage
-from kdist.parallel.inspect import devices_of, groups_of, operations_that_run
+from kdist.parallel.inspect.operation_devices import devices_of, groups_of, operations_that_run
 from kdist.testing import largest_difference
 
 def build():

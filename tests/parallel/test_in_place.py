@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.parallel import column, device, row, split, split_model
-from kdist.parallel.inspect import operations_that_run
+from kdist.parallel.inspect.operation_devices import operations_that_run
 from tests.parallel.in_place import assert_in_place, parts_of, slots_of
 
 

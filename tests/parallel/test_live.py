@@ -6,7 +6,7 @@ import pytest
 
 import kdist
 from kdist.parallel import device, split, stage
-from kdist.parallel.inspect import Activations, profile_devices
+from kdist.parallel.inspect.operation_devices import Activations, profile_devices
 from kdist.parallel.pipeline import step
 from kdist.parallel.pipeline.schedule import StageWork, merged_order
 

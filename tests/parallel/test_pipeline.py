@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.parallel import split, stage
-from kdist.parallel.inspect import groups_of, operations_that_run
+from kdist.parallel.inspect.operation_devices import groups_of, operations_that_run
 from kdist.parallel.pipeline.micro_batches import MicroBatchStep
 from kdist.parallel.pipeline.schedule import (
     overlapped_share,
@@ -18,7 +18,7 @@ from kdist.parallel.pipeline.schedule import (
     stage_order,
     waiting_share,
 )
-from kdist.parallel.pipeline.step import recorded_timeline
+from kdist.parallel.pipeline.timeline import recorded_timeline
 from kdist.testing import assert_same_weights, largest_difference
 from tests.parallel.in_place import assert_in_place
 

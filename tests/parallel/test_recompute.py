@@ -11,9 +11,9 @@ import tensorflow as tf
 import kdist
 from kdist.compat.tensorflow import collect_function_graphs
 from kdist.parallel import split, stage
-from kdist.parallel.inspect import operations_that_run
+from kdist.parallel.inspect.operation_devices import operations_that_run
 from kdist.parallel.pipeline.schedule import stage_order
-from kdist.parallel.pipeline.step import recorded_timeline
+from kdist.parallel.pipeline.timeline import recorded_timeline
 from kdist.testing import assert_same_weights
 
 ROWS = 48

@@ -6,7 +6,7 @@ import pytest
 
 import kdist
 from kdist.parallel import device, split, stage
-from kdist.parallel.inspect import devices_of, groups_of, operations_that_run
+from kdist.parallel.inspect.operation_devices import devices_of, groups_of, operations_that_run
 from kdist.testing import assert_same_weights
 from tests.parallel.in_place import (
     assert_in_place,

@@ -9,7 +9,7 @@ import pytest
 import kdist
 from kdist import Layout
 from kdist.parallel import column, heads, resolve_placement, row, split, stage, suggest
-from kdist.parallel.inspect import groups_of, operations_that_run, profile_devices
+from kdist.parallel.inspect.operation_devices import groups_of, operations_that_run, profile_devices
 from kdist.parallel.search.costs import LINK_BYTES_PER_SECOND, ModelWork
 from kdist.parallel.search.divide import choose_divisions
 from kdist.testing import assert_same_weights

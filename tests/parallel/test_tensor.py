@@ -12,7 +12,7 @@ import kdist
 from kdist.checkpoint.snapshot import capture, restore
 from kdist.compat.keras import MULTI_OPTIMIZERS
 from kdist.parallel import column, device, heads, row, split, stage
-from kdist.parallel.inspect import devices_of, operations_that_run
+from kdist.parallel.inspect.operation_devices import devices_of, operations_that_run
 from kdist.testing import assert_same_weights
 from tests.parallel.in_place import assert_in_place
 

@@ -26,7 +26,7 @@ from kdist.serving.core.model_directory import check_devices, needed_devices
 find_devices(needed_devices(next(iter(json.loads(sys.argv[1])))))
 import numpy as np
 import tensorflow as tf
-from kdist.parallel.inspect import operations_that_run
+from kdist.parallel.inspect.operation_devices import operations_that_run
 there_are = [each.name.removeprefix("/device:") for each in tf.config.list_logical_devices()]
 keep = tf.saved_model.experimental.VariablePolicy.SAVE_VARIABLE_DEVICES
 options = tf.saved_model.LoadOptions(experimental_variable_policy=keep)

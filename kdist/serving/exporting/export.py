@@ -30,7 +30,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.mirror.store import is_url
-from kdist.parallel.inspect import groups_of
+from kdist.parallel.inspect.operation_devices import groups_of
 from kdist.parallel.placement import functional_graph
 from kdist.parallel.split_model import merged
 from kdist.serving.core.model_directory import METADATA, versions, write_serving_files

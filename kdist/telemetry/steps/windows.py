@@ -23,7 +23,7 @@ from kdist.training.scopes import has_parameter_servers
 from kdist.training.state import training_state_of
 
 if TYPE_CHECKING:
-    from kdist.parallel.inspect import WatchedGraphs
+    from kdist.parallel.inspect.operation_devices import WatchedGraphs
 
 # FLOPs of a training step per FLOP of the forward pass: the backward pass computes the gradients of
 # the input and of the weights (Kaplan et al. 2020, section 2.1).
@@ -196,7 +196,7 @@ class SplitSteps:
     def before_call(self):
         """Starts watching before the first call; call it before each one."""
         if self._watched is None:
-            from kdist.parallel.inspect import watched_graphs
+            from kdist.parallel.inspect.operation_devices import watched_graphs
 
             self._watched = self._watch.enter_context(watched_graphs())
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 from kdist.compat.tensorflow import collect_function_graphs
 from kdist.parallel.device_groups import short_name
 from kdist.parallel.pipeline.schedule import StageWork, peak_live
-from kdist.parallel.pipeline.step import recorded_timeline
+from kdist.parallel.pipeline.timeline import recorded_timeline
 
 _SAME_MEMORY = {
     *("Identity", "Reshape", "Squeeze", "ExpandDims", "StopGradient", "PreventGradient"),

@@ -1,0 +1,1 @@
+"""Inspection of executed graphs: devices of operations, activation memory, and transfers."""
