@@ -1,14 +1,5 @@
 """Training loops that a program writes itself, run by the machinery of `fit`.
 
-    @kdist.step(strategy)
-    def train_step(batch):
-        x, y = batch
-        with tf.GradientTape() as tape:
-            loss = kdist.mean(tf.square(model(x, training=True) - y))
-        variables = model.trainable_variables
-        kdist.apply(optimizer, tape.gradient(loss, variables), variables)
-        return {"loss": loss}
-
     with kdist.session(model, optimizer) as session:
         for logs in session.run(train_step, dataset, epochs=3):
             print(logs)
