@@ -53,8 +53,8 @@ _OF_QUESTIONS = {
 }
 # Flags that the suggestion replaces: it holds for the global batch of the test.
 _REPLACED = ("learning_rate", "scale_learning_rate", "base_batch_size")
-_BATCHES = 100
-
+# Batches of one measurement of the noise scale.
+_NOISE_BATCHES = 100
 
 with program.flag_group("Speed"):
     flags.DEFINE_list(
@@ -192,7 +192,7 @@ def find_useful_batch():
     for epoch in range(FLAGS.epochs + 1):
         if epoch:
             model.fit(data, epochs=epoch, initial_epoch=epoch - 1, verbose=0)
-        scale = gradient_noise_scale(model, data, _BATCHES)
+        scale = gradient_noise_scale(model, data, _NOISE_BATCHES)
         low, high = map(_text, scale.interval)
         examples = epoch * data.steps_per_epoch * data.batch.global_size
         print(f"{examples:10,} {_text(scale.batch):>12}  {low} to {high}", flush=True)

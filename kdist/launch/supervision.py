@@ -32,8 +32,8 @@ _LIMIT_FACTOR_FIRST = 10
 # Heartbeats come every second. A task that is silent for longer is reported, and is the culprit if
 # others wait.
 _MAX_SILENT_SECONDS = 5.0
-_FIRST_WAIT_SECONDS = 1.0
-_MAX_WAIT_SECONDS = 60.0
+# Pause before a restart, which doubles with each.
+_FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 1.0, 60.0
 
 
 class SupervisedTask:

@@ -10,10 +10,8 @@ includes the name of that model: `block/conv`. A pattern that matches the nested
 all of its layers that no other pattern matches. A layer that nothing matches is placed with its
 inputs: on the highest number among them, or on 0 at the start of the model.
 
-Patterns may also name variables and the axes along which they are divided, in the form of
-`keras.distribution.LayoutMap`. They are converted to divisions of layers:
-
-    {".*/ffn_up/kernel": (None, "model"), ".*/ffn_down/kernel": ("model", None)}
+Axes of variables are in the form of `keras.distribution.LayoutMap`, and are converted to divisions
+of layers.
 """
 
 import dataclasses
