@@ -132,9 +132,9 @@ with program.flag_group("Strategy and batch"):
     flags.DEFINE_list(
         "strategies",
         list(DEFAULT_STRATEGIES),
-        "Strategies to choose from. sharded lets replicas divide training state where the whole does "
-        "not fit one device, or takes longer. split is for models that do not fit one device, or are "
-        "faster on several. parameter_server and local_sgd change the training, so they "
+        "Strategies to choose from. sharded lets replicas divide training state where whole ones "
+        "do not fit or take longer. split is for models that do not fit one device, or are faster "
+        "on several. parameter_server and local_sgd change the training, so they "
         "are considered only if they are listed here.",
     )
     flags.DEFINE_list(

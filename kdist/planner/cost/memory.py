@@ -278,9 +278,7 @@ def _workspace(
     if device == "gpu" and filters:
         kept = max(x.kept_bytes for x in workload.layers if x.kind == "convolution")
         cudnn = min(2 * kept * local_batch, _CUDNN_LIMIT_BYTES)
-    matrices = [
-        each for *each, kind in zip(sizes, updated, kinds, strict=True) if kind == "matmul"
-    ]
+    matrices = [each for *each, kind in zip(sizes, updated, kinds, strict=True) if kind == "matmul"]
     if divided is not None and divided.divides_weights:
         gradients_stay = False
     return Workspace(

@@ -49,12 +49,12 @@ class DividedState:
 
     @property
     def divides_gradients(self) -> bool:
-        """Whether micro-steps add up parts of gradients."""
+        """True if micro-steps add up parts of gradients."""
         return self.shard != "optimizer"
 
     @property
     def divides_weights(self) -> bool:
-        """Whether no device holds all weights."""
+        """True if no device holds all weights."""
         return self.shard == "weights"
 
     def transfers(self, accumulate: int) -> int:

@@ -93,8 +93,8 @@ def sharded_texts(divided: DividedState, layout: Layout, optimizer: str) -> dict
     transfers = divided.transfers(layout.accumulate)
     texts = {
         "slots": f"{memory.OPTIMIZERS[optimizer].slots} under {optimizer} for each of {updated}",
-        "update": f"{memory.OPTIMIZERS[optimizer].early} for each of these numbers, computed before "
-        "the gradients are there",
+        "update": f"{memory.OPTIMIZERS[optimizer].early} for each of these numbers, computed "
+        "before the gradients are there",
         "exchange in node": f"of large weights and their gradients, {transfers} x ({layout.data} - "
         f"1) / {layout.data} of {_megabytes(4 * divided.divided)} in all (ZeRO, section 7), and an "
         "all-reduce of the others",

@@ -380,9 +380,7 @@ def derivation(split: ModelParts | None, layout: Layout) -> str:
     return f"Predicted from the layers of the model, without measured runs of split models: {how}."
 
 
-def sharding_text(
-    predictor: Predictor, layout: Layout, local_batch: int, machine: Machine
-) -> str:
+def sharding_text(predictor: Predictor, layout: Layout, local_batch: int, machine: Machine) -> str:
     """Returns why replicas divide training state, with the arithmetic; "" if they do not."""
     divided = predictor.divided(layout)
     if divided is None:
@@ -406,8 +404,8 @@ def sharding_text(
         whole_text = f"which fits, but a step takes {milliseconds(steps[0])}"
     return (
         f"{job.optimizer} needs {per_parameter} bytes per trained parameter (weight, gradient, "
-        f"slots): {per_parameter * divided.trained / 1e9:.2f} GB. With {local_batch} examples, a "
-        f"device needs {before.total / 1e9:.2f} GB in all, {whole_text}. With "
+        f"slots): {per_parameter * divided.trained / 1e9:.2f} GB. With a local batch of "
+        f"{local_batch}, a device needs {before.total / 1e9:.2f} GB in all, {whole_text}. With "
         f"shard={layout.shard} on {layout.data} devices, {', '.join(changes)}: "
         f"{after.total / 1e9:.2f} GB in all, and a step takes {milliseconds(steps[1])}."
     )

@@ -1,4 +1,4 @@
-"""Which weights replicas divide, and the sizes of their parts. Imports no TensorFlow.
+"""Rules of what replicas divide, and sizes of the parts. Imports no TensorFlow.
 
 The planner predicts from these rules what `kdist.training.sharding` does.
 """
