@@ -43,7 +43,7 @@ class Batch:
     total: int | None = None
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
+        for name, value in list(vars(self).items()):  # asdict copies values, which takes longer
             if value is not None or name != "total":
                 object.__setattr__(self, name, _positive(name, value))
         if self.total is not None and self.total > self.micro_size * self.accumulate:

@@ -11,6 +11,14 @@ from collections.abc import Sequence
 SCHEDULES = ("1f1b", "gpipe")
 BETWEEN = ("data", "model")
 SHARDS = ("optimizer", "gradients", "weights")
+# What the replicas of each strategy can divide among themselves.
+_SHARDS_OF = {"mirrored": SHARDS}
+# The fields that make a layout one of these strategies.
+_FIELDS_OF = {
+    "split": "tensor, pipeline, or branch",
+    "multi_worker": "machines",
+    "parameter_server": "asynchronous",
+}
 
 _DEGREES = ("data", "tensor", "pipeline", "branch", "micro_batches", "machines", "accumulate")
 _DEFAULT_MIN_SHARD_BYTES = 64 * 1024
@@ -148,18 +156,15 @@ class Layout:
             return
         if self.shard not in SHARDS:
             raise ValueError(f"shard={self.shard!r}: use {', '.join(SHARDS[:-1])} or {SHARDS[-1]}")
-        others = {
-            "tensor, pipeline, or branch": self.group_size > 1,
-            "machines": self.machines > 1,
-            "asynchronous": self.asynchronous,
-            "local_steps": self.local_steps is not None,
-        }
-        for name, is_set in others.items():
-            if is_set:
-                raise ValueError(
-                    f"shard={self.shard} divides the state of whole replicas that one process "
-                    f"updates in each step: leave {name} out, or shard"
-                )
+        other = "local_steps" if self.local_steps is not None else None
+        # A layout for one device may carry the value to another number of devices.
+        if self.strategy != "one_device" and self.shard not in supported_shards(self.strategy):
+            other = _FIELDS_OF[self.strategy]
+        if other:
+            raise ValueError(
+                f"shard={self.shard} divides the state of whole replicas that one process "
+                f"updates in each step: leave {other} out, or shard"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -296,6 +301,15 @@ class Layout:
 
 
 _FLAGS = tuple(field.name for field in dataclasses.fields(Layout) if field.default is False)
+
+
+def supported_shards(strategy: str) -> tuple[str, ...]:
+    """Returns what the replicas of a strategy can divide, as values of `Layout.shard`.
+
+    Args:
+        strategy: Name of the strategy, as in `Layout.strategy`.
+    """
+    return _SHARDS_OF.get(strategy, ())
 
 
 def _check_degree(name, degree):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kdist.cluster import Cluster
 from kdist.cluster.remote_access import check_remote_access
 from kdist.hardware import parse_devices
-from kdist.layout import Layout
+from kdist.layout import Layout, supported_shards
 from kdist.tuning.settings import Tuned
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def resolve(
         _check_layout_options(reduction, num_packs, partitioner)
     elif name not in SINGLE_PROCESS + MULTI_PROCESS:
         raise ValueError(_unknown(name))
-    if sharded is not None and name not in ("auto", "mirrored"):
+    if sharded is not None and name != "auto" and sharded.shard not in supported_shards(name):
         raise ValueError(
             f"shard={sharded.shard} (--shard) divides training state over the devices of one "
             f"process, which {name} does not support; use --strategy=mirrored, or leave shard out"
@@ -256,7 +256,8 @@ def _from_plan(plan, devices, cluster):
         )
     cluster = Cluster.resolve() if cluster is None else cluster
     _check_machines(layout, cluster)
-    name = layout.degrees if layout.group_size > 1 else layout.strategy
+    has_degrees = layout.group_size > 1 or layout.shard is not None
+    name = layout.degrees if has_degrees else layout.strategy
     return name, layout.devices_per_machine, cluster
 
 

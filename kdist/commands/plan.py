@@ -132,7 +132,8 @@ with program.flag_group("Strategy and batch"):
     flags.DEFINE_list(
         "strategies",
         list(DEFAULT_STRATEGIES),
-        "Strategies to choose from. split is for models that do not fit one device, or are faster "
+        "Strategies to choose from. sharded lets replicas divide training state where whole ones "
+        "do not fit or take longer. split is for models that do not fit one device, or are faster "
         "on several. parameter_server and local_sgd change the training, so they "
         "are considered only if they are listed here.",
     )

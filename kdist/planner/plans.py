@@ -182,7 +182,8 @@ class Plan:
         prediction: Predicted time, memory, and price, corrected by measured runs.
         spot: Whether the plan is for spot VMs, which may be preempted. Defaults to `False`.
         prices_of: Date of the prices. Defaults to `""`, unknown.
-        derivation: How the numbers of a split model were derived. Defaults to `""`.
+        derivation: How the numbers of a split model were derived, or why replicas divide training
+            state. Defaults to `""`.
         region: Region of the prices; `""`, the default, where unknown.
 
     Raises:
@@ -383,7 +384,8 @@ def strategy_text(layout: Layout) -> str:
     if layout.group_size > 1:
         return f"split ({str(layout.degrees).replace(',', ', ')})"
     local_steps = f", {layout.local_steps} local steps" if layout.local_steps else ""
-    return layout.strategy + local_steps
+    shard = f", shard={layout.shard}" if layout.shard else ""
+    return layout.strategy + shard + local_steps
 
 
 def train_command(plan: Plan) -> str:
@@ -394,6 +396,7 @@ def train_command(plan: Plan) -> str:
         "layout": str(layout.degrees) if layout.group_size > 1 else None,
         "strategy": layout.strategy if layout.group_size == 1 else None,
         "num_devices": layout.devices_per_machine if layout.group_size == 1 else None,
+        "shard": layout.shard,
         "local_batch_size": plan.local_batch,
         "accumulate": layout.accumulate if layout.accumulate > 1 else None,
         "local_steps": layout.local_steps,

@@ -1,10 +1,15 @@
-"""The strategy that is built from a plan."""
+"""The strategy that is built from a plan, and what its devices hold."""
 
 import dataclasses
 
+import keras
 import pytest
 
 import kdist
+from kdist.layout import SHARDS
+from kdist.planner.cost.memory import OPTIMIZERS
+from kdist.training.optimizers import check_elementwise
+from kdist.training.sharding.memory import state_bytes
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +53,58 @@ def test_memory_of_a_split_plan_covers_that_of_the_placement():
     planned = kdist.planner.Predictor(job).memory(layout, 64)
     # The placement counts no temporaries, and no memory of CUDA.
     assert placed < (planned.total - planned.framework) / 1e9 < 2 * placed
+
+
+def test_a_plan_with_shards_makes_sharded_replicas(planned):
+    layout = kdist.Layout(data=2, shard="weights", accumulate=2)
+    strategy = kdist.create_strategy(dataclasses.replace(planned.best, layout=layout))
+    assert strategy.num_replicas_in_sync == 2
+    assert strategy.layout == dataclasses.replace(layout, accumulate=1)
+
+
+def odd_network():
+    """Returns a model with weights that two and four devices cannot divide evenly."""
+    layers = keras.layers
+    inputs = keras.Input((6,), dtype="int32")
+    x = layers.Flatten()(layers.Embedding(51, 7)(inputs))
+    x = layers.BatchNormalization()(layers.Dense(37)(x))
+    return kdist.Model(inputs, layers.Dense(5)(layers.Dense(1001)(x)))
+
+
+def transformer():
+    return kdist.models.transformer((16,), 10, vocabulary_size=997, width=64, depth=2)
+
+
+@pytest.mark.parametrize(("build", "smallest"), [(odd_network, 64), (transformer, 64 * 1024)])
+def test_planned_bytes_of_state_are_those_of_the_devices(build, smallest):
+    workload = kdist.planner.read_workload(build())
+    predictor = kdist.planner.Predictor(kdist.planner.Job(workload, examples=100, optimizer="adam"))
+    for devices, shard in [(2, "weights"), *((4, shard) for shard in SHARDS)]:
+        layout = kdist.Layout(data=devices, shard=shard, min_shard_bytes=smallest)
+        with kdist.create_strategy(layout).scope():
+            model = build()
+            model.compile("adam")
+            model.optimizer.build(model.trainable_variables)
+        planned = predictor.memory(layout, 8)
+        numbers = [v for v in model.optimizer.variables if len(v.shape) == 0]
+        seeds = [v for v in model.variables if "seed" in v.path]
+        for held in state_bytes(model).values():
+            assert planned.weights == held.weights - bytes_of(seeds), (shard, devices)
+            assert planned.slots == held.optimizer - bytes_of(numbers), (shard, devices)
+            assert planned.gathered == held.gathered, (shard, devices)
+
+
+def bytes_of(variables):
+    return sum(v.shape.num_elements() * v.value.dtype.size for v in variables)
+
+
+def test_optimizers_that_replicas_can_divide_are_those_that_training_accepts():
+    named = {name.lower(): name for name in dir(keras.optimizers)}
+    for name, memory in OPTIMIZERS.items():
+        kind = "sgd" if name in ("momentum", "nesterov") else name
+        try:
+            check_elementwise(getattr(keras.optimizers, named[kind])(), "", "")
+            is_accepted = True
+        except ValueError:
+            is_accepted = False
+        assert memory.is_elementwise == is_accepted, name

@@ -49,13 +49,17 @@ def test_plan_is_trained_and_its_rate_learned(tmp_path):
         f"--output={plan}",
         "--page=",
     )
+    fields = json.loads(plan.read_text())
+    fields["layout"] |= {"data": 2, "shard": "optimizer"}  # two devices that divide state
+    plan.write_text(json.dumps(fields))
     summary, printed = train(tmp_path / "run", f"--plan={plan}", "--examples=256")
     assert (summary["model"], summary["local_batch_size"], summary["accumulate"]) == (
         "lenet",
         16,
         2,
     )
-    assert summary["plan"]["layout"]["strategy"] == "one_device"
+    assert summary["plan"]["layout"]["strategy"] == "mirrored"
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["shard"] == "optimizer"
     assert "planned: " in printed
     assert "; measured: " in printed
     # A run on a CPU does not measure a T4.

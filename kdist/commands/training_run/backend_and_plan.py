@@ -93,6 +93,7 @@ def apply_plan():
         "local_batch_size": plan.local_batch,
         "accumulate": layout.accumulate,
         "local_steps": layout.local_steps,
+        "shard": layout.shard,
         "epochs": int(plan.epochs),
         "precision": plan.precision,
         "optimizer": plan.optimizer,

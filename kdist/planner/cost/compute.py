@@ -18,6 +18,7 @@ import dataclasses
 import functools
 
 from kdist.planner.cost.constants import ComputeConstants, known_compute_constants
+from kdist.planner.cost.sharding import DividedState
 from kdist.planner.tables.gpus import Gpu
 from kdist.planner.workload.layers import Workload
 
@@ -25,6 +26,8 @@ KINDS = ("convolution", "depthwise", "matmul", "elementwise")
 # Both passes read the weights, and gradients are written. An optimizer with two slots then reads
 # gradient, weight, and slots, and writes weight and slots.
 _WEIGHT_PASSES, _UPDATE_PASSES = 3, 6
+# Merging received parts of weights reads and writes them.
+_MERGE_PASSES = 2
 # Exponent of the smooth maximum of host and device time: 4 adds a fifth if both are equal.
 _SHARPNESS = 4
 # Before Pascal memory was GDDR5, whose error correction takes a fifth of its bandwidth.
@@ -70,12 +73,13 @@ def compute_seconds(
     *,
     accumulate: int = 1,
     constants: ComputeConstants | None = None,
+    divided: DividedState | None = None,
 ) -> ComputeTime:
     """Returns the time of one micro-step on one device, without input and exchange.
 
     The workload is that of the model in float32. The Keras dtype policy float32 is TF32 if the GPU
     has it. A 16-bit policy without tensor cores for it counts as float32. `accumulate` micro-steps
-    share an update.
+    share an update. If replicas have `divided` their state, the device updates its own part.
 
     Raises:
         ValueError: If the batch or `accumulate` is not positive, or the GPU's peak or bandwidth is
@@ -83,7 +87,7 @@ def compute_seconds(
     """
     constants = constants or known_compute_constants()
     return micro_step_time(
-        work_totals(workload), gpu, local_batch, precision, xla, accumulate, constants
+        work_totals(workload), gpu, local_batch, precision, xla, accumulate, constants, divided
     )
 
 
@@ -127,7 +131,7 @@ def extrapolate_seconds(
     return measured_seconds * target.seconds / source.seconds
 
 
-def micro_step_time(work, gpu, local_batch, precision, xla, accumulate, constants):
+def micro_step_time(work, gpu, local_batch, precision, xla, accumulate, constants, divided=None):
     """Returns `compute_seconds` for the result of `work_totals`."""
     if not local_batch > 0 or accumulate < 1:
         raise ValueError(
@@ -137,6 +141,10 @@ def micro_step_time(work, gpu, local_batch, precision, xla, accumulate, constant
     speed = _speed(gpu, precision, constants)
     terms = [_kind_term(total, speed, local_batch, xla, constants) for total in work.kinds]
     passes = _WEIGHT_PASSES + _UPDATE_PASSES / accumulate
+    if divided is not None:
+        others = (divided.divided - divided.own) * _UPDATE_PASSES / accumulate
+        merged = divided.divided * _MERGE_PASSES * divided.merges(accumulate)
+        passes -= (others - merged) / work.parameters
     weights = 4 * work.parameters * passes / speed.bandwidth
     terms.append(ComputeTerm("weights and update", weights))
     busy = sum(term.seconds for term in terms)

@@ -13,6 +13,7 @@ TensorFlow's for GPUs, needs a few per cent more.
 
 import dataclasses
 
+from kdist.planner.cost.sharding import DividedState
 from kdist.planner.workload.layers import Workload
 
 # TensorFlow chooses the order of operations: a margin over the order of the graph.
@@ -39,11 +40,14 @@ class OptimizerMemory:
             TensorFlow computes them as a step begins and holds all of them until gradients arrive.
         late: Temporaries of the update itself, of one variable after the other. At least one:
             weights that are still to be read are not written in place.
+        is_elementwise: Whether it updates each number separately, so that replicas can divide its
+            slots.
     """
 
     slots: int
     early: int
     late: int
+    is_elementwise: bool = True
 
 
 OPTIMIZERS = {
@@ -54,7 +58,7 @@ OPTIMIZERS = {
     "adamw": OptimizerMemory(2, 1, 2),  # the weights after their decay
     "adamax": OptimizerMemory(2, 1, 2),
     "nadam": OptimizerMemory(2, 0, 3),
-    "lamb": OptimizerMemory(2, 0, 3),
+    "lamb": OptimizerMemory(2, 0, 3, is_elementwise=False),
     "rmsprop": OptimizerMemory(1, 1, 2),  # v × rho
     "adagrad": OptimizerMemory(1, 0, 2),
     "adadelta": OptimizerMemory(2, 3, 3),
@@ -94,7 +98,8 @@ class Memory:
 
     Attributes:
         weights: Weights of all layers.
-        slots: Slots of the optimizer.
+        slots: Slots of the optimizer, and copies of the parts of weights that a device updates if
+            replicas divide the optimizer's state.
         accumulated: Sum of the gradients of micro-steps.
         input: Batches queued for their step.
         step: Activations and gradients.
@@ -102,6 +107,7 @@ class Memory:
         workspace: Buffers of single kernels.
         reduce_buffers: Copies of gradients that are sent to other replicas.
         framework: Memory of the runtime itself.
+        gathered: Divided weights that a step gathers and holds at a time.
         buffers: Parts of `workspace`.
     """
 
@@ -114,6 +120,7 @@ class Memory:
     workspace: float
     reduce_buffers: float
     framework: float
+    gathered: float = 0.0
     buffers: Workspace | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
@@ -137,13 +144,15 @@ def estimate_memory(
     update: str = "all_reduce",
     framework_bytes: float | None = None,
     device: str = "cpu",
+    divided: DividedState | None = None,
 ) -> Memory:
     """Returns the peak memory of a training step on each device.
 
     Replicas on several logical CPU devices share the host's memory; each needs this much. For a
     precision other than the workload's the result is an upper bound, see `_step_bytes`. With the
     update `"parameter_servers"`, servers have the slots and compute the update. The runtime needs
-    `framework_bytes`, by default `CUDA_BYTES` on a GPU and 0 on a CPU.
+    `framework_bytes`, by default `CUDA_BYTES` on a GPU and 0 on a CPU. If replicas have `divided`
+    their state, each device holds its own part of it.
 
     Raises:
         ValueError: If a number is below 1, or a name is unknown.
@@ -153,7 +162,10 @@ def estimate_memory(
     precision = precision or workload.precision
     width = variable_bytes(precision)
     trained = workload.trainable_parameters * width
+    updated = trained if divided is None else divided.updated * width
     served = update == "parameter_servers"
+    divides_weights = divided is not None and divided.divides_weights
+    divides_gradients = divided is not None and divided.divides_gradients
     # Keras checks all gradients of float16 before it applies any of them.
     checked = precision == "mixed_float16"
     gradients_stay = accumulate > 1 or devices > 1 or checked
@@ -161,20 +173,41 @@ def estimate_memory(
     if framework_bytes is None:
         framework_bytes = CUDA_BYTES if device == "gpu" else 0.0
     buffers = _workspace(
-        workload, local_batch, width, bits(precision) // 8, of_optimizer, device, gradients_stay
+        workload,
+        local_batch,
+        width,
+        bits(precision) // 8,
+        of_optimizer,
+        device,
+        gradients_stay,
+        divided,
     )
+    slots = 0.0 if served else of_optimizer.slots * updated
+    if divided is not None and not divides_weights:
+        slots += divided.own * width  # the part of the weights that the optimizer updates
     return Memory(
-        weights=workload.parameters * width,
-        slots=0.0 if served else of_optimizer.slots * trained,
-        accumulated=trained if accumulate > 1 else 0.0,
+        weights=workload.parameters * width - (trained - updated if divides_weights else 0.0),
+        slots=slots,
+        accumulated=(updated if divides_gradients else trained) if accumulate > 1 else 0.0,
         input=BATCHES_AHEAD[device] * workload.input_bytes * local_batch,
-        step=_step_bytes(workload, local_batch, precision, gradients_stay),
-        update=early * trained,
+        step=_step_bytes(workload, local_batch, precision, gradients_stay, divided),
+        update=early * updated,
         workspace=buffers.total,
-        reduce_buffers=trained if devices > 1 and not served else 0.0,
+        reduce_buffers=_reduce_buffers(trained, devices, served, divided, width),
         framework=float(framework_bytes),
+        gathered=divided.gathered * width if divided is not None and divides_weights else 0.0,
         buffers=buffers,
     )
+
+
+def _reduce_buffers(trained, devices, served, divided, width):
+    """Returns the bytes of gradients on their way between replicas.
+
+    Replicas that divide weights add up the gradients of a weight as soon as these exist.
+    """
+    if divided is not None and divided.divides_weights:
+        return (divided.gathered + divided.small) * width
+    return trained if devices > 1 and not served else 0.0
 
 
 def checkpoint_bytes(workload: Workload, optimizer: str, precision: str | None = None) -> float:
@@ -198,22 +231,31 @@ def bits(precision: str) -> int:
     return 16 if precision.endswith("float16") else 64 if precision == "float64" else 32
 
 
-def _step_bytes(workload, local_batch, precision, gradients_stay):
+def _step_bytes(workload, local_batch, precision, gradients_stay, divided):
     """Returns the bytes of activations and gradients, with the margin.
 
     A workload read under float32 is assumed to need the same in 16 bits, plus the 16-bit copies of
     weights and their gradients. The true value is lower, depending on the layers: BatchNorm keeps
     float32 copies of its inputs. In the other direction twice the bytes are enough for any number.
+    Replicas that divide weights keep their parts of the gradients, which are added up one by one.
     """
-    read = workload.step_bytes(local_batch, gradients_stay) * STEP_MARGIN
+    copied = workload.parameters + workload.trainable_parameters
+    added_up = 0.0
+    if divided is not None and divided.divides_weights:
+        gradients_stay = False
+        copied -= 2 * (divided.divided - divided.gathered)
+        added_up = divided.updated * variable_bytes(precision)
+    read = workload.step_bytes(local_batch, gradients_stay) * STEP_MARGIN + added_up
     if precision == workload.precision or bits(precision) == bits(workload.precision):
         return read
     if bits(precision) == 16:
-        return read + 2 * (workload.parameters + workload.trainable_parameters)
+        return read + 2 * copied
     return 2 * read
 
 
-def _workspace(workload, local_batch, width, kernel_width, of_optimizer, device, gradients_stay):
+def _workspace(
+    workload, local_batch, width, kernel_width, of_optimizer, device, gradients_stay, divided
+):
     """Returns the buffers of kernels and updates that run concurrently with the counted one.
 
     The gradient of a convolution's filters is computed in blocks and copied (by oneDNN, and by
@@ -222,8 +264,13 @@ def _workspace(workload, local_batch, width, kernel_width, of_optimizer, device,
     The optimizer's temporaries of the largest layer count if they are larger. Two large matrices
     are updated at a time.
     """
-    sizes = {layer: layer.trainable_parameters * width for layer in workload.layers}
-    filters = max((sizes[x] for x in workload.layers if x.kind == "convolution"), default=0.0)
+    sizes = [layer.trainable_parameters * width for layer in workload.layers]
+    updated = sizes if divided is None else [own * width for own in divided.own_of_layers]
+    kinds = [layer.kind for layer in workload.layers]
+    filters = max(
+        (size for size, kind in zip(sizes, kinds, strict=True) if kind == "convolution"),
+        default=0.0,
+    )
     kernels = 3 * filters * kernel_width / width  # a mixed policy computes with casts
     if device == "cpu":
         kernels += sum(sorted(layer.kernel_bytes for layer in workload.layers)[-2:])
@@ -231,27 +278,30 @@ def _workspace(workload, local_batch, width, kernel_width, of_optimizer, device,
     if device == "gpu" and filters:
         kept = max(x.kept_bytes for x in workload.layers if x.kind == "convolution")
         cudnn = min(2 * kept * local_batch, _CUDNN_LIMIT_BYTES)
+    matrices = [each for *each, kind in zip(sizes, updated, kinds, strict=True) if kind == "matmul"]
+    if divided is not None and divided.divides_weights:
+        gradients_stay = False
     return Workspace(
         kernels=kernels,
-        temporaries=of_optimizer.late * max(sizes.values(), default=0.0),
-        next_update=_next_update(workload, local_batch, width, of_optimizer, gradients_stay),
+        temporaries=of_optimizer.late * max(updated, default=0.0),
+        next_update=_next_update(workload, local_batch, matrices, of_optimizer, gradients_stay),
         cudnn=cudnn,
     )
 
 
-def _next_update(workload, local_batch, width, of_optimizer, gradients_stay):
+def _next_update(workload, local_batch, matrices, of_optimizer, gradients_stay):
     """Returns the bytes that the update of a second matrix adds to the peak of the step.
 
     While one thread applies the gradient of the largest matrix, another thread computes and applies
     that of the next matrix, as in the two large layers of VGG16. Nothing is added if activations
-    need more at a moment without that gradient.
+    need more at a moment without that gradient. `matrices` are pairs: the bytes of a matrix, and
+    those that a device updates.
     """
-    sizes = sorted(x.trainable_parameters * width for x in workload.layers if x.kind == "matmul")
-    if len(sizes) < 2:
+    if len(matrices) < 2:
         return 0.0
-    second, first = sizes[-2:]
+    (second, updated), (first, _) = sorted(matrices)[-2:]
     peaks = workload.peaks if gradients_stay else workload.peaks_applied or workload.peaks
-    added = (of_optimizer.late + (not gradients_stay)) * second
+    added = of_optimizer.late * updated + (not gradients_stay) * second
     matrix = 0.9 * first  # without the bias
     moments = [(each * local_batch + always, always >= matrix) for each, always in peaks]
     return max(size + added * there for size, there in moments) - max(moments)[0]

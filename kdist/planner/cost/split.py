@@ -266,6 +266,7 @@ def _part(layer: LayerWork, degree):
         backward_flops=layer.backward_flops / degree,
         parameters=layer.parameters / degree,
         trainable_parameters=layer.trainable_parameters / degree,
+        weight_shapes=(),
     )
 
 

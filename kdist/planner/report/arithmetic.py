@@ -6,6 +6,7 @@ from kdist.layout import Layout
 from kdist.planner.cost import memory, update
 from kdist.planner.cost.constants import Constants
 from kdist.planner.cost.setup import Gradients, InputWork, Setup, make_features
+from kdist.planner.cost.sharding import DividedState
 from kdist.planner.cost.split import ModelParts
 from kdist.planner.tables.machines import Machine
 from kdist.planner.workload.layers import Workload
@@ -80,6 +81,34 @@ def memory_texts(
         "workspace": _workspace_text(needed.buffers),
         "reduce_buffers": "a copy of the gradients, packed for their way to other replicas",
         "framework": "the CUDA context: an allowance",
+    }
+
+
+def sharded_texts(divided: DividedState, layout: Layout, optimizer: str) -> dict[str, str]:
+    """Returns how terms of a step and parts of the memory differ if replicas divide state."""
+    updated = (
+        f"{divided.updated:,.0f} numbers: 1/{layout.data} of {divided.divided:,.0f}, and "
+        f"{divided.small:,.0f} in small weights, which stay whole"
+    )
+    transfers = divided.transfers(layout.accumulate)
+    texts = {
+        "slots": f"{memory.OPTIMIZERS[optimizer].slots} under {optimizer} for each of {updated}",
+        "update": f"{memory.OPTIMIZERS[optimizer].early} for each of these numbers, computed "
+        "before the gradients are there",
+        "exchange in node": f"of large weights and their gradients, {transfers} x ({layout.data} - "
+        f"1) / {layout.data} of {_megabytes(4 * divided.divided)} in all (ZeRO, section 7), and an "
+        "all-reduce of the others",
+    }
+    if divided.divides_gradients:
+        texts["accumulated"] = f"sums of gradients of {updated}"
+    if not divided.divides_weights:
+        texts["slots"] += f", and a copy of the {divided.own:,.0f}"
+        return texts
+    return texts | {
+        "weights": updated,
+        "gathered": f"{divided.gathered:,.0f} numbers: the two largest divided weights, and all "
+        "divided vectors",
+        "reduce_buffers": "gradients of gathered and of small weights, on their way",
     }
 
 

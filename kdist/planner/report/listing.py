@@ -17,6 +17,7 @@ from kdist.planner.plans import (
 from kdist.planner.report.arithmetic import (
     memory_of_part_text,
     memory_texts,
+    sharded_texts,
     split_texts,
     term_texts,
 )
@@ -209,6 +210,9 @@ def _step_rows(predictor, plan):
     )
     if plan.layout.group_size > 1:
         texts |= split_texts(predictor.split(plan.layout), *arguments)
+    if divided := predictor.divided(plan.layout):
+        how = sharded_texts(divided, plan.layout, plan.optimizer)["exchange in node"]
+        texts["exchange in node"] += f": {how}"
     rows = [
         [term.name, milliseconds(term.seconds), f"= {texts[term.name]}"]
         for term in plan.prediction.terms
@@ -289,6 +293,8 @@ def _memory_rows(predictor, plan):
     if plan.layout.group_size > 1:
         texts["step"] = memory_of_part_text(plan.layout, local)
         texts["input"] = f"the rows of {plan.layout.micro_batches} micro-batches that wait"
+    if divided := predictor.divided(plan.layout):
+        texts |= sharded_texts(divided, plan.layout, job.optimizer)
     return [
         *(
             [f"memory: {name.replace('_', ' ')}", f"{size / 1e9:.3f} GB", f"= {texts[name]}"]

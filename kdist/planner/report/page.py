@@ -154,12 +154,12 @@ def efficiency_plot(result: RankedPlans):
 
 
 def _efficiency(result):
-    """Returns the plot of efficiency, or a remark if all plans split the model."""
+    """Returns the plot of efficiency, or a remark if all plans divide the model or its state."""
     from kdist.report.plots import figure_html
 
     plot = efficiency_plot(result)
     if not plot.data:
-        return "<p class=note>All plans split the model over the devices of one machine.</p>"
+        return "<p class=note>All plans divide the model or its state among devices.</p>"
     return (
         "<p>For each number of devices, on full machines of the plans below. The local batch is "
         f"that of the plan, for any global batch.</p>{figure_html(plot, 'efficiency')}"
@@ -184,11 +184,12 @@ def _on_devices(plan, devices):
 def _first_of_each_gpu(plans) -> list[Plan]:
     """Returns the first plan of each GPU, with the largest number of devices in a machine.
 
-    Split models are left out: their efficiency depends on the layout, not on the devices alone.
+    Split models and sharded replicas are left out: their efficiency depends on the layout, not on
+    the devices alone.
     """
     first: dict[str, Plan] = {}
     for plan in plans:
-        if plan.layout.group_size > 1:
+        if plan.layout.group_size > 1 or plan.layout.shard:
             continue
         known = first.get(plan.machine.gpu)
         if known is None or plan.layout.devices_per_machine > known.layout.devices_per_machine:

@@ -31,8 +31,9 @@ RANKINGS = ("auto", "time", "money", "both")
 CHOICES = {"time": "fastest", "money": "cheapest", "both": "balanced"}
 # Number of plans that are checked for slowdowns, and the smallest relative slowdown to report.
 _CHECKED_PLANS, _MIN_SLOWDOWN = 20, 0.01
-# A smaller global batch suits more learning rates: it is preferred within this fraction of time.
-_BATCH_TOLERANCE = 0.02
+# A smaller global batch suits more learning rates, and predictions of whole replicas are validated:
+# these are preferred within this fraction of time.
+_TOLERANCE = 0.02
 
 _KEYS = {
     "time": lambda each: (each.hours, each.usd),
@@ -97,7 +98,8 @@ def fitting_layouts(
 ) -> tuple[list[tuple[Layout, int, Offer]], list[Rejection]]:
     """Returns layouts, local batches, and offers that fit in memory, and the rejections.
 
-    Split layouts that do not fit are no rejections: they are tried because something else does not.
+    Sharded and split layouts that do not fit are no rejections: they are tried because something
+    else does not.
 
     Raises:
         ValueError: If no layout meets the constraints on machines, strategies, and batches.
@@ -114,8 +116,9 @@ def fitting_layouts(
                 )
             else:
                 fitting.append((layout, batch, offer))
-        splits = _split_layouts(predictor, offer, constraints, largest)
-        fitting += [(layout, batch, offer) for layout, batch in splits]
+        for found in (_sharded_layouts, _split_layouts):
+            pairs = found(predictor, offer, constraints, largest)
+            fitting += [(layout, batch, offer) for layout, batch in pairs]
     if not fitting and not too_large:
         raise ValueError(_no_layout_message(offers, constraints, largest))
     return fitting, _memory_rejections(predictor, too_large)
@@ -127,7 +130,7 @@ def _layouts(predictor, offer, constraints, largest) -> Iterator[tuple[Layout, i
     Accumulation is for what does not fit at once: with several micro-steps, only the largest local
     batch that fits is a candidate.
     """
-    accumulations = (constraints.accumulate,) if constraints.accumulate else _ACCUMULATIONS
+    accumulations = _accumulations(constraints)
     for machines, devices in _device_counts(offer, constraints):
         for options, accumulate in itertools.product(
             _strategies(machines, devices, constraints), accumulations
@@ -135,15 +138,48 @@ def _layouts(predictor, offer, constraints, largest) -> Iterator[tuple[Layout, i
             layout = Layout(
                 data=machines * devices, machines=machines, accumulate=accumulate, **options
             )
-            pairs = [
-                (layout, batch)
-                for batch in sorted(constraints.local_batches, reverse=True)
-                if batch_of(layout, batch).global_size <= largest
-            ]
+            pairs = _with_batches(layout, constraints, largest)
             if accumulate == accumulations[0]:
                 yield from pairs
             elif machines * devices > 1:  # without an exchange nothing is saved
                 yield from _first_that_fits(predictor, pairs, offer)
+
+
+def _accumulations(constraints):
+    return (constraints.accumulate,) if constraints.accumulate else _ACCUMULATIONS
+
+
+def _with_batches(layout, constraints, largest):
+    """Returns a layout with each local batch that its global batch allows, the largest first."""
+    return [
+        (layout, batch)
+        for batch in sorted(constraints.local_batches, reverse=True)
+        if batch_of(layout, batch).global_size <= largest
+    ]
+
+
+def _sharded_layouts(predictor, offer, constraints, largest) -> Iterator[tuple[Layout, int]]:
+    """Yields layouts of replicas that divide training state, and batches that fit.
+
+    Of each batch, the first shard that fits is a candidate: the others take longer.
+    """
+    if "sharded" not in constraints.strategies:
+        return
+    accumulations = _accumulations(constraints)
+    for machines, devices in _device_counts(offer, constraints):
+        for accumulate in accumulations:
+            layout = Layout(data=machines * devices, machines=machines, accumulate=accumulate)
+            if layout.strategy not in constraints.strategies:
+                continue
+            sharded = [
+                dataclasses.replace(layout, shard=shard) for shard in predictor.shards(layout)
+            ]
+            found = (
+                pair
+                for _, batch in _with_batches(layout, constraints, largest)
+                for pair in _first_that_fits(predictor, [(each, batch) for each in sharded], offer)
+            )
+            yield from found if accumulate == accumulations[0] else itertools.islice(found, 1)
 
 
 def _first_that_fits(predictor, pairs, offer, number=1):
@@ -252,7 +288,8 @@ def _no_layout_message(offers, constraints, largest):
         return (
             f"{', '.join(constraints.strategies)}: not available on these machines. one_device is "
             "for one device, mirrored and local_sgd need a machine with several GPUs or more "
-            "machines, multi_worker and parameter_server several machines (--max_machines)"
+            "machines, multi_worker and parameter_server several machines (--max_machines), and "
+            "sharded needs mirrored"
         )
     accumulate = constraints.accumulate or 1
     smallest = min(counts) * min(constraints.local_batches) * accumulate
@@ -311,7 +348,10 @@ def rank_candidates(
 
 
 def _best_batches(candidates) -> Iterator[Candidate]:
-    """Yields the fastest batch of each strategy on each machine, or a smaller, similar one."""
+    """Yields the fastest batch of each strategy on each machine, or a smaller, similar one.
+
+    Replicas divide training state only if whole ones do not fit, or take longer.
+    """
     groups: dict[tuple, list[Candidate]] = {}
     for each in candidates:
         layout = each.layout
@@ -319,8 +359,13 @@ def _best_batches(candidates) -> Iterator[Candidate]:
         key = (each.offer.machine.name, layout.strategy, layout.local_steps, *counts)
         groups.setdefault(key, []).append(each)
     for group in groups.values():
-        hours = min(each.hours for each in group) * (1 + _BATCH_TOLERANCE)
-        fast = [each for each in group if each.hours <= hours]
+        whole = [each for each in group if each.layout.shard is None]
+        hours = min((each.hours for each in whole), default=math.inf)
+        sharded = [each for each in group if each.layout.shard is not None]
+        faster = [each for each in sharded if each.hours * (1 + _TOLERANCE) < hours]
+        chosen = faster or whole
+        hours = min(each.hours for each in chosen) * (1 + _TOLERANCE)
+        fast = [each for each in chosen if each.hours <= hours]
         yield min(fast, key=lambda each: (each.batch.global_size, each.hours))
 
 
@@ -358,7 +403,7 @@ def slowdown_warnings(predictor, plans, offers) -> Iterator[str]:
         layout = plan.layout
         if layout.group_size > 1:
             continue
-        options = layout.local_steps, layout.asynchronous, layout.accumulate
+        options = layout.local_steps, layout.asynchronous, layout.accumulate, layout.shard
         first_plans.setdefault((plan.machine, *options, plan.local_batch), plan)
     warned = set()
     for (machine, *_), plan in first_plans.items():

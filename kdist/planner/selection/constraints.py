@@ -7,8 +7,8 @@ import math
 from kdist.planner.plans import dollars, duration
 from kdist.planner.tables.prices import OWN_TABLE, PriceTable, known_offers
 
-STRATEGIES = ("one_device", "mirrored", "multi_worker", "split", "local_sgd", "parameter_server")
-DEFAULT_STRATEGIES = ("one_device", "mirrored", "multi_worker", "split")
+DEFAULT_STRATEGIES = ("one_device", "mirrored", "multi_worker", "sharded", "split")
+STRATEGIES = (*DEFAULT_STRATEGIES, "local_sgd", "parameter_server")
 _LOCAL_BATCHES = tuple(2**power for power in range(3, 11))
 # ResNet-50 on ImageNet kept its accuracy up to 8,192 of 1,281,167 examples per update (Goyal et al.
 # 2017, https://arxiv.org/abs/1706.02677); the same fraction of other data.
@@ -36,6 +36,8 @@ class Constraints:
         strategies: Names to choose from. Defaults to all strategies with the results of one device;
             `"parameter_server"` and `"local_sgd"` train differently. `"split"` splits the model
             over the devices of one machine where it does not fit one device, or is faster split.
+            `"sharded"` lets the replicas of the other strategies divide training state where the
+            whole does not fit one device, or takes longer.
         spot: Whether to use spot VMs, with their prices and expected restarts. Defaults to `False`.
 
     Raises:

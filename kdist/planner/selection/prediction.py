@@ -3,16 +3,24 @@
 import dataclasses
 import datetime
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from kdist.layout import Layout
+from kdist.layout import Layout, supported_shards
 from kdist.planner.cost import update
 from kdist.planner.cost.compute import ComputeTime, compute_seconds, micro_step_time
 from kdist.planner.cost.constants import Constants, known_compute_constants, known_constants
-from kdist.planner.cost.memory import Memory, checkpoint_bytes, estimate_memory
+from kdist.planner.cost.memory import (
+    OPTIMIZERS,
+    Memory,
+    checkpoint_bytes,
+    estimate_memory,
+    variable_bytes,
+)
 from kdist.planner.cost.setup import Gradients, Setup, make_features, stack_features
+from kdist.planner.cost.sharding import DividedState, divide_state
 from kdist.planner.cost.split import (
     ModelParts,
     SplitTime,
@@ -31,7 +39,7 @@ from kdist.planner.cost.step import (
 )
 from kdist.planner.cost.update import update_seconds
 from kdist.planner.measurements import Measurement, Measurements
-from kdist.planner.plans import Job, Plan, PredictedCost, make_setup
+from kdist.planner.plans import Job, Plan, PredictedCost, make_setup, milliseconds
 from kdist.planner.tables.gpus import Gpu, find_gpu
 from kdist.planner.tables.machines import Machine
 from kdist.planner.tables.prices import Offer
@@ -74,6 +82,7 @@ class Predictor:
         self.checkpoint_bytes = checkpoint_bytes(job.workload, job.optimizer, job.precision)
         self.save_hours = self.spot.save_hours(self.checkpoint_bytes)
         self._splits: dict[tuple, ModelParts | None] = {}
+        self._divided: dict[tuple, DividedState | None] = {}
         self._split_times: dict[tuple, SplitTime] = {}
         self._steps: dict[tuple, StepTime] = {}
         self._compute_times: dict[tuple, ComputeTime] = {}
@@ -91,8 +100,11 @@ class Predictor:
         job, machine = self.job, offer.machine
         if layout.group_size > 1:
             micro_step = self.split_time(layout, local_batch, machine).total
+            gradients, derived = self._gradients, derivation(self.split(layout), layout)
         else:
             micro_step = self.compute(machine.gpu, layout, local_batch).seconds
+            gradients = self.exchanged(layout)
+            derived = sharding_text(self, layout, local_batch, machine)
         return Plan(
             model=job.model,
             input_shape=job.workload.input_shape,
@@ -104,13 +116,13 @@ class Predictor:
             machine=machine,
             layout=layout,
             local_batch=local_batch,
-            gradients=self._gradients,
+            gradients=gradients,
             input_work=self._input_work,
             micro_step_seconds=micro_step,
             prediction=self._prediction(layout, local_batch, offer),
             spot=spot,
             prices_of=offer.as_of,
-            derivation=derivation(self.split(layout), layout),
+            derivation=derived,
             region=offer.region,
         )
 
@@ -182,7 +194,15 @@ class Predictor:
         return make_setup(layout, local_batch, machine)
 
     def exchanged(self, layout: Layout) -> Gradients:
-        """Returns the gradients that a device exchanges with those of other replicas."""
+        """Returns the gradients that a device exchanges with those of other replicas.
+
+        Replicas that divide training state also exchange weights. Their bytes are those of
+        gradients whose all-reduce moves as much.
+        """
+        divided = self.divided(layout)
+        if divided is not None:
+            size = self._gradients.bytes * divided.exchanged_share(layout.accumulate)
+            return dataclasses.replace(self._gradients, bytes=size)
         split = self.split(layout)
         if split is None:
             return self._gradients
@@ -194,6 +214,29 @@ class Predictor:
         if key not in self._splits:
             self._splits[key] = split_model(self.job.workload, layout)
         return self._splits[key]
+
+    def divided(self, layout: Layout) -> DividedState | None:
+        """Returns what a device has of divided training state; None if nothing is divided."""
+        if layout.shard is None:
+            return None
+        key = layout.shard, layout.data, layout.min_shard_bytes
+        if key not in self._divided:
+            width = variable_bytes(self.job.precision)
+            self._divided[key] = divide_state(self.job.workload, layout, width)
+        return self._divided[key]
+
+    def shards(self, layout: Layout) -> tuple[str, ...]:
+        """Returns what the replicas of a layout can divide; each takes no less time than the last.
+
+        Args:
+            layout: Degrees of parallelism of whole replicas.
+        """
+        if layout.local_steps is not None or not OPTIMIZERS[self.job.optimizer].is_elementwise:
+            return ()
+        # A single micro-step adds up no gradients, and XLA would gather all weights at once.
+        left_out = {"gradients": layout.accumulate == 1, "weights": self.job.jit_compile}
+        found = supported_shards(layout.strategy)
+        return tuple(shard for shard in found if not left_out.get(shard))
 
     def _parts(self, layout) -> ModelParts:
         parts = self.split(layout)
@@ -272,7 +315,8 @@ class Predictor:
             if key not in self._memories:
                 _, self._memories[key] = self.fullest_part(layout, local_batch)
             return self._memories[key]
-        key = local_batch, layout.accumulate, layout.devices > 1, layout.asynchronous
+        divided = self.divided(layout)
+        key = local_batch, layout.accumulate, layout.devices > 1, layout.asynchronous, divided
         if key not in self._memories:
             self._memories[key] = estimate_memory(
                 self.job.workload,
@@ -283,6 +327,7 @@ class Predictor:
                 devices=layout.devices,
                 update="parameter_servers" if layout.asynchronous else "all_reduce",
                 device="gpu",
+                divided=divided,
             )
         return self._memories[key]
 
@@ -296,7 +341,8 @@ class Predictor:
 
     def compute(self, gpu: str, layout: Layout, local_batch: int) -> ComputeTime:
         """Returns the compute time of a micro-step on one device, from data sheets alone."""
-        key = gpu, local_batch, layout.accumulate
+        divided = self.divided(layout)
+        key = gpu, local_batch, layout.accumulate, divided
         if key not in self._compute_times:
             job = self.job
             self._compute_times[key] = compute_seconds(
@@ -306,6 +352,7 @@ class Predictor:
                 job.precision,
                 job.jit_compile,
                 accumulate=layout.accumulate,
+                divided=divided,
             )
         return self._compute_times[key]
 
@@ -331,6 +378,37 @@ def derivation(split: ModelParts | None, layout: Layout) -> str:
             "micro-batches in flight" + ", recomputed from its inputs" * layout.recompute
         )
     return f"Predicted from the layers of the model, without measured runs of split models: {how}."
+
+
+def sharding_text(predictor: Predictor, layout: Layout, local_batch: int, machine: Machine) -> str:
+    """Returns why replicas divide training state, with the arithmetic; "" if they do not."""
+    divided = predictor.divided(layout)
+    if divided is None:
+        return ""
+    job, whole = predictor.job, dataclasses.replace(layout, shard=None)
+    before, after = (predictor.memory(each, local_batch) for each in (whole, layout))
+    steps = [predictor.step(each, local_batch, machine).total for each in (whole, layout)]
+    per_parameter = (2 + OPTIMIZERS[job.optimizer].slots) * variable_bytes(job.precision)
+    changes = [
+        f"{old / 1e9:.2f} GB of {name} become {new / 1e9:.2f} GB"
+        for name in ("weights", "slots", "accumulated gradients")
+        for old, new in [[getattr(each, name.partition(" ")[0]) for each in (before, after)]]
+        if old != new
+    ]
+    if after.gathered:
+        changes.append(f"{after.gathered / 1e9:.2f} GB of gathered weights are added")
+    available = (required_gpu(machine.gpu).memory_gb or math.inf) * 1e9
+    if before.total > available:
+        whole_text = f"more than the {available / 1e9:g} GB of a {machine.gpu}"
+    else:
+        whole_text = f"which fits, but a step takes {milliseconds(steps[0])}"
+    return (
+        f"{job.optimizer} needs {per_parameter} bytes per trained parameter (weight, gradient, "
+        f"slots): {per_parameter * divided.trained / 1e9:.2f} GB. With a local batch of "
+        f"{local_batch}, a device needs {before.total / 1e9:.2f} GB in all, {whole_text}. With "
+        f"shard={layout.shard} on {layout.data} devices, {', '.join(changes)}: "
+        f"{after.total / 1e9:.2f} GB in all, and a step takes {milliseconds(steps[1])}."
+    )
 
 
 def make_measurement(plan: Plan, examples_per_second: float) -> Measurement:

@@ -69,6 +69,7 @@ class LayerWork:
         kernel_bytes: Buffers of the CPU's kernel for its filters' gradient, for any batch.
         crossing_bytes: Bytes that layers up to this one produce in the forward pass and later ones
             read: what a pipeline cut after this layer sends. `None` where a model cannot be cut.
+        weight_shapes: Shapes of its trainable weights; empty if unknown.
     """
 
     name: str
@@ -82,6 +83,14 @@ class LayerWork:
     spatial: bool
     kernel_bytes: float = 0.0
     crossing_bytes: float | None = None
+    weight_shapes: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), hash=False)
+
+    @property
+    def trained_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of its trainable weights; of one matrix if they are unknown."""
+        if self.weight_shapes or not self.trainable_parameters:
+            return self.weight_shapes
+        return ((int(self.trainable_parameters), 1),)
 
     def at_area(self, ratio: float) -> "LayerWork":
         """Returns the same layer on images of `ratio` times the area."""
@@ -244,7 +253,7 @@ class Workload:
         """
         try:
             fields = parse_json(text)
-            layers = tuple(LayerWork(**layer) for layer in fields.pop("layers"))
+            layers = tuple(_layer(layer) for layer in fields.pop("layers"))
             fields |= {name: tuple(fields[name]) for name in ("input_shape", "uncounted")}
             fields["peaks"] = _pairs(fields["peaks"])
             fields["peaks_applied"] = _pairs(fields.get("peaks_applied", ()))
@@ -253,6 +262,12 @@ class Workload:
             raise ValueError(
                 f"{source} holds no workload ({error!r}); write it with Workload.to_json()"
             ) from error
+
+
+def _layer(fields):
+    """Returns a layer with tuples of shapes; JSON has lists, and files of kdist 0.1 have none."""
+    shapes = tuple(map(tuple, fields.get("weight_shapes", ())))
+    return LayerWork(**{**fields, "weight_shapes": shapes})
 
 
 def _pairs(values):

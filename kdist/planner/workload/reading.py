@@ -165,13 +165,15 @@ class _Reading:
         total = sum(self._flops[op] for op in own)
         forward_flops = sum(self._flops[op] for op in forward)
         weights = self._weights.get(name, [])
+        trained = [weight for weight in weights if id(weight) in self._trained]
         return LayerWork(
             name=name,
             kind=by_family.most_common(1)[0][0] if by_family else "elementwise",
             forward_flops=forward_flops,
             backward_flops=total - forward_flops,
             parameters=_numbers(weights),
-            trainable_parameters=_numbers(w for w in weights if id(w) in self._trained),
+            trainable_parameters=_numbers(trained),
+            weight_shapes=tuple(tuple(weight.shape) for weight in trained),
             kept_bytes=float(sum(self._kept(op) for op in forward)),
             moved_bytes=float(sum(self._moved(op) for op in own)),
             spatial=any(_is_spatial(tensor) for op in own for tensor in op.outputs),

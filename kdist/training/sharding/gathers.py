@@ -19,10 +19,8 @@ import tensorflow as tf
 
 from kdist.compat.tensorflow import repeat_operation, replace_input, unrecorded
 from kdist.training.replica.reduction import of_all_replicas
+from kdist.training.sharding.sizes import HELD, is_kept
 from kdist.training.sharding.weights import ShardedVariable
-
-# Number of gathered weights that a device holds at a time: one in use, and the next.
-HELD = 2
 
 # Operations that only rearrange or convert a weight. What gradients read of them is computed again.
 _REARRANGE = {
@@ -31,15 +29,6 @@ _REARRANGE = {
 
 # Operations that need the shape of a weight only, and run as soon as it exists.
 _SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
-
-
-def is_kept(value):
-    """Returns True for vectors, such as biases and scales, which are gathered at once and kept.
-
-    oneDNN merges an operation with the addition of a bias, and the gradients of a kernel and of a
-    bias, without regard to what waits for one of them. The graph would then have a cycle.
-    """
-    return len(value.shape) < 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,7 +101,7 @@ class WeightGathers:
         gather = _Gather(variable, self._parts[id(variable)])
         if tf.executing_eagerly():
             return gather.whole_after(())
-        if is_kept(variable):
+        if is_kept(variable.shape):
             with self._graph.as_default():
                 return gather.whole_after(())
         # Also for loops and conditions, whose graphs cannot wait for operations of this one.
@@ -137,7 +126,7 @@ class WeightGathers:
             self._sums += [
                 (gradient.op, total.op)
                 for gradient, total in zip(gradients, sums, strict=True)
-                if not is_kept(gradient)
+                if not is_kept(gradient.shape)
             ]
 
     def repeat_for_gradients(self):

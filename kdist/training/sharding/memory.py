@@ -7,8 +7,8 @@ import keras
 import tensorflow as tf
 
 from kdist.training.replica.accumulation import optimizers_of
-from kdist.training.sharding.gathers import HELD, is_kept
 from kdist.training.sharding.optimizer_state import shards_of
+from kdist.training.sharding.sizes import gathered_bytes
 from kdist.training.sharding.weights import sharded_weights, stored
 
 
@@ -41,10 +41,9 @@ def state_bytes(model: keras.Model) -> dict[str, StateBytes]:
         shards = shards_of(optimizer) or ()
         slots += [shard.variable for shard in shards if not shard.is_only_copy]
     on_weights, on_slots = _bytes_by_device(map(stored, weights)), _bytes_by_device(slots)
-    sharded = sharded_weights(model)
-    kept = sum(whole_bytes(weight) for weight in sharded if is_kept(weight))
-    sizes = sorted(whole_bytes(weight) for weight in sharded if not is_kept(weight))
-    gathered = kept + sum(sizes[-HELD:])
+    gathered = gathered_bytes(
+        (weight.shape, tf.as_dtype(weight.dtype).size) for weight in sharded_weights(model)
+    )
     return {
         device: StateBytes(on_weights.get(device, 0), on_slots.get(device, 0), gathered)
         for device in sorted({*on_weights, *on_slots})

@@ -1,7 +1,6 @@
 """Tensors in parts of equal size, and variables whose copies on the replicas are such parts."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import keras
@@ -11,37 +10,18 @@ from kdist.compat.tensorflow import refuse_checkpoints
 from kdist.layout import Layout
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.scopes import variable_like
-
-# Parts consist of whole rows if at most one in this many rows of a part is padding. Embeddings
-# need it, whose gradients are rows.
-_ROWS_PER_PART = 8
+from kdist.training.sharding import sizes
+from kdist.training.sharding.sizes import PartSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class EqualParts:
+class EqualParts(PartSizes):
     """Division of a tensor into parts of equal size, of which the last ones are padded with zeros.
-
-    A part consists of rows (the first axis), or of elements if there are too few rows.
 
     Args:
         shape: shape of the tensor.
         count: number of parts.
     """
-
-    shape: tuple[int, ...]
-    count: int
-
-    @property
-    def is_by_rows(self) -> bool:
-        """True if each part consists of whole rows."""
-        rows = self.shape[0]
-        return rows % self.count == 0 or rows >= _ROWS_PER_PART * self.count
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Shape of each part."""
-        rows, *others = self._shape_of_rows
-        return (-(-rows // self.count), *others)
 
     def part(self, value, number: int) -> tf.Tensor:
         """Returns part `number` of a tensor."""
@@ -70,10 +50,6 @@ class EqualParts:
             tf.boolean_mask(indices, is_own),
             tf.constant([size, *others], indices.dtype),
         )
-
-    @property
-    def _shape_of_rows(self):
-        return self.shape if self.is_by_rows else (math.prod(self.shape),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +156,5 @@ def sharded_state(strategy: tf.distribute.Strategy) -> str | None:
 
 def is_large(shape: Sequence[int], dtype: str, strategy: tf.distribute.Strategy) -> bool:
     """Returns True if a strategy that divides state divides that of a weight of this size."""
-    size = math.prod(shape)
-    is_enough = size >= strategy.num_replicas_in_sync
-    return size * tf.as_dtype(dtype).size >= strategy.layout.min_shard_bytes and is_enough
+    replicas, limit = strategy.num_replicas_in_sync, strategy.layout.min_shard_bytes
+    return sizes.is_large(shape, tf.as_dtype(dtype).size, replicas, limit)
