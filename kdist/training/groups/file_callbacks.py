@@ -10,6 +10,8 @@ from kdist.compat.keras import recompute_constants
 from kdist.training.broadcast import read_on_chief
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
+from kdist.training.sharding.optimizer_state import WHERE_SLOTS_ARE_SAVED
+from kdist.training.sharding.parts import sharded_state
 
 # Callbacks that only write.
 _WRITERS = (
@@ -18,6 +20,7 @@ _WRITERS = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
+_SAVE_MODELS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
 # The same of packages that kdist does not import.
 _WRITERS_BY_NAME = {"WandbMetricsLogger"}
 
@@ -37,6 +40,23 @@ def without_writers(callbacks):
         if not (callback is None or is_writer or getattr(callback, "only_writes", False)):
             others.append(callback)
     return others
+
+
+def check_files(callbacks, strategy: tf.distribute.Strategy):
+    """Checks that no callback saves a model of which each worker holds a part.
+
+    Raises:
+        ValueError: a callback does, such as `keras.callbacks.ModelCheckpoint`.
+    """
+    if not (is_multi_worker(strategy) and sharded_state(strategy)):
+        return
+    for callback in keras.tree.flatten(callbacks):
+        if isinstance(callback, _SAVE_MODELS) or getattr(callback, "saves_models", False):
+            raise ValueError(
+                f"{type(callback).__name__} saves the model on one worker, and each worker has a "
+                f"part of the optimizer's slots (shard={strategy.layout.shard}). "
+                f"{WHERE_SLOTS_ARE_SAVED}"
+            )
 
 
 def _keep_tables(callback):

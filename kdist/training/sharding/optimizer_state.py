@@ -1,4 +1,4 @@
-"""Optimizer state that is divided among the replicas of one process (ZeRO, stages 1 and 2).
+"""Optimizer state that is divided among replicas (ZeRO, stages 1 and 2).
 
     strategy = kdist.create_strategy("mirrored", devices=4, shard="optimizer")
 
@@ -23,6 +23,7 @@ import tensorflow as tf
 from kdist.compat.keras import unbuild_optimizer
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.optimizers import check_elementwise, inner_optimizers, unwrapped
+from kdist.training.scopes import is_multi_worker
 from kdist.training.sharding.parts import (
     DividedCopies,
     EqualParts,
@@ -34,6 +35,12 @@ from kdist.training.sharding.parts import (
 from kdist.training.sharding.weights import ShardedVariable
 
 _KEY = "_kdist_shards"
+
+# How to save slots that several workers divide.
+WHERE_SLOTS_ARE_SAVED = (
+    "Train with kdist.callbacks.Checkpoint, whose files a program of one process can resume from "
+    "and save as a .keras file"
+)
 
 
 class OptimizerShards:
@@ -119,7 +126,16 @@ class OptimizerShards:
         return DividedCopies.of(variable, division)
 
     def save(self, optimizer, store):
-        """Writes the variables of the optimizer, or of the one that it wraps, to a file."""
+        """Writes the variables of the optimizer, or of the one that it wraps, to a file.
+
+        Raises:
+            ValueError: each worker has some parts of the slots, and may be alone in saving.
+        """
+        if is_multi_worker(self._strategy):
+            raise ValueError(
+                f"a file of the model would hold the slots of {optimizer.name!r}, of which each "
+                f"worker has a part (shard={self._strategy.layout.shard}). {WHERE_SLOTS_ARE_SAVED}"
+            )
         for number, variable in enumerate(optimizer.variables):
             store[str(number)] = self.slot(variable).whole()
 

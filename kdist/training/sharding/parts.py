@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from kdist.compat.tensorflow import refuse_checkpoints
+from kdist.compat.tensorflow import first_replica, refuse_checkpoints
 from kdist.layout import Layout
 from kdist.training.divided_variable import DividedVariable
-from kdist.training.scopes import variable_like
+from kdist.training.replica.reduction import gathered_on_workers
+from kdist.training.scopes import is_multi_worker, variable_like
 
 # Parts consist of whole rows if at most one in this many rows of a part is padding. Embeddings
 # need it, whose gradients are rows.
@@ -98,21 +99,33 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True)
 class DividedCopies(DividedVariable):
-    """A whole weight or slot, whose parts are the copies of a variable."""
+    """A whole weight or slot, whose parts are the copies of a variable.
+
+    With several workers, each has the parts of its own replicas.
+    """
 
     division: EqualParts = EqualParts((), 1)
+    strategy: tf.distribute.Strategy | None = None
 
     @classmethod
     def of(cls, variable: keras.Variable, division: EqualParts) -> "DividedCopies":
         """Returns the whole variable, whose parts the copies of `variable` hold."""
         pieces = [_Copy(copy, variable.path) for copy in copies_of(variable)]
-        return cls(pieces, division=division)  # type: ignore[arg-type]
+        strategy = variable._value.distribute_strategy
+        return cls(pieces, division=division, strategy=strategy)  # type: ignore[arg-type]
+
+    @property
+    def is_divided_over_workers(self):
+        return is_multi_worker(self.strategy)
 
     def concatenate(self, values):
+        if self.is_divided_over_workers:
+            values = gathered_on_workers(self.strategy, values)
         return self.division.merge(values).numpy()
 
     def parts(self, value):
-        return [self.division.part(value, number) for number in range(self.division.count)]
+        first = first_replica(self.strategy) if self.is_divided_over_workers else 0
+        return [self.division.part(value, first + number) for number in range(len(self.pieces))]
 
     @property
     def shape(self):
