@@ -109,7 +109,17 @@ for name, call in {{
         call()
     except ValueError as error:
         refused[name] = str(error)
-print(json.dumps([found, [held.optimizer for held in state_bytes(model).values()], refused]))
+held = [held.optimizer for held in state_bytes(model).values()]
+
+with strategy.scope():
+    inputs = keras.Input((64,))
+    dense = kdist.Model(inputs, keras.layers.Dense(64)(keras.layers.Dense(64)(inputs)))
+    dense.compile("adam", "mse")
+telemetry = kdist.callbacks.Telemetry(directory + "-run", device_seconds=None)
+x = np.ones((12, 64), "float32")
+dense.fit(x, x, batch_size=12, verbose=0, callbacks=[telemetry])
+crossing = telemetry.summary()["crossing_bytes_per_step"]
+print(json.dumps([found, held, refused, crossing, dense.count_params()]))
 """
 
 
@@ -144,7 +154,7 @@ def test_processes_divide_state_and_train_as_one_device(
     written = CheckpointFiles(tmp_path / "alone").newest()
     arguments = [shard, devices, str(tmp_path / "job"), str(written.path), cases]
     first, *rest = python_tasks(TASK, {"worker": workers}, [json.dumps(arguments)])
-    found, on_devices, refused = first
+    found, on_devices, refused, crossing, parameters = first
     assert all(results == found for results, *_ in rest)
     for case in cases:
         model = expected("clipped" if case in ("resumed", "from one device") else case)
@@ -157,6 +167,10 @@ def test_processes_divide_state_and_train_as_one_device(
     assert on_devices[0] == pytest.approx(slots_and_shard * large / (workers * devices), rel=0.15)
     assert refused.keys() == {"save", "ModelCheckpoint", "BackupAndRestore"}
     assert all("callbacks.Checkpoint" in message for message in refused.values())
+    formula = (workers * devices - 1) * 4 * parameters  # ZeRO paper, section 7
+    assert crossing == {
+        name: pytest.approx(formula, rel=0.05) for name in ("gathered", "scattered")
+    }
     if "resumed" not in cases:
         return
     assert found["resumed"] == found["clipped"]  # to the last bit
