@@ -32,23 +32,28 @@ def all_reduce_sum(tensors):
         return _all_reduced(tensors)
 
 
-def reduce_scatter_sum(parts):
+def reduce_scatter_sum(tensors, divisions):
     """Returns this replica's part of the sum over replicas of each tensor, in replica context.
 
     Unlike `all_reduce_sum`, a device receives only its own part of each tensor from each of the
     others.
 
     Args:
-        parts: list with one list per tensor: the tensor's part of each replica, in order.
+        tensors: list of tensors, with the same shapes on all replicas.
+        divisions: their divisions into one part per replica, `EqualParts`.
     """
     strategy = tf.distribute.get_strategy()
     replica = this_replica()
+    pairs = list(zip(tensors, divisions, strict=True))
     with tf.name_scope(SCOPE):
         if is_multi_worker(strategy):
+            sent = [division.stacked(tensor) for tensor, division in pairs]
             ranks = _replicas_by_rank(strategy)
-            sent = [tf.stack([tensor[number] for number in ranks]) for tensor in parts]
+            if not _are_in_order(ranks):
+                sent = [tf.gather(parts, ranks) for parts in sent]
             # TensorFlow has no reduce-scatter for CPUs.
-            return [tf.reduce_sum(rows, 0) for rows in _exchanged(all_to_all, sent)]
+            return [tf.reduce_sum(parts, 0) for parts in _exchanged(all_to_all, sent)]
+        parts = [[d.part(tensor, number) for number in range(d.count)] for tensor, d in pairs]
         sent = iter(of_all_replicas([part for tensor in parts for part in tensor]))
         received = [[next(sent) for _ in tensor] for tensor in parts]
         return [tf.add_n(tensor[replica]) for tensor in received]
@@ -72,7 +77,7 @@ def gather_parts(tensors):
     if not is_multi_worker(strategy):
         return of_all_replicas(tensors)
     gathered, ranks = _exchanged(all_gather, tensors), _replicas_by_rank(strategy)
-    if list(ranks) == sorted(ranks):
+    if _are_in_order(ranks):
         return [[whole] for whole in gathered]
     parts = [tf.split(whole, len(ranks)) for whole in gathered]
     return [[tensor[ranks.index(number)] for number in range(len(ranks))] for tensor in parts]
@@ -97,6 +102,10 @@ def find_ranks(strategy):
 
 def _replicas_by_rank(strategy):
     return strategy.extended._kdist_replicas_by_rank
+
+
+def _are_in_order(ranks):
+    return list(ranks) == sorted(ranks)
 
 
 def _exchanged(exchange, tensors):

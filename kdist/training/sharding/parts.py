@@ -53,6 +53,15 @@ class EqualParts:
         missing = size - (last - first)
         return tf.pad(part, [[0, missing], *[[0, 0]] * len(others)]) if missing else part
 
+    def stacked(self, value) -> tf.Tensor:
+        """Returns all parts of a tensor as one tensor of shape (count, …)."""
+        size, *others = self.part_shape
+        rows = tf.reshape(value, self._shape_of_rows)
+        missing = self.count * size - rows.shape[0]
+        if missing:
+            rows = tf.pad(rows, [[0, missing], *[[0, 0]] * len(others)])
+        return tf.reshape(rows, (self.count, size, *others))
+
     def merge(self, parts) -> tf.Tensor:
         """Returns the tensor that has these parts."""
         rows = tf.concat(parts, 0)

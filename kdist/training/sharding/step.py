@@ -83,10 +83,7 @@ class ShardedStep(ReplicaStep):
         """Returns this replica's part of the sums over replicas of those gradients with shards."""
         found = [(g, shard) for g, shard in zip(gradients, divided, strict=True) if shard]
         sums = reduce_scatter_sum(
-            [
-                [shard.division.part(g, number) for number in range(self.replicas)]
-                for g, shard in found
-            ]
+            [gradient for gradient, _ in found], [shard.division for _, shard in found]
         )
         self._weights.note_sums([gradient for gradient, _ in found], sums)
         return sums
