@@ -53,8 +53,8 @@ class Layout:
             1): each replica holds the optimizer's slots of 1/`data` of each large weight, and
             updates that part. `"gradients"` (stage 2): also the sums of gradients over micro-steps
             (`accumulate`). `"weights"` (stage 3): also the weights, each of which is gathered
-            where a layer uses it, in the forward and in the backward pass. `None`, the default,
-            divides nothing.
+            where a layer uses it, in the forward and in the backward pass; the replicas then belong
+            to one process. `None`, the default, divides nothing.
         min_shard_bytes: Smallest size of a weight, in bytes, whose state is divided. Defaults to
             65,536.
         machines: Number of machines, each with an equal share of the devices. Defaults to 1.
