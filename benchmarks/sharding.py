@@ -74,7 +74,7 @@ def first_step(shard, data):
     import keras
 
     import kdist
-    from kdist.parallel.inspect.operation_devices import watched_graphs
+    from kdist.parallel.inspect.traffic import watched_graphs
 
     keras.utils.set_random_seed(1)
     with kdist.create_strategy("mirrored", FLAGS.devices, shard=shard).scope():
@@ -85,7 +85,7 @@ def first_step(shard, data):
     with watched_graphs() as graphs:
         fit(model, data, 1)
     fit(model, data, FLAGS.steps)
-    return model, sum(graphs.crossing_bytes(FLAGS.local_batch_size).values())
+    return model, sum(graphs.sharded_bytes(FLAGS.local_batch_size, FLAGS.devices).values())
 
 
 def fit(model, data, steps):

@@ -12,7 +12,7 @@ SCHEDULES = ("1f1b", "gpipe")
 BETWEEN = ("data", "model")
 SHARDS = ("optimizer", "gradients", "weights")
 # What the replicas of each strategy can divide among themselves.
-_SHARDS_OF = {"mirrored": SHARDS}
+_SHARDS_OF = {"mirrored": SHARDS, "multi_worker": ("optimizer", "gradients")}
 # The fields that make a layout one of these strategies.
 _FIELDS_OF = {
     "split": "tensor, pipeline, or branch",
@@ -61,8 +61,8 @@ class Layout:
             1): each replica holds the optimizer's slots of 1/`data` of each large weight, and
             updates that part. `"gradients"` (stage 2): also the sums of gradients over micro-steps
             (`accumulate`). `"weights"` (stage 3): also the weights, each of which is gathered
-            where a layer uses it, in the forward and in the backward pass. `None`, the default,
-            divides nothing.
+            where a layer uses it, in the forward and in the backward pass; the replicas then belong
+            to one process. `None`, the default, divides nothing.
         min_shard_bytes: Smallest size of a weight, in bytes, whose state is divided. Defaults to
             65,536.
         machines: Number of machines, each with an equal share of the devices. Defaults to 1.
@@ -162,8 +162,9 @@ class Layout:
             other = _FIELDS_OF[self.strategy]
         if other:
             raise ValueError(
-                f"shard={self.shard} divides the state of whole replicas that one process "
-                f"updates in each step: leave {other} out, or shard"
+                f"shard={self.shard} divides the state of whole replicas that are updated together "
+                f"in each step{' of one process' * (self.shard == 'weights')}: leave {other} out, "
+                "or shard"
             )
 
     @classmethod

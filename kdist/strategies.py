@@ -33,7 +33,8 @@ from kdist.layout import Layout
 from kdist.strategy_spec import StrategySpec, resolve
 from kdist.training.evaluator import is_evaluator
 from kdist.training.replica import hooks
-from kdist.training.scopes import num_local_replicas
+from kdist.training.replica.reduction import find_ranks
+from kdist.training.scopes import is_multi_worker, num_local_replicas
 from kdist.training.strategy_setup import set_up
 
 if TYPE_CHECKING:
@@ -105,10 +106,10 @@ def create_strategy(
         partitioner: For `"parameter_server"`: partitions embedding tables over the servers, such as
             `tf.distribute.experimental.partitioners.MinSizePartitioner(max_shards=2)`. Other
             variables are never partitioned. Defaults to None, no partitions.
-        shard: What the replicas of `"mirrored"` divide among themselves to save memory.
-            `"optimizer"`: the optimizer's slots, and its update. `"gradients"`: also the sums of
-            gradients over micro-steps. `"weights"`: also the weights. See `kdist.Layout`. Defaults
-            to None: each device holds everything.
+        shard: What the replicas of `"mirrored"` or `"multi_worker"` divide among themselves to save
+            memory. `"optimizer"`: the optimizer's slots, and its update. `"gradients"`: also the
+            sums of gradients over micro-steps. `"weights"`: also the weights, with `"mirrored"`
+            only. See `kdist.Layout`. Defaults to None: each device holds everything.
 
     Returns:
         A `tf.distribute.Strategy`. In a job with a coordinator (`"parameter_server"`, a layout),
@@ -302,6 +303,8 @@ def _multi_worker(spec):
 
     names = _find_devices(spec)
     settings = {"the number of devices": str(len(names))}
+    if spec.layout is not None:
+        settings["the layout"] = str(spec.layout)
 
     def create():
         name = spec.reduction.upper()
@@ -310,6 +313,9 @@ def _multi_worker(spec):
         with worker_devices(names), heartbeat_timeout(_MAX_SILENT_SECONDS):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         set_up(strategy, spec.step_timeout_seconds, equalizes_seeds=False)  # by the handshake
+        if spec.layout is not None and is_multi_worker(strategy):
+            strategy.layout = dataclasses.replace(spec.layout, data=strategy.num_replicas_in_sync)
+            find_ranks(strategy)
         return strategy
 
     evaluates = spec.cluster.role == "evaluator"

@@ -124,9 +124,11 @@ def resolve(
     devices = parse_devices(devices)
     sharded = Layout(shard=shard) if shard is not None else None
     if isinstance(name, Layout) and name.shard is not None:
-        devices = _devices_of_replicas(name, devices)
         sharded = name
-        name = "mirrored"
+        cluster = Cluster.resolve() if cluster is None else cluster
+        name = "mirrored" if cluster.is_alone else "multi_worker"
+        if cluster.is_alone:
+            devices = _devices_of_replicas(sharded, devices)
     if name == "auto":
         name, cluster = _automatic(cluster)
     layout = name if isinstance(name, Layout) else None
@@ -135,11 +137,8 @@ def resolve(
         _check_layout_options(reduction, num_packs, partitioner)
     elif name not in SINGLE_PROCESS + MULTI_PROCESS:
         raise ValueError(_unknown(name))
-    if sharded is not None and name != "auto" and sharded.shard not in supported_shards(name):
-        raise ValueError(
-            f"shard={sharded.shard} (--shard) divides training state over the devices of one "
-            f"process, which {name} does not support; use --strategy=mirrored, or leave shard out"
-        )
+    if sharded is not None:
+        _check_shard(sharded.shard, name)
     spec = StrategySpec(
         name,
         devices,
@@ -207,7 +206,8 @@ def _in_cluster(spec, cluster, allow_remote):
             "--min_workers, or use --strategy=multi_worker"
         )
     spec = dataclasses.replace(spec, cluster=cluster)
-    return spec if spec.layout is None else _with_layout_devices(spec)
+    has_devices = spec.layout is not None and spec.layout.devices > 1
+    return _with_layout_devices(spec) if has_devices else spec
 
 
 def _with_layout_devices(spec):
@@ -317,6 +317,22 @@ def _check_communication(spec):
             f"reduction={spec.reduction!r}, num_packs={spec.num_packs}: multi_worker supports the "
             f"reductions {', '.join(MULTI_WORKER_REDUCTIONS)} and no num_packs"
         )
+
+
+def _check_shard(shard, name):
+    if name == "auto" or shard in supported_shards(name):
+        return
+    others = " or ".join(f"shard={each}" for each in supported_shards(name))
+    if others:
+        raise ValueError(
+            f"shard={shard} (--shard) divides weights over the devices of one process, and "
+            f"{name} has several; use {others}, or --strategy=mirrored"
+        )
+    raise ValueError(
+        f"shard={shard} (--shard) divides training state over replicas with whole models, "
+        f"which {name} does not support; use --strategy=mirrored or multi_worker, or leave "
+        "shard out"
+    )
 
 
 def _check_layout_options(reduction, num_packs, partitioner):

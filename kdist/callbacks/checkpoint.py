@@ -341,7 +341,7 @@ class Checkpoint(keras.callbacks.Callback):
         if at_epoch_end:
             position = position.next_epoch
         with heartbeat.collective("taking a checkpoint"):
-            arrays = snapshot.capture(model)  # collective
+            arrays = snapshot.capture(model, is_kept=self._is_chief)  # collective
         self._saved, self._saved_at = position.batch, time.monotonic()
         if not self._is_chief:
             return

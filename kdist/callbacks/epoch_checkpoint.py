@@ -36,7 +36,7 @@ class EpochCheckpoint(keras.callbacks.Callback):
     """
 
     # With several workers, only the chief runs this callback.
-    only_writes = True
+    only_writes = saves_models = True
 
     def __init__(self, directory: str | os.PathLike, keep: int = 2):
         super().__init__()

@@ -152,7 +152,7 @@ class Telemetry(keras.callbacks.Callback):
             "goodput": useful / whole if useful and whole else None,
             "model_flops_utilization": timing.get("model_flops_utilization"),
             **{name: timing[name] for name in timing if name.startswith("step_seconds_")},
-            **self._split_model_figures(timing),
+            **self._communication(timing),
             "total_seconds": whole or None,
         }
 
@@ -163,16 +163,11 @@ class Telemetry(keras.callbacks.Callback):
     def _strategy(self):
         return self.model.distribute_strategy
 
-    def _split_model_figures(self, timing):
-        """Returns utilization and communication of a split model; empty for other models."""
+    def _communication(self, timing):
+        """Returns what devices of split models or sharded replicas send, and how busy they are."""
         crossing = self._windows.crossing_bytes() if self._windows else None
-        if crossing is None and "device_busy_share" not in timing:
-            return {}
-        return {
-            "device_busy_share": timing.get("device_busy_share"),
-            "bubble_share": timing.get("bubble_share"),
-            "crossing_bytes_per_step": crossing,
-        }
+        found = {} if crossing is None else {"crossing_bytes_per_step": crossing}
+        return found | {n: timing[n] for n in ("device_busy_share", "bubble_share") if n in timing}
 
     def on_train_begin(self, logs=None):
         strategy = self._strategy

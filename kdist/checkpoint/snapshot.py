@@ -27,8 +27,7 @@ from kdist.parallel.tensor.shards import plain_slots, plain_variables
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.replica.reduction import sums_over_replicas
-from kdist.training.replica.step import this_replica
-from kdist.training.scopes import is_multi_worker, num_local_replicas
+from kdist.training.scopes import is_multi_worker, num_local_replicas, this_replica
 from kdist.training.sharding.optimizer_state import slots_of
 from kdist.training.sharding.weights import as_divided
 
@@ -45,13 +44,21 @@ _STATE_ATTRIBUTES = {
 }
 
 
-def capture(model: keras.Model) -> dict[str, np.ndarray]:
-    """Returns copies of all arrays, with names such as "weights/12"; a collective call."""
+def capture(model: keras.Model, is_kept: bool = True) -> dict[str, np.ndarray]:
+    """Returns copies of all arrays, with names such as "weights/12"; a collective call.
+
+    Args:
+        model: the model.
+        is_kept: whether this worker needs the arrays. If not, it only sends its parts, and returns
+            none of the arrays that are equal on all replicas. Defaults to True.
+    """
     shared, own = _by_kind(model)
-    arrays = {
-        name: division.concatenate([_copies(piece)[0].numpy() for piece in division.pieces])
-        for name, division in shared.items()
-    }
+    arrays = {}
+    for name, division in shared.items():
+        if is_kept or division.is_divided_over_workers:
+            array = division.concatenate([_copies(piece)[0].numpy() for piece in division.pieces])
+            if is_kept:
+                arrays[name] = array
     pieces = [piece for division in own.values() for piece in division.pieces]
     if is_multi_worker(model.distribute_strategy):
         values = iter(_per_replica(model.distribute_strategy, pieces))

@@ -21,6 +21,7 @@ from tensorflow.python.distribute.mirrored_strategy import MirroredExtended as _
 from tensorflow.python.distribute.values import DistributedVariable as _DistributedVariable
 from tensorflow.python.eager import context, record, tape
 from tensorflow.python.eager.polymorphic_function import autograph_util
+from tensorflow.python.ops import collective_ops
 from tensorflow.python.saved_model import load as saved_model_load
 
 # Implementation of MirroredStrategy; `kdist.parallel.device_groups` changes where variables are.
@@ -186,7 +187,7 @@ def _reuse_keys(launcher):
 
     def all_reduce(input_tensor, control_input=None, options=None):
         nonlocal key
-        key = _key_of(input_tensor, launcher._device)
+        key = _key_of("", input_tensor, launcher._device)
         try:
             return all_reduce_with_new_key(input_tensor, control_input, options)
         finally:
@@ -196,8 +197,8 @@ def _reuse_keys(launcher):
     launcher._next_instance_key = lambda: next_key() if key is None else tf.constant(key)
 
 
-def _key_of(tensor, device):
-    """Returns the key of an all-reduce; None outside functions or without static shape.
+def _key_of(collective, tensor, device):
+    """Returns the key of a collective; None outside functions or without static shape.
 
     A key belongs to one shape: TensorFlow rejects any other.
     """
@@ -208,10 +209,66 @@ def _key_of(tensor, device):
         graph = graph.outer_graph
     if not hasattr(graph, "_kdist_collectives"):
         graph._kdist_collectives = collections.Counter()
-    kind = f"{tensor.dtype.name} {tensor.shape.as_list()}"
+    kind = f"{collective}{tensor.dtype.name} {tensor.shape.as_list()}"
     number = graph._kdist_collectives[device, kind]
     graph._kdist_collectives[device, kind] += 1
     return _FIRST_KEY + zlib.crc32(f"{kind} {number}".encode()) % _FIRST_KEY
+
+
+def all_gather(
+    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]
+) -> Sequence[tf.Tensor]:
+    """Returns the rows that a tensor has on all replicas of a `MultiWorkerMirroredStrategy`.
+
+    Args:
+        strategy: the strategy. All its workers must call this.
+        values: the tensor of each replica of this worker, of the same shape everywhere.
+
+    Returns:
+        For each replica of this worker, the concatenation of the tensors of all replicas, in the
+        order of the collectives' ranks.
+    """
+    return _exchanged("gather ", collective_ops.all_gather_v2, strategy, values)
+
+
+def all_to_all(
+    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]
+) -> Sequence[tf.Tensor]:
+    """Exchanges rows between the replicas of a `MultiWorkerMirroredStrategy`.
+
+    Args:
+        strategy: the strategy. All its workers must call this.
+        values: a tensor of shape (R, …) of each replica of this worker, for R replicas of the job.
+            Row r is for the replica of rank r.
+
+    Returns:
+        A tensor of shape (R, …) for each replica of this worker. Row r is from the replica of rank
+        r.
+    """
+    return _exchanged("exchange ", collective_ops.all_to_all_v2, strategy, values)
+
+
+def _exchanged(collective, operation, strategy, values):
+    def exchange():
+        results = []
+        launchers = strategy.extended._cross_device_ops._launchers
+        for launcher, value in zip(launchers, values, strict=True):
+            key = _key_of(collective, value, launcher._device)
+            with tf.device(launcher._device):
+                result = operation(
+                    value,
+                    launcher._group_size,
+                    launcher._group_key,
+                    launcher._next_instance_key() if key is None else tf.constant(key),
+                    communication_hint=launcher._options.implementation.value,
+                    timeout=launcher._options.timeout_seconds or 0,
+                    ordering_token=launcher._get_ordering_token(),
+                )
+            results.append(result)
+        return results
+
+    # Outside of functions, the collective of the first device would wait for that of the second.
+    return function_of_its_own(exchange)() if tf.executing_eagerly() else exchange()
 
 
 @contextlib.contextmanager

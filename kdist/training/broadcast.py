@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from kdist.cluster import heartbeat
 from kdist.training.replica.reduction import sums_over_replicas
-from kdist.training.replica.step import this_replica
-from kdist.training.scopes import is_multi_worker, num_local_replicas
+from kdist.training.scopes import is_multi_worker, num_local_replicas, this_replica
 
 
 def read_on_chief(

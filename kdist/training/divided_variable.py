@@ -14,6 +14,8 @@ class DividedVariable:
 
     pieces: Sequence[keras.Variable]
     axis: int | None = None  # of concatenation; None for a single, whole piece
+    # Whether other workers have pieces, so that all of them must read the value together.
+    is_divided_over_workers = False
 
     def __post_init__(self):
         if self.axis is None and len(self.pieces) > 1 and type(self) is DividedVariable:

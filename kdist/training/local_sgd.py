@@ -26,8 +26,13 @@ from kdist.compat.tensorflow import function_of_its_own
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import fraction
 from kdist.training.replica.slices import SplitSlices
-from kdist.training.replica.step import ReplicaStep, can_be_averaged, this_replica
-from kdist.training.scopes import in_new_thread, num_local_replicas, variable_like
+from kdist.training.replica.step import ReplicaStep, can_be_averaged
+from kdist.training.scopes import (
+    in_new_thread,
+    num_local_replicas,
+    this_replica,
+    variable_like,
+)
 from kdist.training.sharding.parts import sharded_state
 
 # What happens to an optimizer's slots, such as momenta, when weights are averaged.

@@ -21,6 +21,11 @@ def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
     return len(strategy.extended.worker_devices) if several else 1
 
 
+def this_replica() -> int:
+    """Returns the index of this replica in the job, from 0, in replica context."""
+    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+
+
 def has_parameter_servers(strategy: tf.distribute.Strategy) -> bool:
     """Returns True if variables are on parameter servers and steps are dispatched to workers."""
     return isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)

@@ -25,7 +25,11 @@ from kdist.training import building, evaluator, local_sgd
 from kdist.training.broadcast import wait_for_workers
 from kdist.training.groups import inputs
 from kdist.training.groups.clock import StepClock
-from kdist.training.groups.file_callbacks import share_backups, without_writers
+from kdist.training.groups.file_callbacks import (
+    share_backups,
+    with_shared_slots,
+    without_writers,
+)
 from kdist.training.groups.functions import StepFunction
 from kdist.training.groups.loop import CallbackList, EpochLoop, LazyLogs, run_groups
 from kdist.training.groups.monitors import AsynchronousMonitor, LossMonitor, WorkerVotes
@@ -721,6 +725,7 @@ class Trainer(TensorFlowTrainer):
     def _callback_list(self, callbacks, verbose, epochs, groups, add_history=False):
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
+        callbacks = with_shared_slots(callbacks, self.distribute_strategy)
         if not self.distribute_strategy.extended.should_checkpoint:
             verbose, callbacks = 0, without_writers(callbacks)
         return CallbackList(

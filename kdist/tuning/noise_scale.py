@@ -141,7 +141,7 @@ def _squares_function(model):
 
     from kdist.compat.keras import loss_module
     from kdist.training.replica.reduction import all_reduce_sum
-    from kdist.training.replica.step import this_replica
+    from kdist.training.scopes import this_replica
 
     _check(model)
     strategy = model.distribute_strategy

@@ -11,7 +11,7 @@ from tensorflow.tsl.profiler.protobuf import xplane_pb2
 import kdist
 from kdist.callbacks import Telemetry
 from kdist.parallel import split, stage
-from kdist.parallel.inspect.operation_devices import watched_graphs
+from kdist.parallel.inspect.traffic import watched_graphs
 from kdist.report.telemetry_plots import share_plots
 from kdist.telemetry.steps.step_times import StepTimes
 from kdist.telemetry.steps.trace import ProfileSummary, SampledProfiles, summarize

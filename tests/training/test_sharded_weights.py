@@ -304,3 +304,22 @@ print(json.dumps((peak() - before) / undivided))
 def test_a_process_needs_less_memory_than_undivided_state():
     """Undivided weights and slots alone, without gradients, take more than this at the peak."""
     assert python(LARGE) < 0.75
+
+
+@pytest.mark.parametrize(("shard", "gathers"), [("optimizer", 1), ("weights", 2)])
+def test_bytes_between_devices_are_those_of_the_formula(shard, gathers, tmp_path):
+    """ZeRO paper, section 7; the first layer's weight is not gathered again for gradients."""
+    replicas = 4
+    with scope(replicas, shard):
+        inputs = x = keras.Input((WIDTH,))
+        for _ in range(3):
+            x = layers.Dense(WIDTH, "relu")(x)
+        model = kdist.Model(inputs, x)
+        model.compile("adam", "mse")
+    telemetry = kdist.callbacks.Telemetry(tmp_path, device_seconds=None)
+    model.fit(*vectors(), verbose=0, callbacks=[telemetry])
+    crossing = telemetry.summary()["crossing_bytes_per_step"]
+    formula = (replicas - 1) * 4 * model.count_params()
+    first = (replicas - 1) * 4 * WIDTH * WIDTH if shard == "weights" else 0
+    assert crossing["scattered"] == pytest.approx(formula, rel=0.05)
+    assert crossing["gathered"] == pytest.approx(gathers * formula - first, rel=0.05)

@@ -309,6 +309,7 @@ def test_parts_are_equal_and_merge(shape, count):
     parts = [division.part(value, number) for number in range(count)]
     assert {tuple(part.shape) for part in parts} == {division.part_shape}
     np.testing.assert_array_equal(division.merge(parts), value)
+    np.testing.assert_array_equal(division.stacked(value), parts)
 
 
 def test_one_device_has_nothing_to_shard():

@@ -65,7 +65,7 @@ def test_devices(layout, group_size):
         ("data=2,local_steps=0", "local_steps=0"),
         ("data=2,shard=weight", "use optimizer"),
         ("data=2,tensor=2,shard=optimizer", "leave tensor"),
-        ("data=2,machines=2,shard=optimizer", "leave machines out"),
+        ("data=2,machines=2,shard=weights", "of one process: leave machines out"),
         ("data=2,min_shard_bytes=1", "without shard"),
         ("data=2,shard=optimizer,min_shard_bytes=0", "min_shard_bytes=0"),
     ],

@@ -150,18 +150,31 @@ def test_sharded_replicas():
     assert (spec.kind, spec.devices, spec.layout) == ("mirrored", 4, layout)
     assert resolve("mirrored", 2, shard="optimizer").layout == Layout(shard="optimizer")
     assert resolve("auto", shard="optimizer").kind == "auto"
+    spec = resolve(layout, cluster=workers(2))
+    assert (spec.kind, spec.devices, spec.layout) == ("multi_worker", 2, layout)
+    spec = resolve("auto", shard="gradients", cluster=workers(3))
+    assert (spec.kind, spec.devices) == ("multi_worker", None)
+    assert spec.layout == Layout(shard="gradients")
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "shard", "message"),
     [
         ("central_storage", None, "optimizer", "use --strategy=mirrored"),
-        ("multi_worker", None, "optimizer", "which multi_worker does not support"),
+        ("parameter_server", None, "optimizer", "which parameter_server does not support"),
+        ("multi_worker", None, "weights", "or shard=gradients"),
+        (Layout(data=4, shard="weights"), None, None, "or shard=gradients"),
+        (Layout(data=3, shard="optimizer"), None, None, "another number of tasks"),
         (PIPELINES, None, "optimizer", "write shard=optimizer in the layout"),
-        (Layout(data=4, shard="optimizer"), 2, None, "make them equal"),
+        (Layout(data=4, shard="optimizer"), 1, None, "there are 2"),
         ("mirrored", None, "weight", "use optimizer"),
     ],
 )
-def test_shards_are_of_the_replicas_of_one_process(name, devices, shard, message):
+def test_shards_that_are_refused(name, devices, shard, message):
     with pytest.raises(ValueError, match=message):
         resolve(name, devices, cluster=workers(2), shard=shard)
+
+
+def test_a_layout_of_shards_and_the_devices_of_one_process_agree():
+    with pytest.raises(ValueError, match="make them equal"):
+        resolve(Layout(data=4, shard="optimizer"), 2)

@@ -32,7 +32,7 @@ from kdist.parallel.pipeline.timeline import active_timeline
 from kdist.training.replica import step as steps
 from kdist.training.replica.colocation import colocate_with_inputs
 from kdist.training.replica.slices import sum_of_steps
-from kdist.training.replica.step import this_replica
+from kdist.training.scopes import this_replica
 
 
 def forward_and_backward(model, data):

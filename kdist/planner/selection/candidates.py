@@ -289,7 +289,7 @@ def _no_layout_message(offers, constraints, largest):
             f"{', '.join(constraints.strategies)}: not available on these machines. one_device is "
             "for one device, mirrored and local_sgd need a machine with several GPUs or more "
             "machines, multi_worker and parameter_server several machines (--max_machines), and "
-            "sharded needs mirrored"
+            "sharded needs mirrored or multi_worker"
         )
     accumulate = constraints.accumulate or 1
     smallest = min(counts) * min(constraints.local_batches) * accumulate

@@ -20,10 +20,11 @@ from kdist.compat.keras import TensorFlowTrainer
 from kdist.telemetry.steps.step_times import StepTimes
 from kdist.telemetry.steps.trace import SampledProfiles
 from kdist.training.scopes import has_parameter_servers
+from kdist.training.sharding.parts import sharded_state
 from kdist.training.state import training_state_of
 
 if TYPE_CHECKING:
-    from kdist.parallel.inspect.operation_devices import WatchedGraphs
+    from kdist.parallel.inspect.traffic import WatchedGraphs
 
 # FLOPs of a training step per FLOP of the forward pass: the backward pass computes the gradients of
 # the input and of the weights (Kaplan et al. 2020, section 2.1).
@@ -55,7 +56,8 @@ class TimingWindows:
         elsewhere = tf.distribute.experimental.ParameterServerStrategy | tf.distribute.TPUStrategy
         can_profile = self._clock is not None and not isinstance(strategy, elsewhere)
         self._profiles = SampledProfiles() if profiles and can_profile else None
-        self._split = SplitSteps(model) if is_split(strategy) else None
+        sends = is_split(strategy) or sharded_state(strategy)
+        self._watched = WatchedSteps(model) if sends else None
         self._since = time.perf_counter()
         self._own_seconds = 0.0
 
@@ -65,8 +67,8 @@ class TimingWindows:
 
     def before_call(self):
         """Prepares for a call of the step function; call it before each one."""
-        if self._split:
-            self._split.before_call()
+        if self._watched:
+            self._watched.before_call()
         if self._profiles:
             self._profiles.begin()
 
@@ -99,19 +101,22 @@ class TimingWindows:
         return self._times.total()
 
     def _read_graphs(self):
-        if self._split:
-            self._split.after_call()
-            if self._profiles:
-                self._profiles.operation_devices = self._split.operation_devices
+        if self._watched:
+            self._watched.after_call()
+            if self._profiles and is_split(self._model.distribute_strategy):
+                self._profiles.operation_devices = self._watched.operation_devices
 
     def crossing_bytes(self) -> dict[str, int] | None:
-        """Returns the bytes sent between devices in one step; None unless the model is split."""
-        return self._split.crossing_bytes if self._split else None
+        """Returns the bytes sent between devices in one step; see `WatchedSteps`.
+
+        They are None unless the model is split or its replicas are sharded.
+        """
+        return self._watched.crossing_bytes if self._watched else None
 
     def end(self):
         """Stops profiles and graph watching."""
-        if self._split:
-            self._split.end()
+        if self._watched:
+            self._watched.end()
         if self._profiles:
             self._profiles.stop()
 
@@ -180,8 +185,8 @@ def is_split(strategy: tf.distribute.Strategy) -> bool:
 _graphs_of: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
-class SplitSteps:
-    """Watches the first call of a split model's step, when TensorFlow exposes its graphs.
+class WatchedSteps:
+    """Watches the first call of a step whose devices exchange tensors: TensorFlow shows its graphs.
 
     TensorFlow does not expose them again for a step that has run before. Then the graphs of an
     earlier `fit` are used, if there are any.
@@ -196,7 +201,7 @@ class SplitSteps:
     def before_call(self):
         """Starts watching before the first call; call it before each one."""
         if self._watched is None:
-            from kdist.parallel.inspect.operation_devices import watched_graphs
+            from kdist.parallel.inspect.traffic import watched_graphs
 
             self._watched = self._watch.enter_context(watched_graphs())
 
@@ -219,11 +224,19 @@ class SplitSteps:
 
     @functools.cached_property
     def crossing_bytes(self) -> dict[str, int] | None:
-        """Bytes per step, such as `{"CPU:0 to CPU:1": 1228800}`; None where unknown."""
-        batch = self._model.training_state.global_batch_size
+        """Bytes per step, such as `{"CPU:0 to CPU:1": 1228800}`; None where unknown.
+
+        For sharded replicas they are those of all replicas, such as `{"gathered": 49152,
+        "scattered": 49152}`.
+        """
+        state, strategy = self._model.training_state, self._model.distribute_strategy
+        batch, layout = state.global_batch_size, strategy.layout
         if self._graphs is None or not (self._graphs.hold_a_step and batch):
             return None
-        layout = self._model.distribute_strategy.layout
+        if not is_split(strategy):
+            # The graph does not tell how often micro-steps exchange their gradients.
+            known = state.accumulate == 1
+            return self._graphs.sharded_bytes(batch // layout.data, layout.data) if known else None
         crossing = self._graphs.crossing_bytes(batch // (layout.data * layout.micro_batches))
         if crossing is None:
             return None

@@ -10,6 +10,8 @@ from kdist.compat.keras import recompute_constants
 from kdist.training.broadcast import read_on_chief
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
+from kdist.training.sharding.optimizer_state import shards_of
+from kdist.training.sharding.parts import sharded_state
 
 # Callbacks that only write.
 _WRITERS = (
@@ -37,6 +39,66 @@ def without_writers(callbacks):
         if not (callback is None or is_writer or getattr(callback, "only_writes", False)):
             others.append(callback)
     return others
+
+
+def with_shared_slots(callbacks, strategy: tf.distribute.Strategy):
+    """Returns callbacks that also gather slots which workers divide, before the model is saved.
+
+    Raises:
+        ValueError: a callback saves the model where the workers do not meet, or restores it.
+    """
+    callbacks = [each for each in keras.tree.flatten(callbacks) if each is not None]
+    if not (is_multi_worker(strategy) and sharded_state(strategy)):
+        return callbacks
+    found = []
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "BackupAndRestore sends the chief's slots to all workers, and each worker has a "
+                f"part of them (shard={strategy.layout.shard}). Use kdist.callbacks.Checkpoint"
+            )
+        if isinstance(callback, keras.callbacks.ModelCheckpoint):
+            if callback.save_freq != "epoch":
+                raise ValueError(
+                    f"ModelCheckpoint(save_freq={callback.save_freq!r}): workers that divide slots "
+                    f"(shard={strategy.layout.shard}) send them at the end of an epoch. Use "
+                    'save_freq="epoch", or kdist.callbacks.Checkpoint(every_steps=…)'
+                )
+            found.append(_ShareSlots())
+        elif getattr(callback, "saves_models", False):
+            found.append(_ShareSlots())
+        found.append(callback)
+    return found
+
+
+class _ShareSlots(keras.callbacks.Callback):
+    """Gathers slots that workers divide, before the next callback saves the model on the chief."""
+
+    def on_train_begin(self, logs=None):
+        self._share()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._forget()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._share()
+
+    def on_train_end(self, logs=None):
+        self._forget()
+
+    def _share(self):
+        is_chief = self.model.distribute_strategy.extended.should_checkpoint
+        with heartbeat.collective("gathering slots for a file of the model"):
+            for shards in self._shards():
+                shards.share(is_kept=is_chief)
+
+    def _forget(self):
+        for shards in self._shards():
+            shards.forget_shared()
+
+    def _shards(self):
+        found = [shards_of(optimizer) for optimizer in optimizers_of(self.model)]
+        return [shards for shards in found if shards is not None]
 
 
 def _keep_tables(callback):

@@ -29,9 +29,13 @@ from kdist.training.replica.step import (
     KnownRowsError,
     ReplicaStep,
     WholeBatchError,
+)
+from kdist.training.scopes import (
+    is_multi_worker,
+    num_local_replicas,
+    shares_storage,
     this_replica,
 )
-from kdist.training.scopes import is_multi_worker, num_local_replicas, shares_storage
 from kdist.training.sharding.parts import sharded_state
 from kdist.training.sharding.step import ShardedStep
 from kdist.training.strategy_setup import step_timeout_of

@@ -15,12 +15,12 @@ import keras
 import tensorflow as tf
 
 from kdist.training.replica.reduction import all_reduce_sum
-from kdist.training.replica.step import this_replica
 from kdist.training.scopes import (
     is_multi_worker,
     num_local_replicas,
     outside_multi_worker_scope,
     shares_storage,
+    this_replica,
 )
 
 # Value of "first bad step" before there is one.

@@ -29,7 +29,7 @@ from kdist.training.parameter_server.asynchronous_step import AsynchronousStep, 
 from kdist.training.parameter_server.variables import push
 from kdist.training.replica.own_metrics import own_metric_variables
 from kdist.training.replica.row_shares import BatchDivision
-from kdist.training.replica.step import this_replica
+from kdist.training.scopes import this_replica
 
 # Groups shorter than this are bundled to amortize RPC overhead. The groups that callbacks and the
 # progress bar see stay the same.

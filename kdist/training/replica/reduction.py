@@ -1,4 +1,4 @@
-"""All-reduce over replicas that packs many small tensors into one message."""
+"""Collectives of replicas: all-reduce with few messages, reduce-scatter, and all-gather."""
 
 import contextlib
 import threading
@@ -6,8 +6,9 @@ from collections import defaultdict
 
 import tensorflow as tf
 
-from kdist.compat.tensorflow import run_once
+from kdist.compat.tensorflow import all_gather, all_to_all, run_once
 from kdist.training.replica.colocation import device_of
+from kdist.training.scopes import is_multi_worker, num_local_replicas, this_replica
 
 _this_thread = threading.local()
 
@@ -31,17 +32,28 @@ def all_reduce_sum(tensors):
         return _all_reduced(tensors)
 
 
-def reduce_scatter_sum(parts):
+def reduce_scatter_sum(tensors, divisions):
     """Returns this replica's part of the sum over replicas of each tensor, in replica context.
 
-    For the replicas of one process. Unlike `all_reduce_sum`, a device receives only its own part of
-    each tensor from each of the others.
+    Unlike `all_reduce_sum`, a device receives only its own part of each tensor from each of the
+    others.
 
     Args:
-        parts: list with one list per tensor: the tensor's part of each replica, in order.
+        tensors: list of tensors, with the same shapes on all replicas.
+        divisions: their divisions into one part per replica, `EqualParts`.
     """
-    replica = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+    strategy = tf.distribute.get_strategy()
+    replica = this_replica()
+    pairs = list(zip(tensors, divisions, strict=True))
     with tf.name_scope(SCOPE):
+        if is_multi_worker(strategy):
+            sent = [division.stacked(tensor) for tensor, division in pairs]
+            ranks = _replicas_by_rank(strategy)
+            if not _are_in_order(ranks):
+                sent = [tf.gather(parts, ranks) for parts in sent]
+            # TensorFlow has no reduce-scatter for CPUs.
+            return [tf.reduce_sum(parts, 0) for parts in _exchanged(all_to_all, sent)]
+        parts = [[d.part(tensor, number) for number in range(d.count)] for tensor, d in pairs]
         sent = iter(of_all_replicas([part for tensor in parts for part in tensor]))
         received = [[next(sent) for _ in tensor] for tensor in parts]
         return [tf.add_n(tensor[replica]) for tensor in received]
@@ -52,11 +64,66 @@ def of_all_replicas(tensors):
 
     Nothing is copied before another device reads it. Called in replica context, by all replicas.
     """
+    return _merged(lambda strategy, values: values, tensors)
+
+
+def gather_parts(tensors):
+    """Returns the values that each tensor has on the replicas of the job, in their order.
+
+    Called in replica context, by all replicas. With several workers, the values of a tensor may be
+    one tensor, their concatenation.
+    """
+    strategy = tf.distribute.get_strategy()
+    if not is_multi_worker(strategy):
+        return of_all_replicas(tensors)
+    gathered, ranks = _exchanged(all_gather, tensors), _replicas_by_rank(strategy)
+    if _are_in_order(ranks):
+        return [[whole] for whole in gathered]
+    parts = [tf.split(whole, len(ranks)) for whole in gathered]
+    return [[tensor[ranks.index(number)] for number in range(len(ranks))] for tensor in parts]
+
+
+def find_ranks(strategy):
+    """Finds the ranks of replicas in collectives, which `gather_parts` and others need.
+
+    TensorFlow orders tasks by name, such as task 10 before task 2, and GPUs by their links.
+
+    Args:
+        strategy: a strategy of several workers, all of which must call this.
+    """
+
+    def replicas_by_rank():
+        return _exchanged(all_gather, [tf.constant([this_replica()], tf.int32)])
+
+    (found,) = run_once(strategy, replicas_by_rank)
+    (ranks, *_) = strategy.experimental_local_results(found)
+    strategy.extended._kdist_replicas_by_rank = tuple(ranks.numpy().tolist())
+
+
+def _replicas_by_rank(strategy):
+    return strategy.extended._kdist_replicas_by_rank
+
+
+def _are_in_order(ranks):
+    return list(ranks) == sorted(ranks)
+
+
+def _exchanged(exchange, tensors):
+    """Returns this replica's results of a collective for each tensor."""
+    here = this_replica() % num_local_replicas(tf.distribute.get_strategy())
+    return [results[here] for results in _merged(exchange, tensors)]
+
+
+def _merged(function, tensors):
+    """Returns `function(strategy, values)` of the values of each tensor on this worker's replicas.
+
+    Called in replica context, by all replicas.
+    """
     if not tensors:
         return []
 
     def merged(strategy, *values):
-        return [strategy.experimental_local_results(value) for value in values]
+        return [function(strategy, strategy.experimental_local_results(each)) for each in values]
 
     with _kept_attributes():
         return tf.distribute.get_replica_context().merge_call(
@@ -81,9 +148,8 @@ def gather_rows(tensors, share=None):
         return [], []
     if share is not None:
         tensors = [share.own_rows(tensor) for tensor in tensors]
-    context = tf.distribute.get_replica_context()
-    replicas = context.num_replicas_in_sync
-    replica = int(tf.get_static_value(context.replica_id_in_sync_group))
+    replicas = tf.distribute.get_replica_context().num_replicas_in_sync
+    replica = this_replica()
     parts, starts = [], []
     around = _rows_around(tensors, replica, replicas, share)
     for tensor, (before, after) in zip(tensors, around, strict=True):
@@ -122,6 +188,21 @@ def sums_over_replicas(strategy, parts):
     """
     sums = run_once(strategy, lambda: all_reduce_sum(parts()))
     return [strategy.experimental_local_results(total)[0].numpy() for total in sums]
+
+
+def gathered_on_workers(strategy, copies):
+    """Returns the tensors of all replicas, or concatenations of some, in the order of replicas.
+
+    Args:
+        strategy: a strategy of several workers, all of which must call this, between two steps.
+        copies: an array or a tensor of each replica of this worker, of one shape everywhere.
+    """
+
+    def parts():
+        own = copies[this_replica() % num_local_replicas(strategy)]
+        return gather_parts([tf.convert_to_tensor(own)])[0]
+
+    return [strategy.experimental_local_results(each)[0] for each in run_once(strategy, parts)]
 
 
 def _all_reduced(tensors):

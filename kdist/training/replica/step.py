@@ -79,11 +79,6 @@ def activate(step):
         _this_thread.step = before
 
 
-def this_replica() -> int:
-    """Returns the index of this replica in the job, from 0, in replica context."""
-    return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
-
-
 class ReplicaStep:
     """One replica's part of one micro-step.
 

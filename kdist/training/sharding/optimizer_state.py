@@ -1,4 +1,4 @@
-"""Optimizer state that is divided among the replicas of one process (ZeRO, stages 1 and 2).
+"""Optimizer state that is divided among replicas (ZeRO, stages 1 and 2).
 
     strategy = kdist.create_strategy("mirrored", devices=4, shard="optimizer")
 
@@ -23,6 +23,7 @@ import tensorflow as tf
 from kdist.compat.keras import unbuild_optimizer
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.optimizers import check_elementwise, inner_optimizers, unwrapped
+from kdist.training.scopes import is_multi_worker
 from kdist.training.sharding.parts import (
     DividedCopies,
     EqualParts,
@@ -59,6 +60,7 @@ class OptimizerShards:
         self._shards: dict[str, Shard] = {}  # by the optimizer's key of a weight
         self._by_variable: dict[int, Shard] = {}
         self._slots: dict[int, EqualParts] = {}
+        self._shared: dict | None = None  # whole slots by id of the variable of their parts
 
     def __iter__(self):
         return iter(self._shards.values())
@@ -119,9 +121,39 @@ class OptimizerShards:
         return DividedCopies.of(variable, division)
 
     def save(self, optimizer, store):
-        """Writes the variables of the optimizer, or of the one that it wraps, to a file."""
+        """Writes the variables of the optimizer, or of the one that it wraps, to a file.
+
+        Raises:
+            ValueError: each worker has some parts of the slots, and the workers do not share them.
+        """
+        if is_multi_worker(self._strategy) and self._shared is None:
+            raise ValueError(
+                f"a file of the model would hold the slots of {optimizer.name!r}, of which each "
+                f"worker has a part (shard={self._strategy.layout.shard}). Save the model by "
+                "keras.callbacks.ModelCheckpoint or kdist.callbacks.EpochCheckpoint"
+            )
+        shared = self._shared or {}
         for number, variable in enumerate(optimizer.variables):
-            store[str(number)] = self.slot(variable).whole()
+            is_shared = id(variable) in shared
+            store[str(number)] = shared[id(variable)] if is_shared else self.slot(variable).whole()
+
+    def share(self, is_kept: bool):
+        """Gathers the slots of all workers, so that one can save the model; a collective call.
+
+        Args:
+            is_kept: whether this worker keeps the slots, until `forget_shared`.
+        """
+        shared = {}
+        for each in (self._optimizer, *inner_optimizers(self._optimizer)):
+            for variable in each.variables:
+                if id(variable) in self._slots and id(variable) not in shared:
+                    value = self.slot(variable).whole()
+                    shared[id(variable)] = value if is_kept else None
+        self._shared = shared if is_kept else None
+
+    def forget_shared(self):
+        """Frees the slots that `share` has gathered."""
+        self._shared = None
 
     def load(self, optimizer, store):
         """Reads what `save` has written, or a file of an optimizer that is not sharded."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from kdist.compat.tensorflow import refuse_checkpoints
+from kdist.compat.tensorflow import first_replica, refuse_checkpoints
 from kdist.layout import Layout
 from kdist.training.divided_variable import DividedVariable
-from kdist.training.scopes import variable_like
+from kdist.training.replica.reduction import gathered_on_workers
+from kdist.training.scopes import is_multi_worker, variable_like
 from kdist.training.sharding import sizes
 from kdist.training.sharding.sizes import PartSizes
 
@@ -31,6 +32,15 @@ class EqualParts(PartSizes):
         part = tf.reshape(value, self._shape_of_rows)[first:last]
         missing = size - (last - first)
         return tf.pad(part, [[0, missing], *[[0, 0]] * len(others)]) if missing else part
+
+    def stacked(self, value) -> tf.Tensor:
+        """Returns all parts of a tensor as one tensor of shape (count, …)."""
+        size, *others = self.part_shape
+        rows = tf.reshape(value, self._shape_of_rows)
+        missing = self.count * size - rows.shape[0]
+        if missing:
+            rows = tf.pad(rows, [[0, missing], *[[0, 0]] * len(others)])
+        return tf.reshape(rows, (self.count, size, *others))
 
     def merge(self, parts) -> tf.Tensor:
         """Returns the tensor that has these parts."""
@@ -74,21 +84,33 @@ class _Copy:
 
 @dataclasses.dataclass(frozen=True)
 class DividedCopies(DividedVariable):
-    """A whole weight or slot, whose parts are the copies of a variable."""
+    """A whole weight or slot, whose parts are the copies of a variable.
+
+    With several workers, each has the parts of its own replicas.
+    """
 
     division: EqualParts = EqualParts((), 1)
+    strategy: tf.distribute.Strategy | None = None
 
     @classmethod
     def of(cls, variable: keras.Variable, division: EqualParts) -> "DividedCopies":
         """Returns the whole variable, whose parts the copies of `variable` hold."""
         pieces = [_Copy(copy, variable.path) for copy in copies_of(variable)]
-        return cls(pieces, division=division)  # type: ignore[arg-type]
+        strategy = variable._value.distribute_strategy
+        return cls(pieces, division=division, strategy=strategy)  # type: ignore[arg-type]
+
+    @property
+    def is_divided_over_workers(self):
+        return is_multi_worker(self.strategy)
 
     def concatenate(self, values):
+        if self.is_divided_over_workers:
+            values = gathered_on_workers(self.strategy, values)
         return self.division.merge(values).numpy()
 
     def parts(self, value):
-        return [self.division.part(value, number) for number in range(self.division.count)]
+        first = first_replica(self.strategy) if self.is_divided_over_workers else 0
+        return [self.division.part(value, first + number) for number in range(len(self.pieces))]
 
     @property
     def shape(self):

@@ -13,7 +13,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from kdist.training.replica.reduction import all_reduce_sum, of_all_replicas, reduce_scatter_sum
+from kdist.training.replica.reduction import all_reduce_sum, gather_parts, reduce_scatter_sum
 from kdist.training.replica.step import ReplicaStep, scale_gradient
 from kdist.training.sharding.gathers import WeightGathers
 from kdist.training.sharding.optimizer_state import shards_of
@@ -83,10 +83,7 @@ class ShardedStep(ReplicaStep):
         """Returns this replica's part of the sums over replicas of those gradients with shards."""
         found = [(g, shard) for g, shard in zip(gradients, divided, strict=True) if shard]
         sums = reduce_scatter_sum(
-            [
-                [shard.division.part(g, number) for number in range(self.replicas)]
-                for g, shard in found
-            ]
+            [gradient for gradient, _ in found], [shard.division for _, shard in found]
         )
         self._weights.note_sums([gradient for gradient, _ in found], sums)
         return sums
@@ -135,14 +132,14 @@ class ShardedStep(ReplicaStep):
 
     def _gather(self, shards):
         """Assigns the parts of all replicas to this replica's copies of the weights."""
-        parts = of_all_replicas([tf.identity(self.local(s.variable.value)) for s in shards])
+        parts = gather_parts([tf.identity(self.local(s.variable.value)) for s in shards])
         for shard, values in zip(shards, parts, strict=True):
             value = self._constrained(shard, shard.division.merge(values))
             self.local(shard.weight.value).assign(value)
 
     def _constrain(self, shards):
         """Applies the constraints of weights, which need whole ones, to this replica's parts."""
-        parts = of_all_replicas([tf.identity(self.local(s.variable.value)) for s in shards])
+        parts = gather_parts([tf.identity(self.local(s.variable.value)) for s in shards])
         for shard, values in zip(shards, parts, strict=True):
             value = self._constrained(shard, shard.division.merge(values))
             self.local(shard.variable.value).assign(shard.division.part(value, self.replica))

@@ -1,0 +1,186 @@
+"""Training state that the replicas of several processes divide among themselves."""
+
+import functools
+import json
+import types
+
+import keras
+import pytest
+
+import kdist
+from kdist.checkpoint import CheckpointFiles
+from kdist.run_directory import checkpoint_name
+from kdist.testing import assert_same_weights
+from tests.forked import python_tasks
+
+# What each task does, and what plain Keras does on one device.
+TRAINING = """
+import keras
+import numpy as np
+
+ROWS, LENGTH, WORDS, CLASSES = 58, 6, 50, 5
+STEPS_BEFORE, STEPS_BETWEEN = 7, 3  # an interruption, and two checkpoints
+EPSILON = 1e-3
+optimizers = keras.optimizers
+OPTIMIZERS = {
+    "moving average": lambda: optimizers.AdamW(
+        0.01, weight_decay=0.2, epsilon=EPSILON, use_ema=True, ema_momentum=0.8
+    ),
+    "clipped": lambda: optimizers.Adam(0.01, epsilon=EPSILON, global_clipnorm=0.05),
+    "loss scale": lambda: optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=2
+    ),
+}
+
+def network(model_class):
+    keras.utils.set_random_seed(5)
+    layers = keras.layers
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Flatten()(layers.Embedding(WORDS, 7, name="words")(inputs))
+    x = layers.Dense(9, activation="tanh", kernel_constraint="max_norm", name="middle")(x)
+    return model_class(inputs, layers.Dense(CLASSES, activation="softmax", name="head")(x))
+
+def compiled(model_class, optimizer, **options):
+    model = network(model_class)
+    model.compile(OPTIMIZERS[optimizer](), "sparse_categorical_crossentropy", **options)
+    return model
+
+def fit(model, callbacks=(), epochs=2):
+    generator = np.random.default_rng(3)
+    x, y = generator.integers(0, WORDS, (ROWS, LENGTH)), generator.integers(0, CLASSES, ROWS)
+    model.fit(
+        x, y, batch_size=12, shuffle=False, verbose=0, epochs=epochs, callbacks=list(callbacks)
+    )
+    return model
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations.numpy()) == STEPS_BEFORE:
+            raise InterruptedError
+
+def interrupt(train):
+    try:
+        train()
+    except InterruptedError:
+        return
+    raise AssertionError("the training has ended")
+"""
+
+TASK = f"""
+import json, sys
+shard, devices, directory, written, cases = json.loads(sys.argv.pop())
+import kdist
+from kdist.checkpoint.snapshot import capture
+from kdist.training.sharding.memory import state_bytes
+{TRAINING}
+workers = len(json.loads(__import__("os").environ["TF_CONFIG"])["cluster"]["worker"])
+layout = kdist.Layout(data=workers * devices, shard=shard, min_shard_bytes=64)
+strategy = kdist.create_strategy(layout, cluster_timeout_seconds=60)
+found = {{}}
+
+def train(case, optimizer, callbacks=(), **options):
+    with strategy.scope():
+        model = compiled(kdist.Model, optimizer, **options)
+    fit(model, callbacks)
+    arrays = capture(model)
+    found[case] = {{
+        kind: [array.tolist() for name, array in arrays.items() if name.startswith(kind)]
+        for kind in ("weights", "optimizer")
+    }}
+    return model
+
+for case in cases:
+    if case == "resumed":
+        checkpoint = kdist.callbacks.Checkpoint(directory, STEPS_BETWEEN, keep=99)
+        interrupt(lambda: train("", "clipped", [Stop(), checkpoint]))
+        train(case, "clipped", [kdist.callbacks.Checkpoint(directory)])
+    elif case == "from one device":
+        checkpoint = kdist.callbacks.Checkpoint(directory, resume=written)
+        train(case, "clipped", [checkpoint])
+    else:
+        save = keras.callbacks.ModelCheckpoint(directory + ".keras")
+        options = {{"accumulate": 2}} if case == "moving average" else {{}}
+        model = train(case, case, [save], **options)
+refused = {{}}
+for name, call in {{
+    "save": lambda: model.save(directory + ".keras"),
+    "save_freq": lambda: fit(model, [keras.callbacks.ModelCheckpoint("a.keras", save_freq=2)]),
+    "BackupAndRestore": lambda: fit(model, [keras.callbacks.BackupAndRestore(directory + "-3")]),
+}}.items():
+    try:
+        call()
+    except ValueError as error:
+        refused[name] = str(error)
+held = [held.optimizer for held in state_bytes(model).values()]
+
+with strategy.scope():
+    inputs = keras.Input((64,))
+    dense = kdist.Model(inputs, keras.layers.Dense(64)(keras.layers.Dense(64)(inputs)))
+    dense.compile("adam", "mse")
+telemetry = kdist.callbacks.Telemetry(directory + "-run", device_seconds=None)
+x = np.ones((12, 64), "float32")
+dense.fit(x, x, batch_size=12, verbose=0, callbacks=[telemetry])
+crossing = telemetry.summary()["crossing_bytes_per_step"]
+print(json.dumps([found, held, refused, crossing, dense.count_params()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def program():
+    names = {}
+    exec(TRAINING, names)
+    return types.SimpleNamespace(**names)
+
+
+@pytest.fixture(scope="module")
+def expected(program):
+    """Returns a function that trains with an optimizer by plain Keras on one device."""
+    return functools.cache(lambda name: program.fit(program.compiled(keras.Model, name)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "devices", "shard", "cases"),
+    [
+        (2, 2, "gradients", ["clipped", "resumed", "moving average"]),
+        (3, 1, "optimizer", ["from one device", "loss scale"]),
+    ],
+)
+def test_processes_divide_state_and_train_as_one_device(
+    workers, devices, shard, cases, program, expected, tmp_path
+):
+    """Also if they resume from a checkpoint of one device, and one device from theirs."""
+    one_device = program.compiled(kdist.Model, "clipped")
+    alone = kdist.callbacks.Checkpoint(tmp_path / "alone", program.STEPS_BETWEEN)
+    program.interrupt(lambda: program.fit(one_device, [program.Stop(), alone]))
+    written = CheckpointFiles(tmp_path / "alone").newest()
+    arguments = [shard, devices, str(tmp_path / "job"), str(written.path), cases]
+    first, *rest = python_tasks(TASK, {"worker": workers}, [json.dumps(arguments)])
+    found, on_devices, refused, crossing, parameters = first
+    assert all(results == found for results, *_ in rest)
+    for case in cases:
+        model = expected("clipped" if case in ("resumed", "from one device") else case)
+        slots = [variable.numpy() for variable in model.optimizer.variables]
+        assert_same_weights(found[case]["weights"], model.get_weights(), 1e-6)
+        assert_same_weights(found[case]["optimizer"], slots, 1e-6)
+    assert len(on_devices) == devices
+    slots_and_shard = {"moving average": 4, "loss scale": 2}[cases[-1]]
+    large = sum(weight.nbytes for weight in model.get_weights() if weight.nbytes >= 64)
+    assert on_devices[0] == pytest.approx(slots_and_shard * large / (workers * devices), rel=0.15)
+    assert refused.keys() == {"save", "save_freq", "BackupAndRestore"}
+    assert all("kdist.callbacks" in message for message in refused.values())
+    opened = keras.saving.load_model(tmp_path / "job.keras")
+    slots = [variable.numpy() for variable in model.optimizer.variables]
+    assert_same_weights([v.numpy() for v in opened.optimizer.variables], slots, 1e-6)
+    formula = (workers * devices - 1) * 4 * parameters  # ZeRO paper, section 7
+    assert crossing == {
+        name: pytest.approx(formula, rel=0.05) for name in ("gathered", "scattered")
+    }
+    if "resumed" not in cases:
+        return
+    assert found["resumed"] == found["clipped"]  # to the last bit
+    of_job = tmp_path / "job" / checkpoint_name(2 * program.STEPS_BETWEEN)
+    with kdist.create_strategy(kdist.Layout(data=2, shard="optimizer", min_shard_bytes=64)).scope():
+        model = program.compiled(kdist.Model, "clipped")
+    program.fit(model, [kdist.callbacks.Checkpoint(tmp_path / "later", resume=of_job)])
+    assert_same_weights(model.get_weights(), expected("clipped").get_weights(), 1e-6)
