@@ -165,6 +165,30 @@ def test_fit_evaluate_and_predict_accept_pipelines(strategy):
         model.fit(test)
 
 
+@pytest.mark.parametrize("kind", ["known length", "unknown length", "arrays", "batches"])
+def test_initial_epoch_begins_with_the_first_batch_as_in_keras(kind):
+    x, y = np.arange(24, dtype="float32").reshape(-1, 2), np.ones((12, 1), "float32")
+
+    def weights(model_class):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((2,))
+        model = model_class(inputs, keras.layers.Dense(1)(inputs))
+        model.compile("adam", "mse")
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+        if kind == "unknown length":
+            data = data.filter(lambda x, y: True)
+        if kind == "batches" and model_class is kdist.Model:
+            data = kdist.data.from_batches(data)
+        arrays = {"x": x, "y": y, "batch_size": 2, "shuffle": False}
+        options = {"steps_per_epoch": 2, "initial_epoch": 2, "epochs": 4, "verbose": 0}
+        model.fit(**arrays if kind == "arrays" else {"x": data}, **options)
+        return model.get_weights()
+
+    for ours, expected in zip(weights(kdist.Model), weights(keras.Model), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6)
+
+
 def test_initial_epoch_continues_in_the_order_of_the_data():
     train, _ = kdist.data.load("digits", batch=kdist.Batch(16), examples=100)
 

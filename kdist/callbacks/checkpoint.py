@@ -347,8 +347,11 @@ class Checkpoint(keras.callbacks.Callback):
             return
         callbacks, callback_arrays = snapshot.callback_state(self._others())
         reader = model.training_state.reader
-        is_next_pass = at_epoch_end and not model.training_state.data_facts["steps_per_epoch"]
-        place = None if reader is None or is_next_pass else reader.place_after(position.batch)
+        place = None if reader is None else reader.place_after(position.batch)
+        steps_per_epoch = model.training_state.data_facts["steps_per_epoch"]
+        has_ended = not steps_per_epoch or position.batch == position.data_start
+        if place and at_epoch_end and has_ended:
+            place = place.next_pass
         state = {
             "format": FORMAT_VERSION,
             "version": importlib.metadata.version("kdist"),

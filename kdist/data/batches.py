@@ -46,6 +46,11 @@ class SourcePlace(NamedTuple):
     batches: int = 0
     state: Any = None
 
+    @property
+    def next_pass(self) -> "SourcePlace":
+        """The beginning of the following pass."""
+        return SourcePlace(self.passes + 1)
+
 
 class BatchSource:
     """Batches of another library; created by `from_batches`.
@@ -228,7 +233,7 @@ class SourceReader:
 
     def _pass(self):
         # The thread of the pass before may not have noticed yet that its pass is over.
-        place, self._start = self._start, SourcePlace(self._start.passes + 1)
+        place, self._start = self._start, self._start.next_pass
         opened, self._opened = self._opened, None
         iterator, read_state = opened or self._open(place)
         batches = place.batches

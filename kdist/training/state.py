@@ -1,7 +1,7 @@
 """Training state: everything that kdist adds to a model in training, behind one attribute.
 
     model.fit(train)
-    model.training_state.position               # Position(epoch=2, step=0, batch=750)
+    model.training_state.position               # Position(epoch=2, step=250, batch=750, …)
     model.training_state.first_nonfinite_step() # None
 
 The module also defines how `fit` resumes in the middle of an epoch. A callback that restores a run
@@ -41,16 +41,19 @@ class Position(NamedTuple):
         epoch: the current epoch, from 0.
         step: number of steps of this epoch that have been run.
         batch: number of batches consumed over all epochs; a pipeline resumes with this one.
+        data_start: number of batches consumed when the data last began with their first batch, not
+            counting what follows from their length. Defaults to 0.
     """
 
     epoch: int
     step: int
     batch: int
+    data_start: int = 0
 
     @property
     def next_epoch(self) -> "Position":
         """The beginning of the following epoch."""
-        return Position(self.epoch + 1, 0, self.batch)
+        return self._replace(epoch=self.epoch + 1, step=0)
 
 
 class TrainingState:
@@ -82,6 +85,7 @@ class TrainingState:
         steps_in_epoch: number of steps of this epoch that have been run. Keras's callbacks
             receive batch numbers in which each group counts as a full one.
         batches_before_epoch: batches of the data consumed before this epoch.
+        data_start: number of batches consumed when the data last began; see `Position`.
         epoch_logs: training logs of the last epoch, without validation.
         pause_requested: set by a callback with parameter servers, so that no further step group
             is dispatched until `is_paused`.
@@ -107,7 +111,7 @@ class TrainingState:
         self.global_batch_size: int | None = None
         self.data_facts: dict[str, Any] | None = None
         self.reader: Any = None
-        self.epoch = self.steps_in_epoch = self.batches_before_epoch = 0
+        self.epoch = self.steps_in_epoch = self.batches_before_epoch = self.data_start = 0
         self.epoch_logs: Mapping[str, float] = types.MappingProxyType({})
         self.pause_requested = False
         self.dry_runs: set[tuple] = set()  # of `kdist.training.building`, since `compile`
@@ -138,7 +142,7 @@ class TrainingState:
     def position(self) -> Position:
         """The current position, between two calls of the train function."""
         batch = self.batches_before_epoch + self.steps_in_epoch
-        return Position(self.epoch, self.steps_in_epoch, batch)
+        return Position(self.epoch, self.steps_in_epoch, batch, self.data_start)
 
     @property
     def is_paused(self) -> bool:

@@ -658,6 +658,7 @@ class Trainer(TensorFlowTrainer):
             state.global_batch_size = groups.data_adapter.batch_size
         groups.first_step = state.steps_in_epoch = start.step
         state.epoch, state.batches_before_epoch = start.epoch, start.batch - start.step
+        state.data_start = start.data_start
         state.data_facts = data_facts(source, state.global_batch_size, steps_per_epoch)
         return groups
 
@@ -753,9 +754,14 @@ def _names_kdist(config):
 
 
 def _beginning(x, initial_epoch, steps_per_epoch):
-    """Returns the position of an epoch's beginning, in batches of a pipeline if `x` is one."""
-    own = x.steps_per_epoch if inputs.is_pipeline(x) else steps_per_epoch
-    return Position(initial_epoch, 0, initial_epoch * (own or 0))
+    """Returns the position of an epoch's beginning: as in Keras, that of the data.
+
+    A pipeline begins with the first batch of that epoch instead.
+    """
+    if inputs.is_pipeline(x):
+        return Position(initial_epoch, 0, initial_epoch * x.steps_per_epoch)
+    batches = initial_epoch * (steps_per_epoch or 0)
+    return Position(initial_epoch, 0, batches, data_start=batches)
 
 
 def _at_most(limit, epochs):

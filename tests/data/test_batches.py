@@ -296,6 +296,25 @@ def test_checkpoints_around_the_end_of_an_epoch(tmp_path, source, steps, options
     assert_equal(resumed, whole)
 
 
+@pytest.mark.parametrize("kind", ["with a state", "without", "tf.data"])
+@pytest.mark.parametrize("steps", [6, 7, 9, 11])  # passes of six batches, epochs of 4, 2, 4, and 2
+def test_data_of_unknown_length_that_end_within_an_epoch(tmp_path, kind, steps):
+    def data():
+        if kind == "tf.data":
+            spec = tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int64)
+            return tf.data.Dataset.from_generator(lambda: iter(Batches()), output_signature=spec)
+        return kdist.data.from_batches(StatefulBatches() if kind == "with a state" else Batches())
+
+    options = {"steps_per_epoch": 4, "epochs": 4}
+    whole = fit(data(), **options)
+    fit(data(), callbacks=[Checkpoint(tmp_path, every_steps=1), Interrupt(steps)], **options)
+    checkpoint = Checkpoint(tmp_path)
+    resumed = fit(data(), callbacks=[checkpoint], **options)
+    assert checkpoint.resumed_from == steps - 1
+    assert checkpoint.model.training_state.position == (3, 2, 12, 12)
+    assert_equal(resumed, whole)
+
+
 def test_a_state_that_the_checkpoint_lacks_is_read_up_to_its_position(tmp_path, caplog):
     data = kdist.data.from_batches(Batches())
     fit(data, callbacks=[Checkpoint(tmp_path, every_steps=1), Interrupt(STEPS + 4)])

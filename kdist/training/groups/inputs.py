@@ -101,7 +101,7 @@ def reader_at(x, position, steps_per_epoch, resumption=None):
         is_pass = steps_per_epoch is None
         place = {
             "passes": position.epoch if is_pass else 0,
-            "batches": position.step if is_pass else position.batch,
+            "batches": position.step if is_pass else position.batch - position.data_start,
         }
     reader = x.open_reader(position.batch, keeps_places=resumption is not None, **place)
     return _checked_end(reader, "steps_per_epoch", steps_per_epoch)

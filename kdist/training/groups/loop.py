@@ -93,13 +93,16 @@ class EpochLoop:
 
     def _epoch(self, epoch):
         state = self._state
+        if epoch != state.epoch:
+            state.batches_before_epoch = state.position.batch
         state.epoch, state.steps_in_epoch = epoch, self._groups.first_step
         self._callbacks.on_epoch_begin(epoch)
         logs = self._train()
+        if self._groups.has_ended and self._groups.steps_per_epoch:
+            state.data_start = state.position.batch
         if self._validate and self._model._should_eval(epoch, self._validation_freq):
             logs.update({f"val_{name}": value for name, value in self._validate().items()})
         self._callbacks.on_epoch_end(epoch, logs)
-        state.batches_before_epoch += state.steps_in_epoch
         return logs
 
     def _train(self):

@@ -106,6 +106,7 @@ class StepGroups(TFEpochIterator):
     Attributes:
         first_step: index of the next epoch's first step. It is not 0 if an earlier process has
             already run the beginning of that epoch.
+        has_ended: the data ended in the last epoch, so the next one begins with the first batch.
     """
 
     def __init__(self, distribute_strategy, feed=iter, **data):
@@ -117,7 +118,7 @@ class StepGroups(TFEpochIterator):
         self._distributed_dataset = dataset
         self._feed = feed
         self._batches_to_skip = 0
-        self._begins_at_position = False
+        self._begins_at_position = self.has_ended = False
         self.first_step = 0
 
     def skip_to(self, position):
@@ -126,7 +127,7 @@ class StepGroups(TFEpochIterator):
         The batches before it are read and dropped. If an epoch is a part of the data, these are
         all batches since the data began; else those of the current epoch.
         """
-        skipped = position.batch if self.steps_per_epoch else position.step
+        skipped = position.batch - position.data_start if self.steps_per_epoch else position.step
         self._batches_to_skip = skipped % self._num_batches if self._num_batches else skipped
 
     def begin_at(self, position, length):
@@ -188,11 +189,11 @@ class StepGroups(TFEpochIterator):
         except (StopIteration, tf.errors.OutOfRangeError):
             if self.num_batches:  # else nobody knows how many there should have been
                 self._interrupted_warning()
-            self._current_iterator = None
+            self._current_iterator, self.has_ended = None, True
             self.data_adapter.on_epoch_end()
 
     def _start_over(self):
-        data = self._get_iterator()
+        data, self.has_ended = self._get_iterator(), False
         self._steps_seen, self._batches_to_skip = self._batches_to_skip, 0
         if self._steps_seen and not self._begins_at_position:
             data = data.skip(self._steps_seen)
