@@ -16,6 +16,7 @@ from kdist import exit_codes
 from kdist.testing.metadata import metadata_server
 from tests.faults import training_program
 from tests.faults.jobs import check_equal
+from tests.tiers import seldom
 
 KILLS = int(os.environ.get("KDIST_KILLS", "3"))
 
@@ -24,7 +25,7 @@ LAST_STEP = training_program.EPOCHS * training_program.EXAMPLES // training_prog
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["one_device", "mirrored", "multi_worker"])
+@pytest.mark.parametrize("kind", ["mirrored", "multi_worker", *seldom(["one_device"])])
 def test_a_killed_run_has_the_result_of_an_undisturbed_one(kind, start, undisturbed, record):
     randomly = random.Random(int(os.environ.get("KDIST_KILL_SEED", "0")))
     expected = undisturbed(kind)
