@@ -12,7 +12,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from kdist.cluster.nodes import read_number, read_place
+from kdist.cluster.nodes import read_place
+from kdist.cluster.variables import read_number
 from kdist.json_text import parse_json
 
 __all__ = ["ROLES", "Cluster"]

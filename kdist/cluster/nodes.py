@@ -13,6 +13,8 @@ these variables are set for all of them:
 import re
 from collections.abc import Callable, Mapping
 
+from kdist.cluster.slurm import read_slurm_nodes
+from kdist.cluster.variables import read_number, read_variable
 from kdist.json_text import parse_json
 
 # Environment variables of kdist. An empty one counts as not set.
@@ -23,38 +25,6 @@ PORT = 2222
 _TF_CONFIG = "set TF_CONFIG for each task"
 
 Nodes = tuple[list[str], int]  # addresses of all nodes, and the number of this one
-
-# Slurm: task t of a host listens on port _FIRST_PORT + offset of the job + t, so that two jobs on
-# one host use different ports. The range ends below Linux's range for outgoing connections.
-_FIRST_PORT, _NUM_PORTS, _PORTS_PER_JOB = 20000, 12000, 64
-_SLURM_REMEDY = "start with srun, or unset the variables of Slurm"
-
-
-def read_variable(environment: Mapping[str, str], name: str, remedy: str) -> str:
-    """Returns the value of a variable that other variables require.
-
-    Raises:
-        ValueError: If it is not set, or empty.
-    """
-    if not environment.get(name):
-        raise ValueError(f"{name} is not set, but other variables of its engine are; {remedy}")
-    return environment[name]
-
-
-def read_number(
-    environment: Mapping[str, str], name: str, remedy: str, default: int | None = None
-) -> int:
-    """Returns the value of a variable as a number from 0.
-
-    Raises:
-        ValueError: If it is not such a number, or it is not set and there is no default.
-    """
-    if default is not None and name not in environment:
-        return default
-    text = environment[name] if name in environment else read_variable(environment, name, remedy)
-    if not re.fullmatch("[0-9]{1,12}", text.strip()):
-        raise ValueError(f"{name}={text} is not a number; {remedy}")
-    return int(text)
 
 
 def read_place(environment: Mapping[str, str]) -> tuple[dict[str, list[str]], str, int] | None:
@@ -212,79 +182,6 @@ def _nodes(names, index, variable, remedy):
     if len(names) == 1:
         return None
     return [name if ":" in name else f"{name}:{PORT}" for name in names], index
-
-
-def read_slurm_nodes(environment: Mapping[str, str]) -> tuple[list[str], int] | None:
-    """Returns (addresses of all tasks, number of this one); None outside of a multi-task job step.
-
-    Raises ValueError if one of the variables SLURM_PROCID, SLURM_STEP_NUM_TASKS,
-    SLURM_STEP_NODELIST, SLURM_STEP_TASKS_PER_NODE, and SLURM_JOB_ID is missing or malformed, and in
-    a job of several nodes outside of any step.
-
-    TensorFlow's own SlurmClusterResolver sorts hosts by name, which assigns wrong addresses where
-    Slurm's order differs (n9, n10). It also requires nvidia-smi, even without GPUs.
-    """
-    nodes = read_number(environment, "SLURM_JOB_NUM_NODES", _SLURM_REMEDY, 1)
-    if nodes > 1 and "SLURM_STEP_NUM_TASKS" not in environment:
-        raise ValueError(
-            f"the Slurm job has {nodes} nodes, and this process runs on one of them; start it with "
-            "srun, or set TF_CONFIG={} to train on this node alone"
-        )
-    if read_number(environment, "SLURM_STEP_NUM_TASKS", _SLURM_REMEDY, 1) < 2:
-        return None
-    return _slurm_addresses(environment), read_number(environment, "SLURM_PROCID", _SLURM_REMEDY)
-
-
-def expand_hosts(text: str) -> list[str]:
-    """Returns the host names of a Slurm node list, or raises ValueError.
-
-    >>> expand_hosts("n[1-2],m5,o[08-10,12]")
-    ['n1', 'n2', 'm5', 'o08', 'o09', 'o10', 'o12']
-    """
-    if not re.fullmatch(r"(?:[\w.-]+(?:\[[\d,-]+\])?(?:,(?!$)|$))+", text):
-        raise ValueError(f"{text!r} is not a list of Slurm hosts, such as n[1-2],m5")
-    hosts = []
-    for prefix, ranges in re.findall(r"([\w.-]+)(?:\[([\d,-]+)\])?", text):
-        if not ranges:
-            hosts.append(prefix)
-        for part in filter(None, ranges.split(",")):
-            first, _, last = part.partition("-")
-            numbers = range(int(first), int(last or first) + 1)
-            hosts += [f"{prefix}{number:0{len(first)}}" for number in numbers]
-    return hosts
-
-
-def expand_task_counts(text: str) -> list[int]:
-    """Returns the number of tasks of each host, or raises ValueError.
-
-    >>> expand_task_counts("2(x3),1")
-    [2, 2, 2, 1]
-    """
-    counts = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not match:
-            raise ValueError(f"{text!r} is not a list of Slurm task counts, such as 2(x3),1")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
-
-
-def _slurm_addresses(environment):
-    hosts = expand_hosts(read_variable(environment, "SLURM_STEP_NODELIST", _SLURM_REMEDY))
-    counts = expand_task_counts(
-        read_variable(environment, "SLURM_STEP_TASKS_PER_NODE", _SLURM_REMEDY)
-    )
-    if len(hosts) != len(counts):
-        raise ValueError(
-            f"SLURM_STEP_NODELIST has {len(hosts)} hosts, SLURM_STEP_TASKS_PER_NODE {len(counts)}"
-        )
-    job = read_number(environment, "SLURM_JOB_ID", _SLURM_REMEDY, 0)
-    port = _FIRST_PORT + job * _PORTS_PER_JOB % _NUM_PORTS
-    return [
-        f"{host}:{port + task}"
-        for host, count in zip(hosts, counts, strict=True)
-        for task in range(count)
-    ]
 
 
 # Engines that run on others come first: their addresses are those of the tasks.

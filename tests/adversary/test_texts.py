@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kdist
 from kdist.checkpoint import CheckpointFiles
 from kdist.cluster import Cluster
-from kdist.cluster.nodes import expand_hosts, expand_task_counts
+from kdist.cluster.slurm import expand_hosts, expand_task_counts
 from kdist.data.operations import as_operations
 from kdist.parallel.placement.files import read_placement
 from kdist.planner import resolve_workload

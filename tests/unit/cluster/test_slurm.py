@@ -4,7 +4,7 @@ import doctest
 
 import pytest
 
-from kdist.cluster import Cluster, nodes
+from kdist.cluster import Cluster, slurm
 
 STEP = {
     "SLURM_JOB_ID": "77",
@@ -16,7 +16,7 @@ STEP = {
 
 
 def test_examples():
-    assert doctest.testmod(nodes).failed == 0
+    assert doctest.testmod(slurm).failed == 0
 
 
 def test_every_task_is_a_worker_with_its_own_address():
@@ -30,13 +30,13 @@ def test_every_task_is_a_worker_with_its_own_address():
 
 def test_ports_are_below_those_of_outgoing_connections():
     for job in ("1", "186", "187", "99999999"):
-        addresses, _ = nodes.read_slurm_nodes(STEP | {"SLURM_JOB_ID": job})
+        addresses, _ = slurm.read_slurm_nodes(STEP | {"SLURM_JOB_ID": job})
         assert all(20000 <= int(a.split(":")[1]) < 32768 for a in addresses)
 
 
 def test_a_step_of_one_task_is_not_a_job():
-    assert nodes.read_slurm_nodes({}) is None
-    assert nodes.read_slurm_nodes(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert slurm.read_slurm_nodes({}) is None
+    assert slurm.read_slurm_nodes(STEP | {"SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def test_a_step_of_one_task_is_not_a_job():
 )
 def test_rejects(change, message):
     with pytest.raises(ValueError, match=message):
-        nodes.read_slurm_nodes(STEP | change)
+        slurm.read_slurm_nodes(STEP | change)
 
 
 def test_a_program_without_srun_in_a_job_of_several_nodes():
     with pytest.raises(ValueError, match="2 nodes.*start it with srun.*TF_CONFIG={}"):
-        nodes.read_slurm_nodes({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"})
-    assert nodes.read_slurm_nodes({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "1"}) is None
+        slurm.read_slurm_nodes({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"})
+    assert slurm.read_slurm_nodes({"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "1"}) is None
 
 
 def test_a_missing_variable_is_named():
     with pytest.raises(ValueError, match="SLURM_PROCID is not set.*start with srun"):
-        nodes.read_slurm_nodes({k: v for k, v in STEP.items() if k != "SLURM_PROCID"})
+        slurm.read_slurm_nodes({k: v for k, v in STEP.items() if k != "SLURM_PROCID"})
