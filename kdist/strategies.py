@@ -313,9 +313,10 @@ def _multi_worker(spec):
         with worker_devices(names), heartbeat_timeout(_MAX_SILENT_SECONDS):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         set_up(strategy, spec.step_timeout_seconds, equalizes_seeds=False)  # by the handshake
-        if spec.layout is not None and is_multi_worker(strategy):
+        if spec.layout is not None and strategy.num_replicas_in_sync > 1:
             strategy.layout = dataclasses.replace(spec.layout, data=strategy.num_replicas_in_sync)
-            find_ranks(strategy)
+            if is_multi_worker(strategy):
+                find_ranks(strategy)
         return strategy
 
     evaluates = spec.cluster.role == "evaluator"

@@ -37,7 +37,7 @@ _SAVE, _STOP = 1, 1 << 32
 # Values that the state of a checkpoint has, and the names in those that are objects.
 _VALUES = ("replicas", "local_steps_done", "stop_training", "best")
 _OBJECTS = {
-    "position": Position._fields,
+    "position": [f for f in Position._fields if f not in Position._field_defaults],
     "generators": ("python", "numpy"),
     **dict.fromkeys(("facts", "logs", "callbacks"), ()),
 }

@@ -26,6 +26,7 @@ from kdist.training.broadcast import wait_for_workers
 from kdist.training.groups import inputs
 from kdist.training.groups.clock import StepClock
 from kdist.training.groups.file_callbacks import (
+    forget_slots,
     share_backups,
     with_shared_slots,
     without_writers,
@@ -521,6 +522,7 @@ class Trainer(TensorFlowTrainer):
             # The chief's callbacks write files that programs read on all workers after `fit`.
             wait_for_workers(self.distribute_strategy, "ending a training")
         finally:
+            forget_slots(self)
             if resumption:
                 resumption.release()
 

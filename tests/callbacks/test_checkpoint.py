@@ -234,6 +234,13 @@ def test_a_checkpoint_that_lacks_values_is_an_error(tmp_path):
         *parent, key = name.split(".")
         del (state[parent[0]] if parent else state)[key]
         check(name, arrays, state)
+    earlier = copy.deepcopy(saved.state)
+    del earlier["position"]["data_start"]  # which earlier versions did not write
+    files = CheckpointFiles(tmp_path / "earlier")
+    files.write(1, arrays, earlier)
+    callback = Checkpoint(files.directory)
+    fit(strategy, [*deciding(), callback])
+    assert callback.resumed_from == 1
     lost = {name: array for name, array in arrays.items() if "best_weights" not in name}
     check("best_weights", lost, saved.state)
     for path in saved.path.glob("tensors.*"):

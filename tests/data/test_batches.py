@@ -19,6 +19,7 @@ from kdist.callbacks import Checkpoint, Telemetry
 from kdist.checkpoint import CheckpointFiles
 from kdist.data.batches import decode_state, encode_state
 from tests.forked import python_tasks
+from tests.tiers import seldom
 
 ROWS, BATCH, STEPS = 44, 8, 6  # the last batch has four rows
 X = np.random.default_rng(0).normal(size=(ROWS, 3)).astype("float32")
@@ -182,11 +183,11 @@ class Interruption(Exception):
 
 
 class Interrupt(keras.callbacks.Callback):
-    """Stops training after a number of steps, or after a validation, like a crash."""
+    """Stops training after a number of steps, or of validations, like a crash."""
 
-    def __init__(self, steps=None):
+    def __init__(self, steps=None, validations=1):
         super().__init__()
-        self._steps = steps
+        self._steps, self._validations = steps, validations
 
     def on_train_batch_end(self, batch, logs=None):
         if self._steps is not None:
@@ -195,7 +196,8 @@ class Interrupt(keras.callbacks.Callback):
                 raise Interruption
 
     def on_test_end(self, logs=None):
-        if self._steps is None:
+        self._validations -= 1
+        if self._steps is None and not self._validations:
             raise Interruption
 
 
@@ -296,22 +298,35 @@ def test_checkpoints_around_the_end_of_an_epoch(tmp_path, source, steps, options
     assert_equal(resumed, whole)
 
 
-@pytest.mark.parametrize("kind", ["with a state", "without", "tf.data"])
-@pytest.mark.parametrize("steps", [6, 7, 9, 11])  # passes of six batches, epochs of 4, 2, 4, and 2
-def test_data_of_unknown_length_that_end_within_an_epoch(tmp_path, kind, steps):
-    def data():
-        if kind == "tf.data":
-            spec = tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int64)
-            return tf.data.Dataset.from_generator(lambda: iter(Batches()), output_signature=spec)
-        return kdist.data.from_batches(StatefulBatches() if kind == "with a state" else Batches())
+def of_tensorflow(length=None):
+    spec = tf.TensorSpec([None, 3], tf.float32), tf.TensorSpec([None], tf.int64)
+    data = tf.data.Dataset.from_generator(lambda: iter(Batches()), output_signature=spec)
+    return data.apply(tf.data.experimental.assert_cardinality(length)) if length else data
 
-    options = {"steps_per_epoch": 4, "epochs": 4}
-    whole = fit(data(), **options)
-    fit(data(), callbacks=[Checkpoint(tmp_path, every_steps=1), Interrupt(steps)], **options)
-    checkpoint = Checkpoint(tmp_path)
-    resumed = fit(data(), callbacks=[checkpoint], **options)
-    assert checkpoint.resumed_from == steps - 1
-    assert checkpoint.model.training_state.position == (3, 2, 12, 12)
+
+ENDING = {
+    "with a state": lambda: kdist.data.from_batches(StatefulBatches()),
+    "without": lambda: kdist.data.from_batches(Batches()),
+    "of known length": lambda: kdist.data.from_batches(SizedBatches()),
+    "tf.data": of_tensorflow,
+    "tf.data of known length": lambda: of_tensorflow(STEPS),
+}
+
+
+@pytest.mark.parametrize("kind", ENDING)
+# Passes of six batches, so epochs of 4, 2, 4, and 2 steps. None: in the validation of the second.
+@pytest.mark.parametrize("steps", [6, 9, None, *seldom([7, 11])])
+def test_data_that_end_within_an_epoch(tmp_path, kind, steps):
+    options = {"steps_per_epoch": 4, "epochs": 4, "validation_data": (X, Y)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # data of known length that end
+        whole = fit(ENDING[kind](), **options)
+        callbacks = [Checkpoint(tmp_path, every_steps=1), Interrupt(steps, validations=2)]
+        fit(ENDING[kind](), callbacks=callbacks, **options)
+        checkpoint = Checkpoint(tmp_path)
+        resumed = fit(ENDING[kind](), callbacks=[checkpoint], **options)
+    assert checkpoint.resumed_from == (steps - 1 if steps else 6)
+    assert checkpoint.model.training_state.position[:3] == (3, 2, 12)
     assert_equal(resumed, whole)
 
 

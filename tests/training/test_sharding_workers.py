@@ -184,3 +184,25 @@ def test_processes_divide_state_and_train_as_one_device(
         model = program.compiled(kdist.Model, "clipped")
     program.fit(model, [kdist.callbacks.Checkpoint(tmp_path / "later", resume=of_job)])
     assert_same_weights(model.get_weights(), expected("clipped").get_weights(), 1e-6)
+
+
+ALONE = """
+import json
+
+import keras
+import numpy as np
+
+import kdist
+
+with kdist.create_strategy("multi_worker", devices=2, shard="optimizer").scope():
+    inputs = keras.Input((128,))
+    model = kdist.Model(inputs, keras.layers.Dense(256)(inputs))
+    model.compile("adam", "mse")
+x = np.ones((4, 128), "float32")
+model.fit(x, np.zeros((4, 256), "float32"), batch_size=4, verbose=0)
+print(json.dumps([list(v.shape) for v in model.optimizer.variables if len(v.shape) == 2]))
+"""
+
+
+def test_a_job_with_one_task_left_divides_state_over_its_devices():
+    assert python_tasks(ALONE, {"worker": 1}) == [[[64, 256], [64, 256]]]

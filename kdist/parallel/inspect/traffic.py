@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from kdist.compat.tensorflow import collect_function_graphs
 from kdist.parallel.device_groups import short_name
-from kdist.training.replica.reduction import SCOPE
+from kdist.training.replica.reduction import GATHER, SCOPE
 
 # The host fetches data and takes timestamps, which devices do not exchange.
 _ON_HOST = ("Iterator", "Timestamp", "PyFunc", "EagerPyFunc")
@@ -105,10 +105,12 @@ def sharded_bytes(graph, rows: int, replicas: int) -> dict[str, int] | None:
         None if the size of a tensor is unknown.
     """
     with_shapes = _with_shapes(graph)
+    # The rows of a batch are sent as well, and are neither.
     own = [
         (kind, tensor, 1)
         for (tensor, _), consumer in _sent(with_shapes)
-        for kind in ("scattered" if SCOPE in consumer.name else "gathered",)
+        for kind, scope in (("scattered", SCOPE), ("gathered", GATHER))
+        if scope in consumer.name
     ]
     # Each worker has the graph of its own replicas.
     collectives = [

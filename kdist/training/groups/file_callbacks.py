@@ -71,6 +71,17 @@ def with_shared_slots(callbacks, strategy: tf.distribute.Strategy):
     return found
 
 
+def forget_slots(model):
+    """Frees the slots that were gathered for a file, also where training ends by an error."""
+    for shards in _shards_of_model(model):
+        shards.forget_shared()
+
+
+def _shards_of_model(model):
+    found = [shards_of(optimizer) for optimizer in optimizers_of(model)]
+    return [shards for shards in found if shards is not None]
+
+
 class _ShareSlots(keras.callbacks.Callback):
     """Gathers slots that workers divide, before the next callback saves the model on the chief."""
 
@@ -78,27 +89,16 @@ class _ShareSlots(keras.callbacks.Callback):
         self._share()
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._forget()
+        forget_slots(self.model)
 
     def on_epoch_end(self, epoch, logs=None):
         self._share()
 
-    def on_train_end(self, logs=None):
-        self._forget()
-
     def _share(self):
         is_chief = self.model.distribute_strategy.extended.should_checkpoint
         with heartbeat.collective("gathering slots for a file of the model"):
-            for shards in self._shards():
+            for shards in _shards_of_model(self.model):
                 shards.share(is_kept=is_chief)
-
-    def _forget(self):
-        for shards in self._shards():
-            shards.forget_shared()
-
-    def _shards(self):
-        found = [shards_of(optimizer) for optimizer in optimizers_of(self.model)]
-        return [shards for shards in found if shards is not None]
 
 
 def _keep_tables(callback):

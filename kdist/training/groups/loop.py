@@ -98,10 +98,11 @@ class EpochLoop:
         state.epoch, state.steps_in_epoch = epoch, self._groups.first_step
         self._callbacks.on_epoch_begin(epoch)
         logs = self._train()
-        if self._groups.has_ended and self._groups.steps_per_epoch:
-            state.data_start = state.position.batch
         if self._validate and self._model._should_eval(epoch, self._validation_freq):
             logs.update({f"val_{name}": value for name, value in self._validate().items()})
+        # Not before the validation: a run that resumes there has yet to end this epoch.
+        if self._groups.has_ended and self._groups.steps_per_epoch:
+            state.data_start = state.position.batch
         self._callbacks.on_epoch_end(epoch, logs)
         return logs
 

@@ -118,7 +118,7 @@ class StepGroups(TFEpochIterator):
         self._distributed_dataset = dataset
         self._feed = feed
         self._batches_to_skip = 0
-        self._begins_at_position = self.has_ended = False
+        self._begins_at_position = self._is_over = self.has_ended = False
         self.first_step = 0
 
     def skip_to(self, position):
@@ -129,6 +129,8 @@ class StepGroups(TFEpochIterator):
         """
         skipped = position.batch - position.data_start if self.steps_per_epoch else position.step
         self._batches_to_skip = skipped % self._num_batches if self._num_batches else skipped
+        # The data ended with the position, and with them its epoch.
+        self._is_over = bool(position.step and skipped and not self._batches_to_skip)
 
     def begin_at(self, position, length):
         """Counts the batches before a `Position`, of data whose first iterator begins there.
@@ -153,6 +155,9 @@ class StepGroups(TFEpochIterator):
         self.data_adapter.on_epoch_end()
 
     def _known(self, steps_per_epoch):
+        if self._is_over:
+            self._is_over, self.first_step = False, 0
+            return
         if self._current_iterator is None or self.steps_per_epoch is None:
             self._start_over()
         step, self.first_step = self.first_step, 0

@@ -14,6 +14,8 @@ _this_thread = threading.local()
 
 # Name scope of the reduction, by which profiles separate its time from computation.
 SCOPE = "all_reduce_sum"
+# Name scope of the gathering of weights from their parts.
+GATHER = "gather_weights"
 
 # Packing a tensor costs a copy; sending it alone costs a fixed time, about that of copying this
 # many bytes.

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from kdist.compat.tensorflow import repeat_operation, replace_input, unrecorded
-from kdist.training.replica.reduction import of_all_replicas
+from kdist.training.replica.reduction import GATHER, of_all_replicas
 from kdist.training.sharding.sizes import HELD, is_kept
 from kdist.training.sharding.weights import ShardedVariable
 
@@ -40,7 +40,7 @@ class _Gather:
 
     def whole_after(self, operations: Sequence[tf.Operation]) -> tf.Tensor:
         """Returns the weight, gathered when the operations have ended."""
-        with unrecorded(), tf.name_scope("gather"), tf.control_dependencies(operations):
+        with unrecorded(), tf.name_scope(GATHER), tf.control_dependencies(operations):
             received = []
             for part in self.parts:
                 # The device that sends waits as well, so that nothing is received early.

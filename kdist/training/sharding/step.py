@@ -13,7 +13,12 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from kdist.training.replica.reduction import all_reduce_sum, gather_parts, reduce_scatter_sum
+from kdist.training.replica.reduction import (
+    GATHER,
+    all_reduce_sum,
+    gather_parts,
+    reduce_scatter_sum,
+)
 from kdist.training.replica.step import ReplicaStep, scale_gradient
 from kdist.training.sharding.gathers import WeightGathers
 from kdist.training.sharding.optimizer_state import shards_of
@@ -132,17 +137,20 @@ class ShardedStep(ReplicaStep):
 
     def _gather(self, shards):
         """Assigns the parts of all replicas to this replica's copies of the weights."""
-        parts = gather_parts([tf.identity(self.local(s.variable.value)) for s in shards])
-        for shard, values in zip(shards, parts, strict=True):
-            value = self._constrained(shard, shard.division.merge(values))
-            self.local(shard.weight.value).assign(value)
+        for shard, value in zip(shards, self._gathered(shards), strict=True):
+            self.local(shard.weight.value).assign(self._constrained(shard, value))
+
+    def _gathered(self, shards):
+        """Returns the whole value of each weight, from the parts of all replicas."""
+        with tf.name_scope(GATHER):
+            parts = gather_parts([tf.identity(self.local(s.variable.value)) for s in shards])
+            return [shard.division.merge(p) for shard, p in zip(shards, parts, strict=True)]
 
     def _constrain(self, shards):
         """Applies the constraints of weights, which need whole ones, to this replica's parts."""
-        parts = gather_parts([tf.identity(self.local(s.variable.value)) for s in shards])
-        for shard, values in zip(shards, parts, strict=True):
-            value = self._constrained(shard, shard.division.merge(values))
-            self.local(shard.variable.value).assign(shard.division.part(value, self.replica))
+        for shard, value in zip(shards, self._gathered(shards), strict=True):
+            part = shard.division.part(self._constrained(shard, value), self.replica)
+            self.local(shard.variable.value).assign(part)
 
     def _constrained(self, shard, value):
         if shard.weight.constraint is None:
