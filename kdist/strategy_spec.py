@@ -126,9 +126,10 @@ def resolve(
     if isinstance(name, Layout) and name.shard is not None:
         sharded = name
         cluster = Cluster.resolve() if cluster is None else cluster
-        name = "mirrored" if cluster.is_alone else "multi_worker"
         if cluster.is_alone:
-            devices = _devices_of_replicas(sharded, devices)
+            name, devices = "mirrored", _devices_of_replicas(sharded, devices)
+        else:
+            name = "multi_worker"
     if name == "auto":
         name, cluster = _automatic(cluster)
     layout = name if isinstance(name, Layout) else None

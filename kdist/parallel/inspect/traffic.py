@@ -96,13 +96,14 @@ def sharded_bytes(graph, rows: int, replicas: int) -> dict[str, int] | None:
     Toward Training Trillion Parameter Models", 2020 (arXiv:1910.02054), section 7.
 
     Args:
-        graph: the optimized `GraphDef` of a step on the replicas of one process.
+        graph: the optimized `GraphDef` of a step on the replicas of this process.
         rows: rows of tensors whose first dimension is unknown.
         replicas: number of replicas of the job.
 
     Returns:
-        The bytes by what they are for, "gathered" and "scattered". An all-reduce counts as both.
-        None if the size of a tensor is unknown.
+        The bytes by what they are for, "gathered" and "scattered". An all-reduce of small weights
+        counts as both with several workers, and as scattered within a process. None if the size of
+        a tensor is unknown.
     """
     with_shapes = _with_shapes(graph)
     # The rows of a batch are sent as well, and are neither.

@@ -168,7 +168,8 @@ def estimate_memory(
     divides_gradients = divided is not None and divided.divides_gradients
     # Keras checks all gradients of float16 before it applies any of them.
     checked = precision == "mixed_float16"
-    gradients_stay = accumulate > 1 or devices > 1 or checked
+    # Replicas that divide weights keep their parts of the gradients, which are added up one by one.
+    gradients_stay = (accumulate > 1 or devices > 1 or checked) and not divides_weights
     early = 0 if served or checked else of_optimizer.early
     if framework_bytes is None:
         framework_bytes = CUDA_BYTES if device == "gpu" else 0.0
@@ -237,12 +238,11 @@ def _step_bytes(workload, local_batch, precision, gradients_stay, divided):
     A workload read under float32 is assumed to need the same in 16 bits, plus the 16-bit copies of
     weights and their gradients. The true value is lower, depending on the layers: BatchNorm keeps
     float32 copies of its inputs. In the other direction twice the bytes are enough for any number.
-    Replicas that divide weights keep their parts of the gradients, which are added up one by one.
+    Replicas that divide weights hold 16-bit copies of gathered ones only.
     """
     copied = workload.parameters + workload.trainable_parameters
     added_up = 0.0
     if divided is not None and divided.divides_weights:
-        gradients_stay = False
         copied -= 2 * (divided.divided - divided.gathered)
         added_up = divided.updated * variable_bytes(precision)
     read = workload.step_bytes(local_batch, gradients_stay) * STEP_MARGIN + added_up
@@ -279,8 +279,6 @@ def _workspace(
         kept = max(x.kept_bytes for x in workload.layers if x.kind == "convolution")
         cudnn = min(2 * kept * local_batch, _CUDNN_LIMIT_BYTES)
     matrices = [each for *each, kind in zip(sizes, updated, kinds, strict=True) if kind == "matmul"]
-    if divided is not None and divided.divides_weights:
-        gradients_stay = False
     return Workspace(
         kernels=kernels,
         temporaries=of_optimizer.late * max(updated, default=0.0),
