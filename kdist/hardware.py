@@ -1,6 +1,9 @@
 """GPUs and CPU cores of this host that this process may use; imports no TensorFlow."""
 
+import contextlib
 import os
+import pathlib
+import platform
 import re
 from collections.abc import Mapping, Sequence
 
@@ -65,17 +68,34 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def _count_by_nvml():
-    """Returns the number of GPUs that the driver reports; 0 without a driver."""
+    return len(_names_by_nvml())
+
+
+def _names_by_nvml():
+    """Returns the names of the GPUs that the driver reports; none without a driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return 0
+        return []
     try:
-        return pynvml.nvmlDeviceGetCount()
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
     finally:
         pynvml.nvmlShutdown()
+
+
+def describe_processors() -> str:
+    """Returns the CPU's model and instruction sets, and the models of the GPUs.
+
+    Machines with the same description run the same machine code.
+    """
+    cpu = {platform.machine()}
+    with contextlib.suppress(OSError):  # not Linux
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        cpu |= {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return "\n".join([*sorted(cpu), *sorted(set(_names_by_nvml()))])
 
 
 def count_cores(environment: Mapping[str, str]) -> int:

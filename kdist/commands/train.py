@@ -369,6 +369,12 @@ with program.flag_group("Performance"):
     )
     flags.DEFINE_boolean("jit_compile", False, "Compile the training step with XLA.")
     flags.DEFINE_string(
+        "compile_cache",
+        None,
+        "Directory in which XLA keeps what it compiles, so that later runs of the same model on "
+        "the same kind of machine start sooner. Needs --jit_compile, or --backend=jax.",
+    )
+    flags.DEFINE_string(
         "steps_per_execution", "1", "Steps per call of the train function; auto tunes the number."
     )
     flags.DEFINE_string(

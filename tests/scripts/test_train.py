@@ -254,6 +254,24 @@ def test_check_reports_working_strategies():
     assert "does not work here: tpu" in broken.stdout
 
 
+@pytest.mark.exhaustive
+def test_later_runs_read_what_xla_compiled_for_earlier_ones(tmp_path):
+    losses, files = [], []
+    for name in ("first", "second", "third"):
+        command = [sys.executable, "-m", "kdist", "train", f"--run_dir={tmp_path / name}", *DIGITS]
+        flags = ["--model=mlp", "--examples=64", f"--compile_cache={tmp_path / 'cache'}"]
+        flags += ["--jit_compile", "--strategy=one_device", "--local_batch_size=32"]
+        subprocess.run([*command, *flags], check=True, timeout=300)
+        losses.append(json.loads((tmp_path / name / "summary.json").read_text())["test_loss"])
+        found = (tmp_path / "cache").rglob("*.pb")
+        files.append({path.name: path.stat().st_ino for path in found})
+    assert files[0]
+    # XLA's names count what was compiled, so the second run can compile something once more.
+    assert files[0].items() <= files[1].items(), "compiled and written again"
+    assert files[1] == files[2]
+    assert len(set(losses)) == 1
+
+
 @pytest.mark.slow
 def test_sharded_replicas(tmp_path):
     """`check` prints the bytes on each device, and `train` trains whole replicas."""

@@ -176,6 +176,8 @@ TRAIN = [
     (["--strategy=central_storage", "--num_devices=2", "--local_steps=2"], "they share them"),
     (["--local_steps=2", "--sync_batch_norm"], "leave one of them out"),
     (["--layout=pipeline=2", "--jit_compile"], "leave one of them out"),
+    (["--compile_cache=a_folder"], "Add --jit_compile"),
+    (["--jit_compile", "--compile_cache=gs://bucket/a"], "give a path of the file system"),
     # Another backend.
     (["--backend=jax", "--strategy=mirrored"], "--strategy is not supported by --backend=jax"),
     (["--backend=jax", "--layout=pipeline=2"], "pipeline=2: on a JAX mesh"),

@@ -1,12 +1,15 @@
 """Flags that choose the backend, and flags that are set by a plan or by tuned settings."""
 
+import hashlib
+import importlib.metadata
 import os
+import pathlib
 
 from absl import flags
 
 import kdist
 from kdist import program
-from kdist.hardware import find_gpus
+from kdist.hardware import describe_processors, find_gpus
 from kdist.mirror.store import is_url
 from kdist.strategy_spec import resolve
 from kdist.tuning.settings import this_machine
@@ -29,6 +32,7 @@ SUPPORTED_ON_JAX = (
     *("operations", "num_devices", "layout", "split", "local_batch_size", "epochs", "optimizer"),
     *("learning_rate", "schedule", "ramp_epochs", "decay", "scale_learning_rate"),
     *("base_batch_size", "precision", "steps_per_execution", "sync_batch_norm", "seed", "run_dir"),
+    "compile_cache",
     *("price_usd_per_hour", "verbose"),
 )
 REMEDIES_ON_JAX = {
@@ -53,6 +57,8 @@ def choose_backend():
     if chosen != FLAGS.backend and not FLAGS["backend"].present:
         raise ValueError(f"KERAS_BACKEND is {chosen}, but --backend is {FLAGS.backend}; pass it")
     os.environ["KERAS_BACKEND"] = FLAGS.backend
+    if FLAGS.compile_cache:
+        _use_compile_cache()
     if FLAGS.backend == "tensorflow":
         _choose_kernels()
         return
@@ -74,6 +80,35 @@ def _choose_kernels():
     """
     if FLAGS.model in FASTER_WITH_ONEDNN:
         os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
+
+
+def _use_compile_cache():
+    """Lets XLA read and write compiled functions in a folder of --compile_cache.
+
+    TensorFlow does not look whether they were compiled for this kind of processor, so each kind,
+    and each version of TensorFlow, has a folder of its own.
+
+    Raises:
+        ValueError: nothing is compiled with XLA.
+        OSError: the folder cannot be written.
+    """
+    is_tensorflow = FLAGS.backend == "tensorflow"
+    if is_tensorflow and not FLAGS.jit_compile:
+        raise ValueError(
+            "--compile_cache stores what XLA compiles, and without --jit_compile it compiles "
+            "nothing. Add --jit_compile, or leave --compile_cache out"
+        )
+    compiler = importlib.metadata.version("tensorflow" if is_tensorflow else "jaxlib")
+    options = os.environ.get("XLA_FLAGS", "")
+    key = "\n".join([FLAGS.backend, compiler, options, describe_processors()])
+    folder = hashlib.sha256(key.encode()).hexdigest()[:16]
+    path = pathlib.Path(FLAGS.compile_cache).absolute() / f"{FLAGS.backend}-{compiler}-{folder}"
+    path.mkdir(parents=True, exist_ok=True)
+    if is_tensorflow:
+        flag = f"--tf_xla_persistent_cache_directory={path}"
+        os.environ["TF_XLA_FLAGS"] = f"{os.environ.get('TF_XLA_FLAGS', '')} {flag}".strip()
+    else:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(path)
 
 
 def apply_plan():
