@@ -76,7 +76,7 @@ class Trial:
         max_wait_seconds: time for the first steps, and for a turn. Defaults to ten minutes.
 
     Attributes:
-        facts: number of replicas and training examples.
+        facts: number of replicas and training examples; whether batches are gathered from memory.
         memory_bytes: memory of one GPU, or of the process on CPUs, in the last turn.
 
     Raises:
