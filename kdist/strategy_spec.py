@@ -145,7 +145,7 @@ def resolve(
     elif name not in SINGLE_PROCESS + MULTI_PROCESS:
         raise ValueError(_unknown(name))
     if sharded is not None:
-        _check_shard(sharded.shard, name)
+        _check_shard(sharded.shard, name, cluster)
     spec = StrategySpec(
         name,
         devices,
@@ -327,9 +327,13 @@ def _check_communication(spec):
         )
 
 
-def _check_shard(shard, name):
+def _check_shard(shard, name, cluster):
     if name == "auto" or shard in supported_shards(name):
         return
+    if name == "multi_worker":
+        cluster = Cluster.resolve() if cluster is None else cluster
+        if cluster.num_workers == 1 and shard in supported_shards("mirrored"):
+            return  # an evaluator is the only other task, so that one process trains
     others = " or ".join(f"shard={each}" for each in supported_shards(name))
     if others:
         raise ValueError(
