@@ -25,6 +25,7 @@ import tensorflow as tf
 from kdist.batch import Batch
 from kdist.cluster import Cluster
 from kdist.compat.tensorflow import (
+    convert_variables_to_numbers,
     heartbeat_timeout,
     number_of_workers,
     worker_devices,
@@ -162,6 +163,7 @@ def build(spec: StrategySpec) -> tf.distribute.Strategy:
         "parameter_server": _parameter_server,
         "layout": _layout,
     }
+    convert_variables_to_numbers()  # before a program imports `kdist.Model`, which does it as well
     if spec.intra_op_threads is not None:
         from kdist.devices import set_intra_op_threads
 

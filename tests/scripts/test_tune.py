@@ -131,6 +131,28 @@ def test_trials_end_with_the_search(tmp_path):
     assert not running
 
 
+# A trial that starts a process of its own, such as a loader of data, and crashes or waits.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+print(child.pid, end=".", file=open(sys.argv[1], "w"), flush=True)
+if sys.argv[2] == "crashes":
+    raise ValueError("crashed")
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(("how", "reason"), [("crashes", "crashed"), ("waits", "seconds were not")])
+def test_processes_of_a_trial_end_with_it(how, reason, tmp_path):
+    pid = tmp_path / "pid"
+    with pytest.raises(TrialError, match=reason):
+        Trial([sys.executable, "-c", PARENT, str(pid), how], 1e12, max_wait_seconds=5)
+    child = int(pid.read_text().rstrip("."))
+    if psutil.pid_exists(child):  # a zombie counts as ended
+        _, running = psutil.wait_procs([psutil.Process(child)], timeout=10)
+        assert not running
+
+
 def test_a_turn_counts_the_steps_of_groups_that_an_epoch_cuts_short():
     small = ["--model=mlp", "--dataset=digits", "--examples=96", "--local_batch_size=32"]
     with Trial(trials.trial_command([*small, "--steps_per_execution=8"]), 1e12) as trial:
