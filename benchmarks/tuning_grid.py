@@ -64,7 +64,7 @@ def compare(model):
     began = time.perf_counter()
     with TrialPool(limit, on_gpus) as pool:
         training = TrainingWithKnobs(pool)
-        knobs = [knob if not FLAGS.quick else shortened(knob) for knob in training.knobs()]
+        knobs = [knob if not FLAGS.quick else shortened(knob) for knob in training.knobs()[0]]
         found = SpeedSearch(knobs, training.examples_per_second, seconds=1e6).run()
     search_seconds = time.perf_counter() - began
     began = time.perf_counter()

@@ -55,6 +55,19 @@ def find_devices(request: int | Sequence[str] | None = None) -> tuple[str, ...]:
     return names
 
 
+def set_intra_op_threads(number: int):
+    """Sets the threads of one operation on the CPU; logs a warning if TensorFlow has started."""
+    try:
+        tf.config.threading.set_intra_op_parallelism_threads(number)
+    except RuntimeError:
+        _logger.warning(
+            "intra_op_threads=%d has no effect, since TensorFlow has already started with %s; "
+            "create the strategy before anything else uses TensorFlow",
+            number,
+            tf.config.threading.get_intra_op_parallelism_threads() or "all cores",
+        )
+
+
 def _available_text(gpus):
     if gpus:
         return f"TensorFlow sees {len(gpus)} GPU(s): {', '.join(gpus)}"

@@ -25,6 +25,7 @@ import tensorflow as tf
 from kdist.batch import Batch
 from kdist.cluster import Cluster
 from kdist.compat.tensorflow import (
+    convert_variables_to_numbers,
     heartbeat_timeout,
     number_of_workers,
     worker_devices,
@@ -67,6 +68,7 @@ def create_strategy(
     allow_remote: bool = False,
     partitioner: "Partitioner | None" = None,
     shard: str | None = None,
+    intra_op_threads: int | None = None,
 ) -> tf.distribute.Strategy:
     """Creates a distribution strategy.
 
@@ -84,8 +86,8 @@ def create_strategy(
             `"mirrored"` on several devices and `"one_device"` on one; the choice is logged. Or a
             `kdist.planner.Plan`, which also determines the devices; the job must have as many tasks
             as the plan has machines. Or a `kdist.tuning.Tuned`, which also determines devices,
-            reduction, and shards. Or the `kdist.Layout` of a split model, or of replicas that are
-            sharded. Defaults to `"auto"`.
+            reduction, shards, and threads. Or the `kdist.Layout` of a split model, or of replicas
+            that are sharded. Defaults to `"auto"`.
         devices: Number of devices or their names, such as `["GPU:0", "GPU:3"]`. A number on a
             machine without GPUs creates that many logical CPU devices. In a job, these are the
             devices of this task, and every task has the same number. Defaults to all GPUs, or the
@@ -110,6 +112,9 @@ def create_strategy(
             memory. `"optimizer"`: the optimizer's slots, and its update. `"gradients"`: also the
             sums of gradients over micro-steps. `"weights"`: also the weights, with `"mirrored"`
             only. See `kdist.Layout`. Defaults to None: each device holds everything.
+        intra_op_threads: Threads among which one operation on the CPU is divided. They can be set
+            only before TensorFlow starts; later a warning is logged. Defaults to None: all cores,
+            or one if there are no more cores than logical CPU devices.
 
     Returns:
         A `tf.distribute.Strategy`. In a job with a coordinator (`"parameter_server"`, a layout),
@@ -138,6 +143,7 @@ def create_strategy(
         allow_remote=allow_remote,
         partitioner=partitioner,
         shard=shard,
+        intra_op_threads=intra_op_threads,
     )
     return build(spec)
 
@@ -157,6 +163,11 @@ def build(spec: StrategySpec) -> tf.distribute.Strategy:
         "parameter_server": _parameter_server,
         "layout": _layout,
     }
+    convert_variables_to_numbers()  # before a program imports `kdist.Model`, which does it as well
+    if spec.intra_op_threads is not None:
+        from kdist.devices import set_intra_op_threads
+
+        set_intra_op_threads(spec.intra_op_threads)
     return builders[spec.kind](spec)
 
 

@@ -58,6 +58,7 @@ class StrategySpec:
         cluster_timeout_seconds: Limit for all tasks to start.
         step_timeout_seconds: Limit of a `multi_worker` step; 0 for none.
         partitioner: Partitioner of embedding tables under `parameter_server`.
+        intra_op_threads: Threads of one operation on the CPU; None for the default.
     """
 
     kind: str
@@ -69,6 +70,7 @@ class StrategySpec:
     cluster_timeout_seconds: float = 60.0
     step_timeout_seconds: float = 600.0
     partitioner: Callable | None = None
+    intra_op_threads: int | None = None
 
     @property
     def job_name(self) -> str:
@@ -88,6 +90,7 @@ def resolve(
     allow_remote: bool = False,
     partitioner: Callable | None = None,
     shard: str | None = None,
+    intra_op_threads: int | None = None,
 ) -> StrategySpec:
     """Returns the spec of a strategy, after checking that its options agree.
 
@@ -106,6 +109,7 @@ def resolve(
                 reduction=reduction,
                 num_packs=num_packs,
                 shard=shard,
+                intra_op_threads=intra_op_threads,
             ),
             cluster=cluster,
             cluster_timeout_seconds=cluster_timeout_seconds,
@@ -121,6 +125,8 @@ def resolve(
             )
     elif not isinstance(name, str):
         name, devices, cluster = _from_plan(name, devices, cluster)
+    if intra_op_threads is not None and intra_op_threads < 1:
+        raise ValueError(f"intra_op_threads={intra_op_threads} is not a positive number or None")
     devices = parse_devices(devices)
     sharded = Layout(shard=shard) if shard is not None else None
     if isinstance(name, Layout) and name.shard is not None:
@@ -139,7 +145,7 @@ def resolve(
     elif name not in SINGLE_PROCESS + MULTI_PROCESS:
         raise ValueError(_unknown(name))
     if sharded is not None:
-        _check_shard(sharded.shard, name)
+        _check_shard(sharded.shard, name, cluster)
     spec = StrategySpec(
         name,
         devices,
@@ -150,6 +156,7 @@ def resolve(
         cluster_timeout_seconds,
         step_timeout_seconds,
         partitioner,
+        intra_op_threads,
     )
     if name in SINGLE_PROCESS:
         _check_single_process(spec)
@@ -320,9 +327,13 @@ def _check_communication(spec):
         )
 
 
-def _check_shard(shard, name):
+def _check_shard(shard, name, cluster):
     if name == "auto" or shard in supported_shards(name):
         return
+    if name == "multi_worker":
+        cluster = Cluster.resolve() if cluster is None else cluster
+        if cluster.num_workers == 1 and shard in supported_shards("mirrored"):
+            return  # an evaluator is the only other task, so that one process trains
     others = " or ".join(f"shard={each}" for each in supported_shards(name))
     if others:
         raise ValueError(

@@ -95,3 +95,18 @@ devices.find_devices(2)
 print(json.dumps(tf.config.threading.get_intra_op_parallelism_threads()))
 """
     assert python(code) == 0
+
+
+@pytest.mark.parametrize(("first", "threads"), [("", 3), ("tf.zeros(1)", 0)])
+def test_tuned_threads_are_set_before_tensorflow_starts(first, threads):
+    code = f"""
+import json, logging, tensorflow as tf, kdist
+messages = []
+logging.getLogger("kdist.devices").addFilter(lambda each: messages.append(each.getMessage()))
+{first}
+kdist.create_strategy(kdist.tuning.Tuned({{"intra_op_threads": 3}}))
+print(json.dumps([tf.config.threading.get_intra_op_parallelism_threads(), messages]))
+"""
+    found, messages = python(code)
+    assert found == threads
+    assert ("intra_op_threads=3 has no effect" in "".join(messages)) == bool(first)

@@ -16,6 +16,10 @@
   kdist plan --calibrate=here.json --num_devices=2
   kdist plan --calibration=here.json --model=lenet --examples=60000
 
+  # the step time that kdist tune measured, which also corrects the estimates of other batches
+  kdist plan --tuned=tuned.json --model=lenet --examples=60000
+  kdist plan --tuned=tuned.json --calibration=here.json --model=lenet --examples=60000
+
   # prediction errors against published rates, or rates of your own machines
   kdist plan --validate=rates.csv --machines=machines.csv
 
@@ -46,6 +50,7 @@ from kdist.planner.measurements import Calibration, calibrated_step_seconds
 from kdist.planner.selection.constraints import DEFAULT_STRATEGIES, price_rejections
 from kdist.planner.tables import catalog, prices
 from kdist.run_directory import RunDirectory
+from kdist.tuning.settings import Tuned
 
 FLAGS = flags.FLAGS
 
@@ -199,6 +204,12 @@ with program.flag_group("Measurements and validation"):
     flags.DEFINE_string(
         "calibration", None, "File that --calibrate wrote. Only its machine is considered."
     )
+    flags.DEFINE_string(
+        "tuned",
+        None,
+        "File that kdist tune --output wrote. Only its machine is considered, and its measured "
+        "step time replaces the estimate.",
+    )
 
 flags.mark_flags_as_mutual_exclusive(["machines", "prices"])
 flags.mark_flags_as_mutual_exclusive(
@@ -207,6 +218,7 @@ flags.mark_flags_as_mutual_exclusive(
 for table in ("machines", "prices", "validate", "trainings"):
     program.reads_file(table, "give the path of a table (CSV)")
 program.reads_file("calibration", "create it with --calibrate")
+program.reads_file("tuned", "create it with kdist tune --output")
 program.writes_file("output")
 program.writes_file("update_prices")
 program.writes_file("page", unless=[""])
@@ -232,7 +244,7 @@ def main(_):
             "pass a model: --model=resnet50 --examples=1281167 --epochs=90 (--model=list prints "
             "the known models; for your own model call kdist.plan(model, examples=…))"
         )
-    elif FLAGS.calibration:
+    elif FLAGS.calibration or FLAGS.tuned:
         plan_here()
     else:
         plan()
@@ -411,23 +423,74 @@ def calibrate():
 
 
 def plan_here():
-    """Prints the step time per batch size on a calibrated machine."""
+    """Prints the step time per local batch on one machine: measured, estimated, or both."""
+    tuned = tuned_of_this_model() if FLAGS.tuned else None
+    machine, replicas, steps = estimates_here() if FLAGS.calibration else ("", 0, {})
+    if tuned is not None:
+        machine, note = machine or tuned.machine, "measured by kdist tune"
+        if steps and replicas != tuned.replicas:
+            raise ValueError(
+                f"{FLAGS.tuned} has {tuned.replicas} replicas, and {FLAGS.calibration} has "
+                f"{replicas}; tune or calibrate with --num_devices of the other"
+            )
+        local, replicas = tuned.settings["local_batch_size"], tuned.replicas
+        seconds = local * replicas / tuned.examples_per_second
+        if steps:
+            estimate = estimates_here((local,))[2][local][0]
+            note += f"; the estimate was {estimate * 1e3:.1f} ms, which corrects other batches"
+            factor = seconds / estimate
+            steps = {batch: (step * factor, parts) for batch, (step, parts) in steps.items()}
+        steps[local] = seconds, note
+    print(f"{FLAGS.model} on {machine}, {replicas} devices")
+    print(f"{'batch':>6}{'step':>12}{'examples/s':>12}{'hours':>9}  of it")
+    for batch, (seconds, remark) in sorted(steps.items()):
+        rate = batch * replicas / seconds
+        hours = FLAGS.examples * FLAGS.epochs / rate / 3600
+        print(f"{batch:6}{seconds * 1e3:9.1f} ms{rate:12,.1f}{hours:9.3f}  {remark}")
+
+
+def estimates_here(batches=None):
+    """Returns the machine of --calibration, its replicas, and estimates by local batch.
+
+    Args:
+        batches: local batches; by default those of the flags.
+
+    Returns:
+        (machine, replicas, {local batch: (seconds of a step, its parts as text)}).
+    """
     path = pathlib.Path(FLAGS.calibration)
     calibration = Calibration.from_json(path.read_text(), path)
     work = planner.resolve_workload(FLAGS.model, program.read_numbers("input_shape"))
-    print(f"{work.name} on {calibration.machine}, {calibration.replicas} devices")
-    print(f"{'batch':>6}{'step':>12}{'examples/s':>12}{'hours':>9}  of it")
-    for batch in limits().get("local_batches", planner.Constraints().local_batches):
+    batches = batches or limits().get("local_batches", planner.Constraints().local_batches)
+    steps = {}
+    for batch in batches:
         step = calibrated_step_seconds(
             work, calibration, batch, calibration.replicas, FLAGS.precision
         )
-        rate = batch * calibration.replicas / step.seconds
-        hours = FLAGS.examples * FLAGS.epochs / rate / 3600
         parts = sorted(step.parts.items(), key=lambda part: -part[1])
-        print(
-            f"{batch:6}{step.seconds * 1e3:9.1f} ms{rate:12,.1f}{hours:9.3f}  "
-            + ", ".join(f"{name} {part / step.seconds:.0%}" for name, part in parts)
-        )
+        shares = [f"{name} {part / step.seconds:.0%}" for name, part in parts]
+        steps[batch] = step.seconds, ", ".join(shares)
+    return calibration.machine, calibration.replicas, steps
+
+
+def tuned_of_this_model():
+    """Returns the settings of --tuned.
+
+    Raises:
+        ValueError: they are of another model or precision, or have no measured rate.
+    """
+    tuned = Tuned.load(FLAGS.tuned)
+    if not tuned.examples_per_second or "local_batch_size" not in tuned.settings:
+        raise ValueError(f"{FLAGS.tuned} has no measured rate; write it again with kdist tune")
+    for name, found in (
+        ("model", tuned.model),
+        ("precision", tuned.settings.get("precision", FLAGS.precision)),
+    ):
+        if found != FLAGS[name].value:
+            raise ValueError(
+                f"--{name}={FLAGS[name].value}: {FLAGS.tuned} is of {found}; pass --{name}={found}"
+            )
+    return tuned
 
 
 def run():

@@ -377,6 +377,20 @@ with program.flag_group("Performance"):
     flags.DEFINE_string(
         "steps_per_execution", "1", "Steps per call of the train function; auto tunes the number."
     )
+    flags.DEFINE_integer(
+        "intra_op_threads",
+        None,
+        "Threads among which one operation on the CPU is divided. By default all cores, or one if "
+        "there are no more cores than logical CPU devices.",
+        lower_bound=1,
+    )
+    flags.DEFINE_integer(
+        "parallel_calls",
+        None,
+        "Number of examples that are read and prepared at the same time; tuned by tf.data by "
+        "default.",
+        lower_bound=1,
+    )
     flags.DEFINE_string(
         "profile",
         None,

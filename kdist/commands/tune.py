@@ -37,7 +37,7 @@ from kdist.commands import train  # noqa: F401  # defines the flags of the train
 from kdist.commands.training_run.next_steps import command
 from kdist.commands.training_run.on_tensorflow import checked_spec, prepare_training
 from kdist.commands.tuning_run.batch import find_batch
-from kdist.commands.tuning_run.speed import KNOBS, find_settings
+from kdist.commands.tuning_run.speed import DEFAULT_KNOBS, KNOBS, find_settings
 from kdist.commands.tuning_run.trials import given_flags
 from kdist.strategy_spec import MULTI_PROCESS
 
@@ -60,9 +60,8 @@ with program.flag_group("Speed"):
     flags.DEFINE_list(
         "search",
         [],
-        "Knobs to search in addition to steps_per_execution, jit_compile, and reduction, or "
-        "although their flag is given: "
-        f"{', '.join(KNOBS)}. batch, devices, and accumulate change the local batch.",
+        f"Knobs to search in addition to {', '.join(DEFAULT_KNOBS)}, or although their flag is "
+        f"given: {', '.join(KNOBS)}. batch, devices, and accumulate change the local batch.",
     )
     flags.DEFINE_string(
         "output",

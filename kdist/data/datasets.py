@@ -40,6 +40,7 @@ def load(
     cache: bool | str = "auto",
     data_workers: str | Sequence[str] | None = None,
     sequence_length: int = 128,
+    parallel_calls: int | None = None,
 ) -> tuple[Pipeline, Pipeline]:
     """Loads a dataset as two pipelines, for training and for testing.
 
@@ -67,6 +68,8 @@ def load(
         data_workers: addresses of processes that prepare the batches, see `Pipeline`. Defaults to
             those of `kdist launch --data_workers`, if any; `()` uses none.
         sequence_length: number of tokens per sequence of text. Defaults to 128.
+        parallel_calls: number of examples that are prepared at the same time, see `Pipeline`.
+            Defaults to None: tf.data tunes it.
 
     Returns:
         `(train, test)`, two `kdist.data.Pipeline`s.
@@ -116,6 +119,7 @@ def create_pipelines(
     eval_operations: str | Sequence[ImageOperation] | None = None,
     cache: bool | str = "auto",
     data_workers: str | Sequence[str] | None = None,
+    parallel_calls: int | None = None,
 ) -> tuple[Pipeline, Pipeline]:
     """Returns the pipelines of a training and a test source; the arguments are those of `load`."""
     train_source, test_source = sources
@@ -125,6 +129,7 @@ def create_pipelines(
     eval_operations = operations if eval_operations is None else as_operations(eval_operations)
     addresses = resolve_data_workers(data_workers)
     options: dict[str, Any] = {"seed": seed, "cache": cache, "data_workers": addresses}
+    options["parallel_calls"] = parallel_calls
     train = Pipeline(train_source, batch, operations=operations, **options)
     test = Pipeline(test_source, batch, training=False, operations=eval_operations, **options)
     if train.image_shape != test.image_shape:

@@ -57,6 +57,9 @@ class Pipeline:
             workers). Defaults to `"auto"`.
         data_workers: addresses of processes that prepare the batches, see `kdist.data.workers`.
             They read the same files. Defaults to none: this process does.
+        parallel_calls: number of examples that are prepared at the same time, or of batches if
+            they are gathered from memory at once. Defaults to None: tf.data tunes it. It does not
+            change the batches.
 
     Attributes:
         num_examples: number of examples of the source.
@@ -69,8 +72,8 @@ class Pipeline:
     Raises:
         TypeError: an item of `operations` is not an operation.
         ValueError: the batch is larger than the training data, the images differ in size after
-            all operations or are too small for one, or `seed` or `cache` is invalid; or there are
-            data workers, and the examples are in the memory of this process.
+            all operations or are too small for one, or `seed`, `cache`, or `parallel_calls` is
+            invalid; or there are data workers, and the examples are in the memory of this process.
 
     Example:
 
@@ -89,7 +92,10 @@ class Pipeline:
         operations: str | Sequence[ImageOperation] = (),
         cache: bool | str = "auto",
         data_workers: str | Sequence[str] = (),
+        parallel_calls: int | None = None,
     ):
+        if parallel_calls is not None and parallel_calls < 1:
+            raise ValueError(f"parallel_calls={parallel_calls} is not a positive number or None")
         if cache not in (True, False, "auto"):
             raise ValueError(f"cache={cache!r} is not True, False, or 'auto'")
         self._data_workers = parse_data_workers(data_workers)
@@ -109,7 +115,7 @@ class Pipeline:
             op for op in as_operations(operations) if training or not op.is_random
         )
         self.image_shape = _shape_after(self._operations, source.image_shape)
-        self._source, self._cache = source, cache
+        self._source, self._cache, self._parallel_calls = source, cache, parallel_calls
         if not self._data_workers:
             self._source, self._operations = _cached(source, self._operations, cache)
 
@@ -141,9 +147,9 @@ class Pipeline:
 
     def _batches(self, steps, rows):
         """Returns some rows of the batches of a dataset of step numbers, as a dataset."""
-        if self._is_vectorized:
+        if self.is_vectorized:
             gather = functools.partial(self._gather, rows=rows)
-            dataset = steps.map(_without_autograph(gather), num_parallel_calls=tf.data.AUTOTUNE)
+            dataset = steps.map(_without_autograph(gather), self._calls)
         else:
             dataset = self._examples(steps, rows)
         return dataset.prefetch(tf.data.AUTOTUNE).with_options(_options())
@@ -166,6 +172,7 @@ class Pipeline:
             operations=self._operations,
             cache=self._cache,
             data_workers=self._data_workers,
+            parallel_calls=self._parallel_calls,
         )
 
     def sample(self, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -193,7 +200,7 @@ class Pipeline:
             tensors: the arrays of `arrays`, as tensors.
         """
         with self._source.using_tensors(tensors):
-            if self._is_vectorized:
+            if self.is_vectorized:
                 return self._gather(step)
             example, signature = _without_autograph(self._example), self.element_spec
             return tf.map_fn(
@@ -205,9 +212,13 @@ class Pipeline:
             )
 
     @property
-    def _is_vectorized(self):
-        """True if batches are gathered at once, since single images need no operation."""
+    def is_vectorized(self) -> bool:
+        """True if batches are gathered from memory, since single images need no operation."""
         return not self._operations and isinstance(self._source, ArraySource)
+
+    @property
+    def _calls(self):
+        return self._parallel_calls or tf.data.AUTOTUNE
 
     @property
     def element_spec(self):
@@ -269,7 +280,7 @@ class Pipeline:
     def _examples(self, steps, rows):
         number = _without_autograph(functools.partial(self._numbered, rows=rows))
         example = _without_autograph(self._example)
-        examples = steps.map(number).unbatch().map(example, tf.data.AUTOTUNE, deterministic=True)
+        examples = steps.map(number).unbatch().map(example, self._calls, deterministic=True)
         return examples.batch(len(rows), drop_remainder=True)
 
     def _numbered(self, step, rows):

@@ -29,6 +29,8 @@ FLAG_TYPES: dict[str, type] = {
     "precision": str,
     "jit_compile": bool,
     "steps_per_execution": str,
+    "intra_op_threads": int,
+    "parallel_calls": int,
 }
 
 
@@ -42,6 +44,9 @@ class Tuned:
         interval: 95 % confidence interval of the gain. Defaults to None, unknown.
         model: name of the model. Defaults to `""`.
         machine: cores and GPUs of the machine. Defaults to `""`.
+        replicas: number of replicas. Defaults to 1.
+        examples_per_second: measured rate with these settings, of all replicas together. Defaults
+            to None, unknown.
 
     Raises:
         ValueError: If a setting is unknown, or its value has another type.
@@ -52,6 +57,7 @@ class Tuned:
         strategy = kdist.create_strategy(tuned)
         local, micro_steps = tuned.settings["local_batch_size"], tuned.settings.get("accumulate", 1)
         batch = kdist.Batch(local, strategy.num_replicas_in_sync, micro_steps)
+        train, test = kdist.data.load("digits", batch=batch, **tuned.data_options)
         ...
         model.compile("adam", "sparse_categorical_crossentropy", **tuned.compile_options)
     """
@@ -61,6 +67,8 @@ class Tuned:
     interval: tuple[float, float] | None = None
     model: str = ""
     machine: str = ""
+    replicas: int = 1
+    examples_per_second: float | None = None
 
     def __post_init__(self):
         for name, value in self.settings.items():
@@ -79,10 +87,16 @@ class Tuned:
         return options
 
     @property
+    def data_options(self) -> dict[str, Any]:
+        """Arguments of `kdist.data.load` and `kdist.data.Pipeline` among the settings."""
+        names = ("parallel_calls",)
+        return {name: self.settings[name] for name in names if name in self.settings}
+
+    @property
     def strategy_options(self) -> dict[str, Any]:
         """Arguments of `kdist.create_strategy` among the settings."""
         given = self.settings
-        names = ("reduction", "num_packs", "shard")
+        names = ("reduction", "num_packs", "shard", "intra_op_threads")
         options = {name: given[name] for name in names if name in given}
         devices = given.get("num_devices", given.get("devices"))
         layout = Layout.parse(given["layout"]) if "layout" in given else None

@@ -22,7 +22,8 @@ import numpy as np
 
 Settings = Mapping[str, Any]
 
-# Pairs of measurements of a candidate in the first round, which doubles with every round.
+# Pairs of measurements of a candidate in the first round, which doubles with every round. Also the
+# smallest number that counts: a candidate that has begun gets them even if the time is over.
 _FIRST_PAIRS = 3
 # Pairs of the last measurement, whose result is reported; at least those of an interval.
 _LAST_PAIRS, _MIN_INTERVAL_PAIRS = 12, 5
@@ -190,7 +191,8 @@ class SpeedSearch:
             return
         for number in range(pairs):
             is_over = self._clock() - self._start > end * self._seconds
-            if is_over and number >= at_least:
+            has_begun = 0 < len(candidate.ratios) < _FIRST_PAIRS
+            if is_over and number >= at_least and not has_begun:
                 break
             try:
                 ratio = paired_ratio(self._measure, candidate.settings, {}, number)

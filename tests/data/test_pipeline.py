@@ -214,3 +214,28 @@ def test_a_subset_is_fixed_by_the_seed():
     for number in (0, -1, 51):
         with pytest.raises(ValueError, match="--examples to a number from 1 to 50"):
             source.subset(number, seed=0)
+
+
+def parallel_calls_of(dataset):
+    """Returns the numbers of parallel calls of all maps in the graph of a dataset."""
+    serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=dataset._variant_tensor)
+    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
+    nodes = {node.name: node for node in graph.node}
+    maps = [node for node in graph.node if node.op == "ParallelMapDatasetV2"]
+    calls = [nodes[each.input[-1].partition(":")[0]].attr["value"].tensor for each in maps]
+    return [int(tf.make_ndarray(each)) for each in calls]
+
+
+@pytest.mark.parametrize("operations", ["", "random_flip()"])
+def test_parallel_calls_reach_the_dataset_and_change_no_batch(operations):
+    tuned = Pipeline(numbered(), Batch(8), operations=operations)
+    fixed = Pipeline(numbered(), Batch(8), operations=operations, parallel_calls=3)
+    assert parallel_calls_of(fixed.subset(40).dataset()) == [3]
+    assert parallel_calls_of(tuned.dataset()) == [tf.data.AUTOTUNE]
+    assert np.array_equal(seen(fixed, 7), seen(tuned, 7))
+    assert (fixed.is_vectorized, tuned.is_vectorized) == (not operations, not operations)
+
+
+def test_parallel_calls_are_positive():
+    with pytest.raises(ValueError, match="parallel_calls=0"):
+        Pipeline(numbered(), Batch(8), parallel_calls=0)

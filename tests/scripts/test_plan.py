@@ -1,13 +1,18 @@
 """Runs of `kdist plan`: valid and invalid flags, missing files."""
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from benchmarks.planner_validation import TABLES
+from kdist import planner
+from kdist.planner.measurements import Calibration, work_terms
+from kdist.tuning import Tuned
 from tests.scripts.test_train import SCRIPTS, program, train
 
 RESNET = ("--model=resnet50", "--examples=1281167", "--epochs=90", "--measurements=")
@@ -141,3 +146,50 @@ def test_published_rates_and_trainings_are_compared_in_a_clone(tmp_path):
     assert process.returncode == 1
     assert "clone" in process.stderr
     assert "Traceback" not in process.stderr
+
+
+TUNED = Tuned(
+    *({"local_batch_size": 32, "jit_compile": True}, 1.5, (1.4, 1.6)),
+    *("lenet", "2 cores, 0 GPUs", 2, 16_000.0),
+)
+LENET = ("--model=lenet", "--examples=57600", "--epochs=10")
+
+
+def rows_of(printed):
+    """Returns {local batch: (milliseconds of a step, examples per second, hours)} of a table."""
+    rows = re.findall(r"^ +(\d+) +([\d.]+) ms +([\d,.]+) +([\d.]+)  ", printed, re.MULTILINE)
+    return {int(b): (float(ms), float(rate.replace(",", "")), float(h)) for b, ms, rate, h in rows}
+
+
+def test_the_measured_step_of_tuned_settings_replaces_the_estimate(tmp_path):
+    tuned, here = tmp_path / "tuned.json", tmp_path / "here.json"
+    TUNED.save(tuned)
+    printed = planned(*LENET, f"--tuned={tuned}")
+    assert "lenet on 2 cores, 0 GPUs, 2 devices" in printed
+    assert "measured by kdist tune" in printed
+    assert rows_of(printed) == {32: (4.0, 16_000.0, 0.01)}
+    costs = dict.fromkeys(work_terms(planner.resolve_workload("lenet"), 32), 1e-9) | {"step": 2e-3}
+    here.write_text(Calibration("a CPU", 2, "float32", costs, 0.1, 0.2).to_json())
+    flags = (*LENET, f"--calibration={here}", "--local_batch_sizes=32,64")
+    estimated = rows_of(planned(*flags))
+    corrected = rows_of(planned(*flags, f"--tuned={tuned}"))
+    assert corrected[32][0] == 4.0 != estimated[32][0]
+    factor = corrected[32][0] / estimated[32][0]
+    assert corrected[64][0] == pytest.approx(factor * estimated[64][0], abs=0.1 * factor + 0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "expected"),
+    [
+        ({"examples_per_second": None}, (), "no measured rate"),
+        ({"model": "mlp"}, (), "pass --model=mlp"),
+        ({}, ("--precision=mixed_bfloat16",), "is of float32"),
+    ],
+)
+def test_tuned_settings_that_measure_something_else_are_rejected(
+    changes, flags, expected, tmp_path
+):
+    tuned = tmp_path / "tuned.json"
+    settings = {**TUNED.settings, "precision": "float32"}
+    dataclasses.replace(TUNED, settings=settings, **changes).save(tuned)
+    assert expected in refused(*LENET, f"--tuned={tuned}", *flags)

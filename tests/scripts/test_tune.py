@@ -131,29 +131,63 @@ def test_trials_end_with_the_search(tmp_path):
     assert not running
 
 
+# A trial that starts a process of its own, such as a loader of data, and crashes or waits.
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+print(child.pid, end=".", file=open(sys.argv[1], "w"), flush=True)
+if sys.argv[2] == "crashes":
+    raise ValueError("crashed")
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(("how", "reason"), [("crashes", "crashed"), ("waits", "seconds were not")])
+def test_processes_of_a_trial_end_with_it(how, reason, tmp_path):
+    pid = tmp_path / "pid"
+    with pytest.raises(TrialError, match=reason):
+        Trial([sys.executable, "-c", PARENT, str(pid), how], 1e12, max_wait_seconds=5)
+    child = int(pid.read_text().rstrip("."))
+    if psutil.pid_exists(child):  # a zombie counts as ended
+        _, running = psutil.wait_procs([psutil.Process(child)], timeout=10)
+        assert not running
+
+
 def test_a_turn_counts_the_steps_of_groups_that_an_epoch_cuts_short():
     small = ["--model=mlp", "--dataset=digits", "--examples=96", "--local_batch_size=32"]
     with Trial(trials.trial_command([*small, "--steps_per_execution=8"]), 1e12) as trial:
-        assert trial.facts == {"replicas": 1, "examples": 96}
+        assert trial.facts == {"replicas": 1, "examples": 96, "in_memory": True}
         assert trial.turn(0.001).steps == 3  # of an epoch
 
 
 # Prints the knobs of a training whose steps take some seconds, and flags of a batch twice as large.
 KNOBS = """
-import json, sys
+import json, os, sys
 from absl import flags
 from kdist.commands import tune
+from kdist.commands.tuning_run import speed
 from kdist.commands.tuning_run.speed import TrainingWithKnobs
 from kdist.commands.tuning_run.trials import Turn
 
+cores = int(os.environ.get("CORES", 2))
+
 class Pool:
     def turn(self, arguments, seconds):
-        return Turn(float(sys.argv[1]), 1, 1e8), {"replicas": 2, "examples": 4096}
+        facts = {"replicas": 2, "examples": 4096, "in_memory": in_memory}
+        return Turn(float(sys.argv[1]), 1, 1e8), facts
+
+in_memory = "--operations" not in " ".join(sys.argv)
+speed.count_cores = lambda environment: cores
 
 flags.FLAGS(["tune", *sys.argv[2:]])
 training = TrainingWithKnobs(Pool())
-knobs = {knob.name: knob.values for knob in training.knobs()}
-print(json.dumps({"knobs": knobs, "flags": training.flags({"batch": 2})}))
+knobs, useless = training.knobs()
+knobs = {knob.name: knob.values for knob in knobs}
+both = {"intra_op_threads": 1, "parallel_calls": 3}
+found = {"knobs": knobs, "useless": useless, "flags": training.flags({"batch": 2})}
+rates = [training.examples_per_second({"batch": 2}) for _ in range(3)]
+found |= {"rates": rates, "measured": training.measured({"batch": 2})}
+print(json.dumps(found | {"of its own": training.flags(both)}))
 """
 
 
@@ -175,6 +209,28 @@ def test_step_groups_that_take_long_are_not_tried(step_seconds, groups):
 def test_the_learning_rate_follows_a_larger_batch(flags, scale, base):
     found = python(KNOBS, ["0.1", *flags])["flags"]
     assert (found["scale_learning_rate"], found["base_batch_size"]) == (scale, base)
+
+
+def knobs_with_cores(cores, flags=()):
+    found = python(KNOBS, ["0.1", *flags], {"CORES": str(cores)})
+    names = ("intra_op_threads", "parallel_calls")
+    return [found["knobs"].get(name) or found["useless"].get(name) for name in names], found
+
+
+def test_threads_and_parallel_calls_are_searched_where_there_are_cores_for_them():
+    reading = ["--operations=random_flip()"]
+    values, found = knobs_with_cores(8, reading)
+    assert values == [[4, 1], [8, 4]]
+    assert found["rates"] == [2 * 64 * 2 / 0.1] * 3
+    assert found["measured"] == [2 * 64 * 2 / 0.1, 2]  # for the planner
+    assert found["of its own"] == {"intra_op_threads": 1, "parallel_calls": 3}
+    assert knobs_with_cores(2, reading)[0] == ["each replica has one core", [2, 1]]
+    assert knobs_with_cores(1, reading)[0][1] == "there is one core"
+    assert knobs_with_cores(8)[0] == [[4, 1], "the examples are in memory"]
+    given = ["--intra_op_threads=3", "--parallel_calls=2"]
+    assert knobs_with_cores(8, [*reading, *given])[0] == [None, None]
+    searched = [*reading, *given, "--search=intra_op_threads,parallel_calls"]
+    assert knobs_with_cores(8, searched)[0] == [[4, 1], [8, 4]]
 
 
 def test_local_sgd_keeps_its_devices():
@@ -242,15 +298,15 @@ def test_tune_finds_settings_and_trains_with_them(tmp_path):
     output = tmp_path / "tuned.json"
     flags = ["--model=mlp", "--dataset=digits"]
     search = ["--num_devices=2", "--jit_compile", "--reduction=auto"]
+    search += ["--intra_op_threads=1", "--parallel_calls=2"]
     tuned = program("tune", *flags, *search, "--minutes=0.2", f"--output={output}")
     assert tuned.returncode == 0, tuned.stderr
     assert "searching steps_per_execution for" in tuned.stdout  # the other knobs are given
     assert re.search(r"steps_per_execution=32 +[\d.]+ ×.* pairs +nothing", tuned.stdout)
     settings = Tuned.load(output).settings
     # The local batch is that of the default: the settings are fast for it.
-    assert {"num_devices": 2, "local_batch_size": 64, "jit_compile": True}.items() <= (
-        settings.items()
-    )
+    given = {"num_devices": 2, "jit_compile": True, "intra_op_threads": 1, "parallel_calls": 2}
+    assert given.items() | {("local_batch_size", 64)} <= settings.items()
     run_dir = tmp_path / "run"
     trained = program("train", *flags, f"--tuned={output}", f"--run_dir={run_dir}", "--verbose=0")
     assert trained.returncode == 0, trained.stderr

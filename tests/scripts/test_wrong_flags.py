@@ -254,6 +254,7 @@ OTHERS = [
     ("plan", ["--calibrate=finished"], "give the path of one"),
     ("plan", ["--output="], "give the path of one"),
     ("plan", ["--calibration=nowhere.json"], "create it with --calibrate"),
+    ("plan", ["--tuned=nowhere.json"], "create it with kdist tune"),
     ("plan", ["--machines=nowhere.csv"], "give the path of a table"),
     ("plan", ["--prices=nowhere.csv"], "give the path of a table"),
     ("plan", ["--update_prices=nowhere/prices.csv"], "in a directory that exists"),

@@ -429,6 +429,33 @@ def test_a_package_that_cannot_be_imported_is_logged_once(run, monkeypatch, tmp_
     assert_whole(run)
 
 
+def run_agents(tmp_path, monkeypatch, more, number):
+    """Runs agents of wandb that take a trial each; returns what they printed.
+
+    Args:
+        tmp_path: working directory of the agents.
+        monkeypatch: of pytest.
+        more: further flags of `kdist train`; the last value of a flag counts.
+        number: number of agents, each a process.
+    """
+    command = tmp_path / "bin" / "kdist"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kdist "$@" {more}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    agent = [pathlib.Path(sys.executable).with_name("wandb"), "agent", "--count=1", "me/kdist/s"]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    agents = [subprocess.Popen(agent, cwd=tmp_path, **output) for _ in range(number)]
+    try:
+        printed = [each.communicate(timeout=240)[0] for each in agents]
+    finally:
+        for each in agents:
+            each.kill()
+    assert [each.returncode for each in agents] == [0] * number, printed
+    return printed
+
+
 @pytest.mark.slow
 def test_an_agent_of_a_sweep_trains_with_its_parameters(stub, tmp_path, monkeypatch):
     """The agent is wandb's own, and runs the command of the sweep that users copy."""
@@ -438,20 +465,8 @@ def test_an_agent_of_a_sweep_trains_with_its_parameters(stub, tmp_path, monkeypa
     for name, parameter in sweep["parameters"].items():
         chosen.setdefault(name, parameter.get("values", [None])[-1])
     stub.trials["trial"] = chosen
-    command = tmp_path / "bin" / "kdist"
-    command.parent.mkdir()
-    # Few epochs; the last value of a flag counts.
     more = "--epochs=2 --wandb_samples=2 --export=models/digits"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kdist "$@" {more}\n')
-    command.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    agent = [pathlib.Path(sys.executable).with_name("wandb"), "agent", "--count=1", "me/kdist/s"]
-    process = subprocess.run(
-        agent, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
-    said = process.stdout + process.stderr
-    assert process.returncode == 0, said
+    [said] = run_agents(tmp_path, monkeypatch, more, 1)
     assert stub.runs.keys() == {"trial"}, said
     sent = stub.runs["trial"]
     assert {name: sent.config[name]["value"] for name in chosen} == chosen
@@ -466,6 +481,27 @@ def test_an_agent_of_a_sweep_trains_with_its_parameters(stub, tmp_path, monkeypa
     assert parent.name.startswith("sweep-")
     [run] = kdist.report.read_runs([parent])
     assert {name: run.config[name] for name in chosen} == chosen
+
+
+@pytest.mark.slow
+def test_two_agents_share_a_sweep_and_its_better_region_is_found(stub, tmp_path, monkeypatch):
+    stub.sweep = (ROOT / "scripts" / "wandb_sweep.yaml").read_text()
+    metric = yaml.safe_load(stub.sweep)["metric"]["name"]
+    rates = {"bad": 1e-6, "good": 0.05}
+    stub.trials = {name: {"learning_rate": rate} for name, rate in rates.items()}
+    run_agents(tmp_path, monkeypatch, "--epochs=3 --local_batch_size=16", 2)
+    assert stub.takers.keys() == rates.keys()
+    assert len(set(stub.takers.values())) == 2
+    for name, rate in rates.items():
+        sent = stub.runs[name]
+        assert (sent.config["learning_rate"]["value"], sent.exit_code) == (rate, 0)
+        assert len([row for row in sent.history if metric in row]) == 3
+    assert stub.runs["good"].summary[metric] > 0.5 > 0.3 > stub.runs["bad"].summary[metric]
+    # The report finds the same without the server.
+    [parent] = (tmp_path / "runs").iterdir()
+    runs = kdist.report.read_runs([parent])
+    best = max(runs, key=lambda run: run.summary["test_accuracy"])
+    assert (len(runs), best.config["learning_rate"]) == (2, 0.05)
 
 
 TRAINING = """

@@ -51,7 +51,9 @@ class Stub(ThreadingHTTPServer):
         keys: API keys that came.
         operations: how often each GraphQL operation came.
         sweep: text of the file of a sweep, for an agent.
-        trials: parameters of the runs that the agent is to start, by the id of the run.
+        trials: parameters of the runs to start, by the id of the run. An agent takes the next one
+            when it runs none.
+        takers: the agent that took each run.
     """
 
     daemon_threads = True
@@ -67,6 +69,7 @@ class Stub(ThreadingHTTPServer):
         self.operations = collections.Counter()
         self.sweep = ""
         self.trials = {}
+        self.takers = {}
         self.closing = threading.Event()
 
     @property
@@ -180,15 +183,21 @@ class _Handler(BaseHTTPRequestHandler):
             sweep = {"id": "S", "config": self.server.sweep, "runs": {"edges": []}}
             return {"project": {"sweep": sweep}}
         if operation == "CreateAgent":
-            return {"createAgent": {"agent": {"id": "agent"}}}
+            number = self.server.operations[operation]
+            return {"createAgent": {"agent": {"id": f"agent-{number}"}}}
         if operation == "Heartbeat":
-            trials, self.server.trials = self.server.trials, {}
-            commands = [
-                {"type": "run", "run_id": name, "program": "", "args": _parameters(values)}
-                for name, values in trials.items()
-            ]
-            return {"agentHeartbeat": {"agent": {"id": "agent"}, "commands": json.dumps(commands)}}
+            commands = json.dumps(self._next_trial(given))
+            return {"agentHeartbeat": {"agent": {"id": given["id"]}, "commands": commands}}
         return {}
+
+    def _next_trial(self, given):
+        """Returns the command to start the next run of the sweep, if the agent runs none."""
+        if json.loads(given.get("runState") or "{}") or not self.server.trials:
+            return []
+        name = next(iter(self.server.trials))
+        values = self.server.trials.pop(name)
+        self.server.takers[name] = given["id"]
+        return [{"type": "run", "run_id": name, "program": "", "args": _parameters(values)}]
 
     def _bucket(self, given):
         name = given.get("name") or given.get("id")

@@ -59,6 +59,26 @@ def regression():
     return [model], [optimizer], [metric], train_step
 
 
+def regularized():
+    """TensorFlow's guides add the model's own losses, which are not a mean over examples."""
+    layer = keras.layers.Dense(1, kernel_regularizer=keras.regularizers.L2(0.1))
+    model = keras.Sequential([keras.Input((4,)), layer])
+    optimizer = keras.optimizers.SGD(0.05)
+    metric = keras.metrics.MeanSquaredError(name="error")
+
+    def train_step(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            predicted = model(x, training=True)
+            loss = kdist.mean(tf.square(predicted - y)) + tf.add_n(model.losses)
+        variables = model.trainable_variables
+        kdist.apply(optimizer, tape.gradient(loss, variables), variables)
+        metric.update_state(y, predicted)
+        return {"loss": loss, "error": metric.result()}
+
+    return [model], [optimizer], [metric], train_step
+
+
 def gan():
     """DCGAN's loop: two models and two optimizers."""
     generator, critic = _dense(4), _dense(1)
@@ -84,25 +104,32 @@ def gan():
 
 
 def wgan_gp():
-    """WGAN-GP's critic: a gradient penalty, which needs a gradient of second order."""
-    critic, optimizer = _dense(1, activation="tanh"), keras.optimizers.Adam(0.01)
+    """WGAN-GP: a gradient penalty of second order, and several updates of the critic in a step."""
+    generator, critic = _dense(4), _dense(1, activation="tanh")
+    optimizers = [keras.optimizers.Adam(0.01, beta_1=0.5) for _ in range(2)]
 
     def train_step(batch):
         real, _ = batch
-        fake = tf.cos(real)
+        for number in range(3):
+            with tf.GradientTape() as tape:
+                fake = generator(tf.sin(real + number), training=True)
+                between = 0.5 * (real + fake)
+                with tf.GradientTape() as inner:
+                    inner.watch(between)
+                    scores = critic(between, training=True)
+                norm = tf.norm(inner.gradient(scores, between), axis=1)
+                distance = critic(fake, training=True) - critic(real, training=True)
+                critic_loss = kdist.mean(distance[:, 0] + 10.0 * tf.square(norm - 1.0))
+            variables = critic.trainable_variables
+            kdist.apply(optimizers[1], tape.gradient(critic_loss, variables), variables)
         with tf.GradientTape() as tape:
-            between = 0.5 * (real + fake)
-            with tf.GradientTape() as inner:
-                inner.watch(between)
-                scores = critic(between, training=True)
-            norm = tf.norm(inner.gradient(scores, between), axis=1)
-            distance = critic(fake, training=True) - critic(real, training=True)
-            loss = kdist.mean(distance[:, 0] + 10.0 * tf.square(norm - 1.0))
-        variables = critic.trainable_variables
-        kdist.apply(optimizer, tape.gradient(loss, variables), variables)
-        return {"loss": loss}
+            fake = generator(tf.sin(real), training=True)
+            generator_loss = kdist.mean(-critic(fake, training=True))
+        variables = generator.trainable_variables
+        kdist.apply(optimizers[0], tape.gradient(generator_loss, variables), variables)
+        return {"critic": critic_loss, "generator": generator_loss}
 
-    return [critic], [optimizer], [], train_step
+    return [generator, critic], optimizers, [], train_step
 
 
 def vae():
@@ -174,7 +201,7 @@ def maml():
 _SLOW = [pytest.param(b, marks=pytest.mark.slow) for b in (wgan_gp, vae, actor_critic, maml)]
 
 
-@pytest.mark.parametrize("build", [regression, gan, *_SLOW])
+@pytest.mark.parametrize("build", [regression, regularized, gan, *_SLOW])
 def test_two_replicas_equal_one_device(build):
     expected, expected_logs = _train(build, 1)
     found, logs = _train(build, 2)

@@ -206,3 +206,32 @@ print(json.dumps([list(v.shape) for v in model.optimizer.variables if len(v.shap
 
 def test_a_job_with_one_task_left_divides_state_over_its_devices():
     assert python_tasks(ALONE, {"worker": 1}) == [[[64, 256], [64, 256]]]
+
+
+WITH_EVALUATOR = f"""
+import json
+{TRAINING}
+import kdist
+from kdist.training.evaluator import is_evaluator
+from kdist.training.sharding.memory import state_bytes
+
+layout = kdist.Layout(data=2, shard="weights", min_shard_bytes=64)
+strategy = kdist.create_strategy(layout)
+found = None
+if not is_evaluator(strategy):
+    with strategy.scope():
+        model = fit(compiled(kdist.Model, "clipped"))
+    held = [each.weights for each in state_bytes(model).values()]
+    found = [held, [w.tolist() for w in model.get_weights()]]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_divides_its_weights_next_to_an_evaluator(expected):
+    found, evaluator = python_tasks(WITH_EVALUATOR, {"worker": 1, "evaluator": 1})
+    assert evaluator is None
+    model = expected("clipped")
+    assert_same_weights(found[1], model.get_weights(), 1e-6)
+    whole = sum(weight.nbytes for weight in model.get_weights())
+    assert all(held == pytest.approx(whole / 2, rel=0.1) for held in found[0])

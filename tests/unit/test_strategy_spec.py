@@ -152,6 +152,9 @@ def test_sharded_replicas():
     assert resolve("auto", shard="optimizer").kind == "auto"
     spec = resolve(layout, cluster=workers(2))
     assert (spec.kind, spec.devices, spec.layout) == ("multi_worker", 2, layout)
+    with_evaluator = Cluster({"worker": ["localhost:1"], "evaluator": ["localhost:2"]}, "worker", 0)
+    spec = resolve(Layout(data=4, shard="weights"), cluster=with_evaluator)  # one process trains
+    assert (spec.kind, spec.devices) == ("multi_worker", 4)
     spec = resolve("auto", shard="gradients", cluster=workers(3))
     assert (spec.kind, spec.devices) == ("multi_worker", None)
     assert spec.layout == Layout(shard="gradients")

@@ -48,7 +48,8 @@ def load_data(batch):
     Args:
         batch: a `kdist.Batch`.
     """
-    options = {"batch": batch, "seed": FLAGS.seed, "operations": FLAGS.operations}
+    options = {name: FLAGS[name].value for name in ("seed", "operations", "parallel_calls")}
+    options["batch"] = batch
     if FLAGS.dataset.startswith(TEXT_PREFIX):
         options["sequence_length"] = FLAGS.sequence_length
     if resolve_data_workers(FLAGS.data_workers or None):

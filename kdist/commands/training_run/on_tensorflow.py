@@ -146,6 +146,7 @@ def strategy_spec(plan):
         step_timeout_seconds=FLAGS.step_timeout_seconds,
         allow_remote=FLAGS.allow_remote,
         shard=FLAGS.shard,
+        intra_op_threads=FLAGS.intra_op_threads,
     )
 
 

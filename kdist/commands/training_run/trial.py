@@ -3,10 +3,11 @@
     python -m kdist.commands.training_run.trial --model=lenet --local_batch_size=128
 
 It has the flags of `kdist train`. After the first steps it prints a line with the number of
-replicas and training examples. Then each line on its standard input, a number of seconds, continues
-the training for about as long. The answer is a line with the seconds and steps, and the memory of
-the GPU that used most, if there are GPUs. Between the turns it waits, so that several processes can
-be measured in turns. Lines of answers start with `ANSWER`, as programs of users may print as well.
+replicas and training examples, and whether batches are gathered from memory. Then each line on its
+standard input, a number of seconds, continues the training for about as long. The answer is a line
+with the seconds and steps, and the memory of the GPU that used most, if there are GPUs. Between the
+turns it waits, so that several processes can be measured in turns. Lines of answers start with
+`ANSWER`, as programs of users may print as well.
 """
 
 import json
@@ -58,7 +59,11 @@ def main(_):
                 self._start, self._done_before = time.perf_counter(), done
                 return
             else:
-                _answer(replicas=data.batch.replicas, examples=data.num_examples)
+                _answer(
+                    replicas=data.batch.replicas,
+                    examples=data.num_examples,
+                    in_memory=data.is_vectorized,
+                )
             line = sys.stdin.readline()
             if not line:  # the search has ended
                 self.model.stop_training = True

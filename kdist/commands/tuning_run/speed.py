@@ -4,7 +4,9 @@ Knobs that change at most rounding and dropout masks are searched by default, th
 `--search` names them. A knob whose flag is given keeps its value, unless `--search` names it.
 """
 
+import collections
 import os
+import statistics
 
 from absl import flags
 
@@ -32,8 +34,16 @@ KNOBS = {
     "batch": ("local_batch_size", "batch, so the learning rate"),
     "devices": ("num_devices", f"{_ROUNDING}; rows that BatchNorm sees; dropout"),
     "accumulate": ("accumulate", f"{_ROUNDING}; rows that BatchNorm sees; dropout"),
+    "intra_op_threads": ("intra_op_threads", _ROUNDING),
+    "parallel_calls": ("parallel_calls", "nothing"),
 }
-_DEFAULT_KNOBS = ("steps_per_execution", "jit_compile", "reduction")
+DEFAULT_KNOBS = (
+    *("steps_per_execution", "jit_compile", "reduction", "intra_op_threads", "parallel_calls"),
+)
+# Knobs whose settings are values of their flags.
+_OWN_VALUES = (
+    *("steps_per_execution", "jit_compile", "precision", "intra_op_threads", "parallel_calls"),
+)
 _GROUPS, _BATCHES, _MICRO_STEPS = ("32", "8"), (4, 2, 8), (1, 2, 4)
 
 
@@ -48,7 +58,9 @@ def find_settings():
     minutes = _DEFAULT_MINUTES if FLAGS.minutes is None else FLAGS.minutes
     with TrialPool(limit, on_gpus=process_limit > limit) as pool:
         training = TrainingWithKnobs(pool)
-        knobs = training.knobs()
+        knobs, useless = training.knobs()
+        for name, reason in useless.items():
+            print(f"not searched: {name}, as {reason}")
         if not knobs:
             raise ValueError(
                 "there is nothing to search, as knobs are given or of no use here; leave some "
@@ -68,8 +80,9 @@ def find_settings():
     } | changed
     _print_advice(result, changed)
     if FLAGS.output:
-        tuned = Tuned(settings, result.gain, result.interval, FLAGS.model, this_machine())
-        tuned.save(FLAGS.output)
+        rate, replicas = training.measured(result.settings)
+        facts = FLAGS.model, this_machine(), replicas, rate
+        Tuned(settings, result.gain, result.interval, *facts).save(FLAGS.output)
         print(f"written to {FLAGS.output}, for kdist train --tuned={FLAGS.output}")
 
 
@@ -82,10 +95,17 @@ class TrainingWithKnobs:
         turn, facts = pool.turn(arguments, _TURN_SECONDS)
         self._step_seconds = turn.step_seconds
         self._replicas, self._examples = facts["replicas"], facts["examples"]
+        self._in_memory = facts["in_memory"]
+        self._measured = collections.defaultdict(list)
         self._global = FLAGS.local_batch_size * self._replicas * FLAGS.accumulate
 
     def knobs(self):
-        """Returns the knobs to search that have other values than the present one."""
+        """Returns the knobs to search, and why others are of no use here.
+
+        Returns:
+            The knobs that have other values than the present one, and a dictionary from the names
+            of knobs to reasons.
+        """
         whole = not FLAGS.layout and not FLAGS.shard  # replicas with whole models
         is_uncompiled = FLAGS.layout or FLAGS.shard == "weights"
         gpus = find_gpus(os.environ)
@@ -102,7 +122,19 @@ class TrainingWithKnobs:
             "batch": 1,
             "devices": self._replicas,
             "accumulate": FLAGS.accumulate,
+            "intra_op_threads": FLAGS.intra_op_threads,
+            "parallel_calls": FLAGS.parallel_calls,
         }
+        cores = count_cores(os.environ)
+        useless = {}
+        if gpus:
+            useless["intra_op_threads"] = "GPUs compute"
+        elif cores <= self._replicas:
+            useless["intra_op_threads"] = "each replica has one core"
+        if self._in_memory:
+            useless["parallel_calls"] = "the examples are in memory"
+        elif cores == 1:
+            useless["parallel_calls"] = "there is one core"
         values = {
             "steps_per_execution": [
                 n for n in _GROUPS if int(n) * self._step_seconds <= _MAX_GROUP_SECONDS
@@ -113,14 +145,21 @@ class TrainingWithKnobs:
             "batch": [n for n in _BATCHES if n * self._global <= self._examples],
             "devices": [n for n in _device_numbers() if not self._global % n] if devices else (),
             "accumulate": [n for n in _MICRO_STEPS if not self._global % (n * self._replicas)],
+            # By default an operation uses all cores, of which one replica has only its share.
+            "intra_op_threads": sorted({cores // self._replicas, 1} - {cores}, reverse=True),
+            "parallel_calls": sorted({cores, (cores + 1) // 2}, reverse=True),
         }
-        knobs = []
+        knobs, reasons = [], {}
         for name, (flag, changes) in KNOBS.items():
-            is_default = name in _DEFAULT_KNOBS and not FLAGS[flag].present
+            is_default = name in DEFAULT_KNOBS and not FLAGS[flag].present
+            if not is_default and name not in FLAGS.search:
+                continue
             others = tuple(value for value in values[name] if value != present[name])
-            if others and (is_default or name in FLAGS.search):
+            if name in useless:
+                reasons[name] = useless[name]
+            elif others:
                 knobs.append(Knob(name, present[name], others, changes))
-        return knobs
+        return knobs, reasons
 
     def examples_per_second(self, settings):
         """Returns the measured speed of the training with some settings."""
@@ -130,7 +169,14 @@ class TrainingWithKnobs:
         turn, facts = self._pool.turn(arguments, _TURN_SECONDS)
         sizes = {name: FLAGS[name].value for name in ("local_batch_size", "accumulate")} | changed
         examples = sizes["local_batch_size"] * sizes["accumulate"] * facts["replicas"]
-        return examples / turn.step_seconds
+        rate = examples / turn.step_seconds
+        self._measured[frozenset(settings.items())].append((rate, facts["replicas"]))
+        return rate
+
+    def measured(self, settings):
+        """Returns (median of the measured examples per second, replicas) with some settings."""
+        rates, replicas = zip(*self._measured[frozenset(settings.items())], strict=True)
+        return statistics.median(rates), replicas[0]
 
     def flags(self, settings):
         """Returns the values of the flags that differ from the present ones.
@@ -140,11 +186,7 @@ class TrainingWithKnobs:
         Raises:
             MeasurementError: the global batch cannot be divided among replicas and micro-steps.
         """
-        changed = {
-            name: settings[name]
-            for name in ("steps_per_execution", "jit_compile", "precision")
-            if name in settings
-        }
+        changed = {name: settings[name] for name in _OWN_VALUES if name in settings}
         if "reduction" in settings:
             name, _, packs = settings["reduction"].partition(":")
             changed |= {"reduction": name, **({"num_packs": int(packs)} if packs else {})}

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from absl import flags
 from kdist import program
 from kdist.commands import train  # defines the flags of the training
 from kdist.commands.training_run.trial import ANSWER
-from kdist.launch.watchdog import tied_command
+from kdist.launch.watchdog import signal_group, tied_command
 from kdist.serving.core.resources import default_memory_bytes
 from kdist.tuning.speed import MeasurementError
 
@@ -76,7 +77,7 @@ class Trial:
         max_wait_seconds: time for the first steps, and for a turn. Defaults to ten minutes.
 
     Attributes:
-        facts: number of replicas and training examples.
+        facts: number of replicas and training examples; whether batches are gathered from memory.
         memory_bytes: memory of one GPU, or of the process on CPUs, in the last turn.
 
     Raises:
@@ -95,6 +96,7 @@ class Trial:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            start_new_session=True,  # a process group, which ends as a whole
         )
         self._input = self._process.stdin.fileno()  # type: ignore[union-attr]
         try:
@@ -124,8 +126,8 @@ class Trial:
         return Turn(found["seconds"], found["steps"], self.memory_bytes)
 
     def close(self):
-        """Ends the process."""
-        self._process.kill()
+        """Ends the process, and those that it has started."""
+        signal_group(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for file in (self._process.stdin, self._process.stdout, self._errors):
             try:
@@ -156,6 +158,8 @@ class Trial:
                 if not received:
                     self._fail_as_it_ended()
                 self._buffer += received
+            elif self._process.poll() is not None:  # a process that it started has the output open
+                self._fail_as_it_ended()
 
     def _check_memory(self):
         try:

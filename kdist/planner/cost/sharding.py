@@ -77,6 +77,24 @@ class DividedState:
         return 2 if self.divides_weights else 1 / accumulate
 
 
+def undividable_tables(
+    workload: Workload, layout: Layout, number_bytes: int
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns layer and shape of large looked-up tables whose rows have no equal parts.
+
+    Training refuses to divide them. The arguments are those of `divide_state`.
+    """
+    return [
+        (layer.name, shape)
+        for layer in workload.layers
+        if layer.is_table
+        for shape in layer.trained_shapes
+        if is_large(shape, number_bytes, layout.data, layout.min_shard_bytes)
+        and len(shape) > 1
+        and not PartSizes(shape, layout.data).is_by_rows
+    ]
+
+
 def divide_state(workload: Workload, layout: Layout, number_bytes: int) -> DividedState | None:
     """Returns the trained numbers of a device; None if the replicas divide nothing.
 
@@ -84,9 +102,18 @@ def divide_state(workload: Workload, layout: Layout, number_bytes: int) -> Divid
         workload: Work of the whole model.
         layout: Degrees of parallelism.
         number_bytes: Bytes of one weight.
+
+    Raises:
+        ValueError: If training refuses to divide a table of which rows are looked up.
     """
     if layout.shard is None or layout.data == 1:
         return None
+    for name, (rows, *others) in undividable_tables(workload, layout, number_bytes):
+        size = rows * math.prod(others) * number_bytes
+        raise ValueError(
+            f"{name} has {rows} rows, which are looked up, and which {layout.data} devices cannot "
+            f"divide evenly; keep it whole by min_shard_bytes={size + 1}"
+        )
     divided: list[tuple[int, ...]] = []
     own_of_layers = []
     own = 0

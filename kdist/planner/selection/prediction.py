@@ -20,7 +20,7 @@ from kdist.planner.cost.memory import (
     variable_bytes,
 )
 from kdist.planner.cost.setup import Gradients, Setup, make_features, stack_features
-from kdist.planner.cost.sharding import DividedState, divide_state
+from kdist.planner.cost.sharding import DividedState, divide_state, undividable_tables
 from kdist.planner.cost.split import (
     ModelParts,
     SplitTime,
@@ -232,6 +232,8 @@ class Predictor:
             layout: Degrees of parallelism of whole replicas.
         """
         if layout.local_steps is not None or not OPTIMIZERS[self.job.optimizer].is_elementwise:
+            return ()
+        if undividable_tables(self.job.workload, layout, variable_bytes(self.job.precision)):
             return ()
         # A single micro-step adds up no gradients, and XLA would gather all weights at once.
         left_out = {"gradients": layout.accumulate == 1, "weights": self.job.jit_compile}

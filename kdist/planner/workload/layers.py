@@ -86,6 +86,11 @@ class LayerWork:
     weight_shapes: tuple[tuple[int, ...], ...] = dataclasses.field(default=(), hash=False)
 
     @property
+    def is_table(self) -> bool:
+        """True for an embedding: it looks up rows, and its gradient needs no arithmetic."""
+        return self.kind == "elementwise" and not self.backward_flops
+
+    @property
     def trained_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of its trainable weights; of one matrix if they are unknown."""
         if self.weight_shapes or not self.trainable_parameters:

@@ -237,8 +237,8 @@ def with_unknown_rows(data):
     """Returns the same tensors, of which it is unknown until the step runs how many rows they have.
 
     TensorFlow computes what follows from a known number of rows while it traces. Positions of words
-    of each row then look like a constant, which `kdist.training.replica.batch_dependence` cannot
-    tell from positions that do not depend on the batch.
+    of each row then look like a constant, which `kdist.training.replica.dependence` cannot tell
+    from positions that do not depend on the batch.
     """
 
     def unknown(leaf):

@@ -9,7 +9,7 @@ few points where replicas interact:
   that gradients are simply added up:
   sum over replicas of (rows of r / rows) · mean over rows of r = mean over rows.
   Sums over rows are added up as they are. The step's graph tells which of both a loss is
-  (`kdist.training.replica.batch_dependence`).
+  (`kdist.training.replica.dependence`).
 - The optimizer receives the gradient of the global batch. It is reduced first, and then clipped,
   checked for infinity, averaged, and applied by Keras's own code, on each replica's own copy of the
   variables.

@@ -213,6 +213,30 @@ def test_a_job_divides_what_its_training_allows(job, shards):
     assert predictor.shards(Layout()) == predictor.shards(Layout(data=2, local_steps=4)) == ()
 
 
+def table(rows, columns):
+    """An embedding: rows are looked up, without arithmetic in the backward pass."""
+    size = float(rows * columns)
+    numbers = (256.0, 0.0, size, size, 1e5, 3e5, False)
+    return LayerWork("words", "elementwise", *numbers, weight_shapes=((rows, columns),))
+
+
+@pytest.mark.parametrize(
+    ("rows", "data", "is_divided"), [(30, 4, False), (32, 4, True), (30, 2, True)]
+)
+def test_tables_whose_rows_cannot_be_divided_are_left_whole_as_in_training(rows, data, is_divided):
+    work = network(table(rows, 100_000), dense(0, 1000, 100))
+    layout = Layout(data=data, shard="optimizer")
+    predictor = Predictor(Job(work, examples=1000))
+    assert bool(predictor.shards(Layout(data=data))) == is_divided
+    if not is_divided:
+        with pytest.raises(ValueError, match=r"words.*30 rows.*min_shard_bytes=12000001"):
+            divide_state(work, layout, 4)
+        layout = dataclasses.replace(layout, min_shard_bytes=12_000_001)
+        assert divide_state(work, layout, 4).divided == 0
+    else:
+        assert divide_state(work, layout, 4).divided >= rows * 100_000
+
+
 def test_whole_replicas_stay_whole_where_they_cost_the_same():
     job = Job(known_workload("resnet50"), examples=1_281_167, epochs=90, optimizer="adam")
     machine = dataclasses.replace(V100, gpu="V100 SXM2 32GB")

@@ -13,6 +13,8 @@ SETTINGS = {
     "accumulate": 2,
     "jit_compile": True,
     "steps_per_execution": "32",
+    "intra_op_threads": 3,
+    "parallel_calls": 4,
 }
 
 
@@ -22,6 +24,7 @@ def test_a_file_holds_the_settings(tmp_path):
     assert Tuned.load(tmp_path / "tuned.json") == tuned
     options = {"accumulate": 2, "jit_compile": True, "steps_per_execution": 32}
     assert tuned.compile_options == options
+    assert tuned.data_options == {"parallel_calls": 4}
     assert Tuned({"steps_per_execution": "auto"}).compile_options["steps_per_execution"] == "auto"
 
 
@@ -40,7 +43,8 @@ def test_other_files_are_rejected(text, tmp_path):
 
 def test_the_strategy_is_that_of_the_settings():
     spec = resolve(Tuned(SETTINGS))
-    assert spec == resolve("auto", 2, reduction="hierarchical_copy", num_packs=0)
+    options = {"reduction": "hierarchical_copy", "num_packs": 0, "intra_op_threads": 3}
+    assert spec == resolve("auto", 2, **options)
     assert resolve(Tuned({})) == resolve("auto")
     assert resolve(Tuned({}), shard="optimizer") == resolve("auto", shard="optimizer")
     split = Tuned({"layout": "data=2,pipeline=2"})
@@ -49,7 +53,10 @@ def test_the_strategy_is_that_of_the_settings():
 
 @pytest.mark.parametrize(
     "options",
-    [{"devices": 4}, {"reduction": "nccl"}, {"num_packs": 1}, {"shard": "weights"}],
+    [
+        *({"devices": 4}, {"reduction": "nccl"}, {"num_packs": 1}, {"shard": "weights"}),
+        {"intra_op_threads": 2},
+    ],
     ids=lambda each: next(iter(each)),
 )
 def test_an_argument_that_contradicts_the_settings_is_an_error(options):

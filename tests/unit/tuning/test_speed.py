@@ -127,6 +127,14 @@ def test_the_time_is_kept(seconds):
     assert all(each.ratios or each.failure == "the time was over" for each in result.candidates)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_no_setting_is_preferred_on_the_strength_of_a_single_pair(seed):
+    for seconds in range(10, 120):
+        machine = Machine(MACHINES["small model"], seed)
+        for each in searched(machine, seconds).candidates:
+            assert each.failure == "the time was over" or len(each.ratios) >= 3
+
+
 def test_a_steady_drift_cancels():
     class Faster(Machine):
         def measure(self, settings):
