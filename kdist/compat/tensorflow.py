@@ -449,6 +449,17 @@ def function_of_its_own(python_function: Callable, **options):
     return tf.function(functools.partial(python_function), autograph=False, **options)
 
 
+def call_with_captures(function, arguments: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]):
+    """Returns the outputs of a concrete function, called with other captured tensors.
+
+    Args:
+        function: a function that `get_concrete_function` returned.
+        arguments: its arguments, without structure.
+        captures: tensors in place of its `captured_inputs`, such as handles of other variables.
+    """
+    return function._call_flat([*arguments], [*captures])
+
+
 def is_compiled(function) -> bool:
     """Returns True for a `tf.function` that XLA compiles."""
     return bool(function._jit_compile)

@@ -25,6 +25,7 @@ from kdist.training.parameter_server.central_step import CentralStep
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
 from kdist.training.replica.reduction import attributes_of_replica
 from kdist.training.replica.row_shares import BatchDivision, DifferentRowsError, is_distributed
+from kdist.training.replica.shared_trace import SharedTrace
 from kdist.training.replica.step import (
     KnownRowsError,
     ReplicaStep,
@@ -387,6 +388,8 @@ class ReplicatedStep:
 
     def _micro_step(self, data, division, number, is_last=False):
         own_objects = _objects_of_program(self._trainer)
+        is_shared = self._trainer.training_state.shares_trace and self._has_copies
+        shared_trace = SharedTrace() if is_shared and not self._rounds else None
 
         def on_replica(data):
             replica = this_replica()
@@ -406,6 +409,7 @@ class ReplicatedStep:
             step.loss_reduction, step.reduces_early = state.loss_reduction, state.reduces_early
             if not self._trainer.run_eagerly:  # a step that is traced can be traced again
                 step.hides_rows, step.may_repeat = state.hides_rows, self.may_repeat
+                step.shared_trace = shared_trace
             step.own_metrics = own_metric_variables(self._trainer.metrics)
             with attributes_of_replica(own_objects), step.running():
                 with step.undoing_if_empty(self._trainer.metrics_variables):

@@ -9,7 +9,7 @@ few points where replicas interact:
   that gradients are simply added up:
   sum over replicas of (rows of r / rows) · mean over rows of r = mean over rows.
   Sums over rows are added up as they are. The step's graph tells which of both a loss is
-  (`kdist.training.replica.batch_dependence`).
+  (`kdist.training.replica.dependence`).
 - The optimizer receives the gradient of the global batch. It is reduced first, and then clipped,
   checked for infinity, averaged, and applied by Keras's own code, on each replica's own copy of the
   variables.
@@ -19,6 +19,7 @@ few points where replicas interact:
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -108,6 +109,7 @@ class ReplicaStep:
         hides_rows: the tensors of the step have an unknown number of rows. None if they have a
             known one, and the step may raise `KnownRowsError`.
         may_repeat: the step may raise `WholeBatchError`.
+        shared_trace: the `SharedTrace` of the replicas' forward and backward passes, or None.
         is_assigning: a Keras variable is being assigned.
         is_normalizing: a BatchNormalization is being computed.
     """
@@ -122,6 +124,7 @@ class ReplicaStep:
     communicates = True
     hides_rows: bool | None = False
     may_repeat = False
+    shared_trace = None
     is_assigning = False
     is_normalizing = False
 
@@ -155,6 +158,43 @@ class ReplicaStep:
     def running(self):
         """Makes this step the one that hooks call."""
         return activate(self)
+
+    # Functions that several replicas call.
+
+    def in_function(self, share, replica):
+        """Returns the step with which such a function is traced.
+
+        Args:
+            share: a `RowShare` of the function's arguments.
+            replica: the index of the replica, an int32 scalar.
+        """
+        inner = copy.copy(self)
+        for name in ("_dependence", "_gradient_dependence"):  # of another graph
+            inner.__dict__.pop(name, None)
+        inner.share, inner.replica = share, replica
+        inner.added, inner._written, inner._functions, inner._scaled_by = {}, {}, {}, set()
+        inner._graph = tf.compat.v1.get_default_graph()
+        return inner
+
+    def found(self, outputs):
+        """Returns how each tensor in a structure depends on the batch, for `take_over`."""
+        tensors = tensors_of(outputs)
+        return [(self._dependence.of(t), self._gradient_dependence.of(t)) for t in tensors]
+
+    def take_over(self, inner, found, outputs):
+        """Records what a function did that this replica has called.
+
+        Args:
+            inner: the step with which it was traced.
+            found: the result of its `found`.
+            outputs: the outputs of the call.
+        """
+        self._scaled_by |= inner._scaled_by
+        self._written.update(inner._written)
+        self.needs_whole_gradients |= inner.needs_whole_gradients
+        for tensor, (dependence, of_gradient) in zip(tensors_of(outputs), found, strict=True):
+            self._noted(tensor, dependence)
+            self._gradient_dependence.note(tensor, of_gradient)
 
     # Losses.
 
