@@ -275,10 +275,10 @@ class Trainer(TensorFlowTrainer):
         if step is None or step.is_dry_run or self.run_eagerly:
             return super().train_step(data)
         if self.jit_compile:
-            # XLA cannot compile collectives. With several replicas it compiles the rest of the step.
+            # XLA cannot compile collectives. With several replicas it compiles the rest.
             return passes.train_step(self, data, passes.compiled)
         if step.shared_trace is not None:
-            call = functools.partial(step.shared_trace.call, step)
+            call = functools.partial(step.shared_trace.call, step, "passes")
             with contextlib.suppress(NotSharedError):
                 return passes.train_step(self, data, call)
         return super().train_step(data)

@@ -388,8 +388,7 @@ class ReplicatedStep:
 
     def _micro_step(self, data, division, number, is_last=False):
         own_objects = _objects_of_program(self._trainer)
-        is_shared = self._trainer.training_state.shares_trace and self._has_copies
-        shared_trace = SharedTrace() if is_shared and not self._rounds else None
+        shared_trace = SharedTrace() if self._shares_trace else None
 
         def on_replica(data):
             replica = this_replica()
@@ -425,6 +424,13 @@ class ReplicatedStep:
             if self._trainer.run_eagerly:
                 return run_once(self._strategy, on_replica, data)
             return self._strategy.run(on_replica, args=(data,))
+
+    @property
+    def _shares_trace(self):
+        """True if replicas share a trace; those with several devices or parts of state cannot."""
+        is_alike = self._has_copies and not self._has_groups and self._rounds is None
+        is_whole = num_local_replicas(self._strategy) > 1 and not sharded_state(self._strategy)
+        return self._trainer.training_state.shares_trace and is_alike and is_whole
 
     def _step_class(self, rows):
         """Returns the constructor of a replica's step, given its rows of the batch."""

@@ -9,7 +9,6 @@ first replica as a function of these, and each replica calls it.
 import dataclasses
 import logging
 
-import keras
 import tensorflow as tf
 
 from kdist.compat.tensorflow import call_with_captures, function_of_its_own, is_recorded
@@ -34,34 +33,35 @@ class SharedTrace:
 
     def __init__(self):
         self._passes = {}
-        self._refusal = None
+        self._refused = set()
 
-    def call(self, step, function, *args):
+    def call(self, step, part, function, *args):
         """Returns the outputs of `function(*args)` on a replica.
 
         Args:
             step: the replica's `ReplicaStep`.
-            function: forward and backward passes.
+            part: the name of this part of the step.
+            function: the part, in which replicas do not meet.
             *args: structures of tensors and None.
 
         Raises:
             NotSharedError: the replica has to trace `function` itself.
         """
-        if self._refusal is None and not is_recorded():
+        if part not in self._refused and not is_recorded():
             try:
-                return self._call(step, function, args)
+                return self._call(step, part, function, args)
             except Exception as error:  # if it is one of the program, its own trace raises it, too
-                _logger.debug("replicas share no trace: %s", error)
-                self._refusal = error
-        raise NotSharedError from self._refusal
+                _logger.debug("replicas share no trace of %s: %s", part, error)
+                self._refused.add(part)
+        raise NotSharedError
 
-    def _call(self, step, function, args):
+    def _call(self, step, part, function, args):
         numbers = {name: getattr(step.share, name) for name in _NUMBERS}
         inputs = [args, {name: n for name, n in numbers.items() if tf.is_tensor(n)}]
         tensors = tensors_of(inputs)
         known = tuple(n for n in numbers.values() if not tf.is_tensor(n))
-        specs = tuple(map(tf.TensorSpec.from_tensor, tensors))
-        key = specs, known, step.share.may_be_empty, step.share.is_repeated
+        specs = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+        key = part, specs, known, step.share.may_be_empty, step.share.is_repeated
         if key not in self._passes:
             self._passes[key] = _Passes(step, function, inputs, tensors)
         return self._passes[key](step, tensors)
@@ -82,9 +82,9 @@ class _Passes:
                 self._found = self._step.found(outputs)
             return outputs
 
-        self._function = function_of_its_own(passes).get_concrete_function(
-            tf.TensorSpec([], tf.int32), list(tensors)
-        )
+        self._function = function_of_its_own(
+            passes, experimental_attributes={"_noinline": True}
+        ).get_concrete_function(tf.TensorSpec([], tf.int32), list(tensors))
         graph = self._function.graph
         for operation in graph.get_operations():
             _check_is_shared(operation)
@@ -106,7 +106,8 @@ class _Passes:
             step.local(self._variables[id(c)]).handle if id(c) in self._variables else c
             for c in self._function.captured_inputs
         ]
-        replica = tf.constant(step.replica, tf.int32)
+        # TensorFlow would make a copy of the function for each constant.
+        replica = tf.compat.v1.placeholder_with_default(step.replica, [])
         outputs = call_with_captures(self._function, [replica, *tensors], captures)
         step.take_over(self._step, self._found, outputs)
         return outputs

@@ -44,6 +44,7 @@ from kdist.training.replica.dependence.values import FIXED, MEAN, ROWS, SUM, Dep
 from kdist.training.replica.dependence.walk import BatchDependence
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import RowShare, tensors_of
+from kdist.training.replica.shared_trace import NotSharedError
 from kdist.training.replica.slices import SplitSlices
 
 _logger = logging.getLogger(__name__)
@@ -897,6 +898,13 @@ class ReplicaStep:
             gradients: one gradient per variable.
             variables: Keras variables.
         """
+        if self.shared_trace is not None:
+            part = "update", id(optimizer), tuple(map(id, variables))
+            with contextlib.suppress(NotSharedError):
+                self.shared_trace.call(
+                    self, part, functools.partial(_updated, update, variables), gradients
+                )
+                return
         with self.update():
             update(gradients, variables)
 
@@ -1064,6 +1072,11 @@ class ReplicaStep:
         """Returns the seed of this replica; that of the first one is Keras's own."""
         stride = tf.cast(tf.constant([_SEED_STRIDE, 0], tf.int64), seed.dtype)
         return seed + stride * tf.cast(self.replica, seed.dtype)
+
+
+def _updated(update, variables, gradients):
+    with current().update():
+        update(gradients, variables)
 
 
 class RawVariable(NamedTuple):
