@@ -48,6 +48,10 @@ _HINT = (
     "program that needs all of them, such as one whose first axis is not that of examples, runs "
     'with model.compile(..., gather_batch="step").'
 )
+_HIDDEN_BY_SHARED_TRACE = (
+    "share_trace=True: a replica failed, and TensorFlow reports that others were cancelled. "
+    "Compile with share_trace=False to see the error itself."
+)
 _NEEDS_WHOLE_BATCH = (
     'gather_batch="step" needs the whole batch, and each worker or replica reads its own part of '
     "the data. Pass a tf.data.Dataset that is not distributed, or use gather_batch=True"
@@ -323,6 +327,8 @@ class ReplicatedStep:
                     is_whole = self._replicas == 1 or self.is_repeated
                     if isinstance(error, tf.errors.InvalidArgumentError) and not is_whole:
                         error.add_note(_HINT.format(replicas=self._replicas))
+                    if isinstance(error, tf.errors.CancelledError) and self._shares_trace:
+                        error.add_note(_HIDDEN_BY_SHARED_TRACE)
                     raise
                 except Exception as error:
                     is_needed = isinstance(error, WholeBatchError)
