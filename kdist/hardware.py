@@ -68,22 +68,27 @@ def find_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def _count_by_nvml():
-    return len(_names_by_nvml())
+    """Returns the number of GPUs that the driver reports; 0 without a driver."""
+    return _by_nvml(lambda nvml: nvml.nvmlDeviceGetCount(), 0)
 
 
-def _names_by_nvml():
-    """Returns the names of the GPUs that the driver reports; none without a driver."""
+def _by_nvml(read, without_driver):
+    """Returns `read(pynvml)`, or `without_driver`."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
+        return without_driver
     try:
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+        return read(pynvml)
     finally:
         pynvml.nvmlShutdown()
+
+
+def _name_gpus(nvml):
+    handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+    return [str(nvml.nvmlDeviceGetName(handle)) for handle in handles]
 
 
 def describe_processors() -> str:
@@ -95,7 +100,7 @@ def describe_processors() -> str:
     with contextlib.suppress(OSError):  # not Linux
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
         cpu |= {line for line in lines if line.startswith(("model name", "flags", "Features"))}
-    return "\n".join([*sorted(cpu), *sorted(set(_names_by_nvml()))])
+    return "\n".join([*sorted(cpu), *sorted(set(_by_nvml(_name_gpus, [])))])
 
 
 def count_cores(environment: Mapping[str, str]) -> int:

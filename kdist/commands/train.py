@@ -368,6 +368,12 @@ with program.flag_group("Performance"):
         "Keras dtype policy.",
     )
     flags.DEFINE_boolean("jit_compile", False, "Compile the training step with XLA.")
+    flags.DEFINE_boolean(
+        "share_trace",
+        False,
+        "Trace a step once for all replicas of a process: with many devices, deep models start "
+        "sooner.",
+    )
     flags.DEFINE_string(
         "compile_cache",
         None,

@@ -28,6 +28,7 @@ from tensorflow.python.saved_model import load as saved_model_load
 MirroredExtended = _MirroredExtended
 # Variable with a copy per replica.
 DistributedVariable = _DistributedVariable
+_NO_OPTIMIZER = "disable_meta_optimizer"
 
 
 def has_started() -> bool:
@@ -447,6 +448,25 @@ def function_of_its_own(python_function: Callable, **options):
     process traces the functions of several models. It cannot tell the code of a partial.
     """
     return tf.function(functools.partial(python_function), autograph=False, **options)
+
+
+def call_with_captures(function, arguments: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]):
+    """Returns the outputs of a concrete function, called with other captured tensors, in a graph.
+
+    TensorFlow optimizes the function together with the graph, and not again for each call.
+
+    Args:
+        function: a function that `get_concrete_function` returned.
+        arguments: its arguments, without structure.
+        captures: tensors in place of its `captured_inputs`, such as handles of other variables.
+    """
+    options = tf.config.optimizer.get_experimental_options()
+    before = {_NO_OPTIMIZER: options.get(_NO_OPTIMIZER, False)}
+    tf.config.optimizer.set_experimental_options({_NO_OPTIMIZER: True})
+    try:
+        return function._call_flat([*arguments], [*captures])
+    finally:
+        tf.config.optimizer.set_experimental_options(before)
 
 
 def is_compiled(function) -> bool:

@@ -68,6 +68,7 @@ class TrainingState:
         local_steps: local steps per round of local SGD; see `kdist.Model.compile`.
         local_slots: what happens to slots at the end of a round; see `kdist.Model.compile`.
         loss_reduction: what scalar losses of a custom step are; see `kdist.Model.compile`.
+        shares_trace: whether replicas share one trace of the forward and backward passes.
         reduces_early: tapes of a custom step return gradients of the global batch, because the step
             changes them, such as by clipping. A dry run finds this out.
         hides_rows: steps are traced with an unknown number of rows, because a loss is computed from
@@ -98,6 +99,7 @@ class TrainingState:
         self.local_steps: int | None = None
         self.local_slots = "keep"
         self.loss_reduction = "auto"
+        self.shares_trace = False
         self.reduces_early = False
         self.hides_rows: bool | None = None
         self.repeated_steps: set[str] = set()

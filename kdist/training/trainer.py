@@ -5,6 +5,7 @@ Losses, gradients, and updates are computed by Keras. One step in order, from `f
 described in docs/internals/one_step.md.
 """
 
+import contextlib
 import functools
 import warnings
 
@@ -39,10 +40,11 @@ from kdist.training.groups.step_groups import GroupRunner, GroupTuner, StepGroup
 from kdist.training.parameter_server.coordinator_loop import AsynchronousFunction
 from kdist.training.parameter_server.dispatcher import Dispatcher
 from kdist.training.parameter_server.variables import install_partitioned_embedding
-from kdist.training.replica import hooks, unseeded, xla
+from kdist.training.replica import hooks, passes, unseeded
 from kdist.training.replica import step as steps
 from kdist.training.replica.accumulation import Accumulators, optimizers_of
 from kdist.training.replica.batch_gather import over_whole_batch
+from kdist.training.replica.shared_trace import NotSharedError
 from kdist.training.scopes import (
     has_parameter_servers,
     is_multi_worker,
@@ -95,6 +97,7 @@ class Trainer(TensorFlowTrainer):
         local_slots="keep",
         gather_batch=False,
         loss_reduction="auto",
+        share_trace=False,
         **kwargs,
     ):
         """Configures the model for training. Extends `keras.Model.compile`.
@@ -140,6 +143,11 @@ class Trainer(TensorFlowTrainer):
                 replicas, those of sums are added up. Losses of `compile` and `add_loss` do not
                 need it. Defaults to "auto": kdist reads it from the step's graph. Where the graph
                 does not tell, every replica computes the whole batch, with a warning.
+            share_trace: whether the replicas of a process share one trace of the forward and
+                backward passes, so that the first step on many devices takes less time. Replicas
+                trace their own where they meet in the passes, as in a synchronized BatchNorm, and
+                in a `train_step` of your own that does not call Keras's. A layer must not use
+                `tf.distribute.get_replica_context`. Defaults to False.
             **kwargs: further arguments of `keras.Model.compile`.
 
         Raises:
@@ -196,7 +204,7 @@ class Trainer(TensorFlowTrainer):
             self._compile_loss.call = over_whole_batch(self._compile_loss.call)
         state.accumulate, state.max_staleness = accumulate, max_staleness
         state.local_steps, state.local_slots = local_steps, local_slots
-        state.loss_reduction = loss_reduction
+        state.loss_reduction, state.shares_trace = loss_reduction, share_trace
         state.dispatcher = state.rounds = None
         state.dry_runs, state.reduces_early, state.hides_rows = set(), False, None
         is_repeated = gather_batch == "step"
@@ -263,10 +271,16 @@ class Trainer(TensorFlowTrainer):
     @logs_are_metrics
     def train_step(self, data):
         """Runs one training step on one replica's rows."""
-        # XLA cannot compile collectives. With several replicas it compiles the rest of the step.
         step = steps.current()
-        if self.jit_compile and not self.run_eagerly and step and not step.is_dry_run:
-            return xla.train_step(self, data)
+        if step is None or step.is_dry_run or self.run_eagerly:
+            return super().train_step(data)
+        if self.jit_compile:
+            # XLA cannot compile collectives. With several replicas it compiles the rest.
+            return passes.train_step(self, data, passes.compiled)
+        if step.shared_trace is not None:
+            call = functools.partial(step.shared_trace.call, step, "passes")
+            with contextlib.suppress(NotSharedError):
+                return passes.train_step(self, data, call)
         return super().train_step(data)
 
     @logs_are_metrics

@@ -25,7 +25,7 @@ TEXT_MODEL = "transformer"
 _COMPILE_FLAGS = (
     *("optimizer", "learning_rate", "schedule", "ramp_epochs", "decay", "scale_learning_rate"),
     *("base_batch_size", "accumulate", "jit_compile", "steps_per_execution", "max_staleness"),
-    *("local_steps", "local_slots", "clip_norm", "ema"),
+    *("local_steps", "local_slots", "clip_norm", "ema", "share_trace"),
 )
 
 
@@ -47,6 +47,7 @@ def compiled_model(strategy, train, rate=None):
                 loss(model),
                 metrics=[accuracy(model), *([kdist.models.Perplexity()] if is_text(train) else [])],
                 jit_compile=FLAGS.jit_compile,
+                share_trace=FLAGS.share_trace,
                 steps_per_execution=steps_per_execution(),
                 accumulate=train.batch.accumulate,
                 max_staleness=FLAGS.max_staleness,

@@ -25,6 +25,7 @@ from kdist.training.parameter_server.central_step import CentralStep
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
 from kdist.training.replica.reduction import attributes_of_replica
 from kdist.training.replica.row_shares import BatchDivision, DifferentRowsError, is_distributed
+from kdist.training.replica.shared_trace import SharedTrace
 from kdist.training.replica.step import (
     KnownRowsError,
     ReplicaStep,
@@ -46,6 +47,10 @@ _HINT = (
     "Each of {replicas} replicas computed a part of the batch's rows, which are its first axis. A "
     "program that needs all of them, such as one whose first axis is not that of examples, runs "
     'with model.compile(..., gather_batch="step").'
+)
+_HIDDEN_BY_SHARED_TRACE = (
+    "share_trace=True: a replica failed, and TensorFlow reports that others were cancelled. "
+    "Compile with share_trace=False to see the error itself."
 )
 _NEEDS_WHOLE_BATCH = (
     'gather_batch="step" needs the whole batch, and each worker or replica reads its own part of '
@@ -322,6 +327,8 @@ class ReplicatedStep:
                     is_whole = self._replicas == 1 or self.is_repeated
                     if isinstance(error, tf.errors.InvalidArgumentError) and not is_whole:
                         error.add_note(_HINT.format(replicas=self._replicas))
+                    if isinstance(error, tf.errors.CancelledError) and self._shares_trace:
+                        error.add_note(_HIDDEN_BY_SHARED_TRACE)
                     raise
                 except Exception as error:
                     is_needed = isinstance(error, WholeBatchError)
@@ -387,6 +394,7 @@ class ReplicatedStep:
 
     def _micro_step(self, data, division, number, is_last=False):
         own_objects = _objects_of_program(self._trainer)
+        shared_trace = SharedTrace() if self._shares_trace else None
 
         def on_replica(data):
             replica = this_replica()
@@ -406,6 +414,7 @@ class ReplicatedStep:
             step.loss_reduction, step.reduces_early = state.loss_reduction, state.reduces_early
             if not self._trainer.run_eagerly:  # a step that is traced can be traced again
                 step.hides_rows, step.may_repeat = state.hides_rows, self.may_repeat
+                step.shared_trace = shared_trace
             step.own_metrics = own_metric_variables(self._trainer.metrics)
             with attributes_of_replica(own_objects), step.running():
                 with step.undoing_if_empty(self._trainer.metrics_variables):
@@ -421,6 +430,13 @@ class ReplicatedStep:
             if self._trainer.run_eagerly:
                 return run_once(self._strategy, on_replica, data)
             return self._strategy.run(on_replica, args=(data,))
+
+    @property
+    def _shares_trace(self):
+        """True if replicas share a trace; those with several devices or parts of state cannot."""
+        is_alike = self._has_copies and not self._has_groups and self._rounds is None
+        is_whole = num_local_replicas(self._strategy) > 1 and not sharded_state(self._strategy)
+        return self._trainer.training_state.shares_trace and is_alike and is_whole
 
     def _step_class(self, rows):
         """Returns the constructor of a replica's step, given its rows of the batch."""

@@ -19,6 +19,7 @@ few points where replicas interact:
 """
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
@@ -43,6 +44,7 @@ from kdist.training.replica.dependence.values import FIXED, MEAN, ROWS, SUM, Dep
 from kdist.training.replica.dependence.walk import BatchDependence
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import RowShare, tensors_of
+from kdist.training.replica.shared_trace import NotSharedError
 from kdist.training.replica.slices import SplitSlices
 
 _logger = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class ReplicaStep:
         hides_rows: the tensors of the step have an unknown number of rows. None if they have a
             known one, and the step may raise `KnownRowsError`.
         may_repeat: the step may raise `WholeBatchError`.
+        shared_trace: the `SharedTrace` of the replicas' forward and backward passes, or None.
         is_assigning: a Keras variable is being assigned.
         is_normalizing: a BatchNormalization is being computed.
     """
@@ -122,6 +125,7 @@ class ReplicaStep:
     communicates = True
     hides_rows: bool | None = False
     may_repeat = False
+    shared_trace = None
     is_assigning = False
     is_normalizing = False
 
@@ -155,6 +159,43 @@ class ReplicaStep:
     def running(self):
         """Makes this step the one that hooks call."""
         return activate(self)
+
+    # Functions that several replicas call.
+
+    def in_function(self, share, replica):
+        """Returns the step with which such a function is traced.
+
+        Args:
+            share: a `RowShare` of the function's arguments.
+            replica: the index of the replica, an int32 scalar.
+        """
+        inner = copy.copy(self)
+        for name in ("_dependence", "_gradient_dependence"):  # of another graph
+            inner.__dict__.pop(name, None)
+        inner.share, inner.replica = share, replica
+        inner.added, inner._written, inner._functions, inner._scaled_by = {}, {}, {}, set()
+        inner._graph = tf.compat.v1.get_default_graph()
+        return inner
+
+    def found(self, outputs):
+        """Returns how each tensor in a structure depends on the batch, for `take_over`."""
+        tensors = tensors_of(outputs)
+        return [(self._dependence.of(t), self._gradient_dependence.of(t)) for t in tensors]
+
+    def take_over(self, inner, found, outputs):
+        """Records what a function did that this replica has called.
+
+        Args:
+            inner: the step with which it was traced.
+            found: the result of its `found`.
+            outputs: the outputs of the call.
+        """
+        self._scaled_by |= inner._scaled_by
+        self._written.update(inner._written)
+        self.needs_whole_gradients |= inner.needs_whole_gradients
+        for tensor, (dependence, of_gradient) in zip(tensors_of(outputs), found, strict=True):
+            self._noted(tensor, dependence)
+            self._gradient_dependence.note(tensor, of_gradient)
 
     # Losses.
 
@@ -857,6 +898,13 @@ class ReplicaStep:
             gradients: one gradient per variable.
             variables: Keras variables.
         """
+        if self.shared_trace is not None:
+            part = "update", id(optimizer), tuple(map(id, variables))
+            with contextlib.suppress(NotSharedError):
+                self.shared_trace.call(
+                    self, part, functools.partial(_updated, update, variables), gradients
+                )
+                return
         with self.update():
             update(gradients, variables)
 
@@ -1024,6 +1072,11 @@ class ReplicaStep:
         """Returns the seed of this replica; that of the first one is Keras's own."""
         stride = tf.cast(tf.constant([_SEED_STRIDE, 0], tf.int64), seed.dtype)
         return seed + stride * tf.cast(self.replica, seed.dtype)
+
+
+def _updated(update, variables, gradients):
+    with current().update():
+        update(gradients, variables)
 
 
 class RawVariable(NamedTuple):

@@ -1,0 +1,131 @@
+"""Time to the first step, with a trace per replica and with `share_trace=True`.
+
+  python -m benchmarks.first_step --devices=1,2,8
+
+Each number is of a process of its own. CPU seconds depend less on other load than wall time.
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+from absl import app, flags
+
+import kdist
+from benchmarks.measuring import ROOT
+from kdist.compat.tensorflow import collect_function_graphs
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("devices", ["1", "2", "8"], "Numbers of logical devices.")
+flags.DEFINE_list("models", ["resnet", "transformer"], "Models to train.")
+flags.DEFINE_integer("minutes", 5, "Time limit of a process.")
+flags.DEFINE_string("only", None, "MODEL,DEVICES,SHARES: measure this in the present process.")
+
+ROWS = 8  # of a replica
+STEPS = 12
+layers = keras.layers
+
+
+def resnet():
+    """Returns inputs and outputs of a residual network with 16 blocks."""
+    inputs = keras.Input((32, 32, 3))
+    x = layers.Conv2D(16, 3, padding="same")(inputs)
+    for _ in range(16):
+        y = x
+        for _ in range(2):
+            y = layers.Conv2D(16, 3, padding="same", use_bias=False)(layers.ReLU()(y))
+            y = layers.BatchNormalization()(y)
+        x = layers.Add()([x, y])
+    return inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
+
+
+def transformer():
+    """Returns inputs and outputs of a transformer with 12 blocks of width 64."""
+    inputs = keras.Input((32,), dtype="int32")
+    x = layers.Embedding(256, 64)(inputs)
+    for _ in range(12):
+        y = layers.MultiHeadAttention(4, 16, dropout=0.1)(x, x, use_causal_mask=True)
+        x = layers.LayerNormalization()(x + layers.Dropout(0.1)(y))
+        y = layers.Dense(64)(layers.Dense(256, "gelu")(x))
+        x = layers.LayerNormalization()(x + layers.Dropout(0.1)(y))
+    return inputs, layers.Dense(256)(x)
+
+
+class StepTimes(keras.callbacks.Callback):
+    """Times at which steps end, in seconds."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Records the time."""
+        self.ends.append(time.perf_counter())
+
+
+def measure(name, devices, shares):
+    """Returns seconds and CPU seconds of the first step, nodes of its graph, and ms of others."""
+    strategy = kdist.create_strategy("mirrored" if devices > 1 else "one_device", devices)
+    with strategy.scope():
+        model = kdist.Model(*{"resnet": resnet, "transformer": transformer}[name]())
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, share_trace=shares)
+    number = ROWS * devices * STEPS
+    rng = np.random.default_rng(0)
+    shape = model.input_shape[1:]
+    x = rng.random((number, *shape)) if len(shape) > 1 else rng.integers(0, 256, (number, *shape))
+    x, y = x.astype(model.inputs[0].dtype), rng.integers(0, 10, (number, *model.output_shape[1:-1]))
+    first = ROWS * devices
+    began, cpu_began = time.perf_counter(), time.process_time()
+    with collect_function_graphs() as functions:
+        model.fit(x[:first], y[:first], batch_size=first, verbose=0)
+    seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    times = StepTimes()
+    model.fit(x, y, batch_size=first, verbose=0, callbacks=[times])
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "nodes": max(len(function.pre_optimization_graph.node) for function in functions),
+        "step_ms": 1e3 * float(np.median(np.diff(times.ends))),
+    }
+
+
+def main(_):
+    """Prints a table, or with --only the numbers of one process."""
+    if FLAGS.only:
+        name, devices, shares = FLAGS.only.split(",")
+        print(json.dumps(measure(name, int(devices), shares == "True")))
+        return
+    print("| model | devices | trace | first step, s | CPU s | nodes | step, ms |")
+    print("|--|--:|--|--:|--:|--:|--:|")
+    for name, devices, shares in itertools.product(FLAGS.models, FLAGS.devices, (False, True)):
+        if devices == "1" and shares:
+            continue
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.first_step",
+            f"--only={name},{devices},{shares}",
+        ]
+        result = subprocess.run(
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60 * FLAGS.minutes,
+            check=True,
+        )
+        found = json.loads(result.stdout.splitlines()[-1])
+        print(
+            f"| {name} | {devices} | {'shared' if shares else 'own'} | {found['seconds']:.1f} | "
+            f"{found['cpu_seconds']:.1f} | {found['nodes']:,} | {found['step_ms']:.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    app.run(main)

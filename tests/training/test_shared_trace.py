@@ -1,0 +1,126 @@
+"""One trace of a step for all replicas, next to a trace per replica."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from kdist.compat.tensorflow import collect_function_graphs
+from kdist.training.replica import shared_trace
+from tests.tiers import seldom
+
+layers = keras.layers
+
+
+class Unseeded(layers.Layer):
+    """A layer whose random numbers are not Keras's."""
+
+    def call(self, x):
+        return x + 0.0 * tf.random.uniform(tf.shape(x))
+
+
+class Failing(layers.Layer):
+    def call(self, x):
+        with tf.control_dependencies([tf.debugging.assert_less(tf.reduce_max(x), 5.0)]):
+            return tf.identity(x)
+
+
+def dense(*others):
+    return [keras.Input((6,)), layers.Dense(16, "relu"), *others, layers.Dense(3)]
+
+
+def convolutions():
+    convolution = layers.Conv2D(8, 3, use_bias=False)
+    rest = [layers.BatchNormalization(), layers.ReLU(), layers.GlobalAveragePooling2D()]
+    return [keras.Input((6, 6, 2)), convolution, *rest, layers.Dropout(0.2), layers.Dense(3)]
+
+
+def words():
+    return [keras.Input((5,), dtype="int32"), layers.Embedding(9, 8), layers.LSTM(8), *dense()[1:]]
+
+
+def rows(shape, dtype, number=22):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 9, (number, *shape)) if dtype == "int32" else rng.random((number, *shape))
+    return x.astype(dtype), rng.integers(0, 3, number)
+
+
+def train(strategy, make_layers, share_trace, optimizer=None, **options):
+    """Returns the losses of two epochs with uneven last batches, and the weights."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        built = keras.Sequential(make_layers())
+        model = kdist.Model(built.inputs, built.outputs[0])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer or "adam", loss, share_trace=share_trace, **options)
+    x, y = rows(model.input_shape[1:], model.inputs[0].dtype)
+    history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return history.history["loss"], model.get_weights()
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Names of the parts of a step that were traced for several replicas."""
+    names, make = [], shared_trace.SharedTrace._call
+
+    def call(self, step, part, *args):
+        outputs = make(self, step, part, *args)
+        names.append((part if isinstance(part, str) else part[0], step.replica))
+        return outputs
+
+    monkeypatch.setattr(shared_trace.SharedTrace, "_call", call)
+    return names
+
+
+CLIPPED = {"optimizer": lambda: keras.optimizers.Adam(0.01, clipnorm=0.1)}
+CASES = [
+    (lambda: dense(layers.Dropout(0.3)), CLIPPED),
+    (convolutions, {}),
+    *seldom([(words, {}), (convolutions, {"accumulate": 2}), (words, {"steps_per_execution": 2})]),
+]
+
+
+@pytest.mark.parametrize(("make_layers", "options"), CASES)
+def test_training_is_that_of_own_traces(mirrored, traced, make_layers, options):
+    make_optimizer = options.get("optimizer", lambda: None)
+    both = [
+        train(mirrored, make_layers, shares, **{**options, "optimizer": make_optimizer()})
+        for shares in (False, True)
+    ]
+    expected = {(part, replica) for part in ("passes", "update") for replica in (0, 1)}
+    assert set(traced) == expected
+    assert both[0][0] == both[1][0]
+    for own, shared in zip(both[0][1], both[1][1], strict=True):
+        np.testing.assert_array_equal(own, shared)
+
+
+def test_replicas_trace_their_own_where_they_meet_or_draw(mirrored, traced):
+    for layer in (lambda: layers.BatchNormalization(synchronized=True), Unseeded):
+        own, shared = (
+            train(mirrored, lambda layer=layer: dense(layer()), shares) for shares in (False, True)
+        )
+        assert own[0] == shared[0]
+    assert {part for part, _ in traced} == {"update"}
+
+
+def test_a_trace_for_four_replicas_is_smaller():
+    sizes = {}
+    for shares in (False, True):
+        with collect_function_graphs() as functions:
+            train(kdist.create_strategy("mirrored", 4), convolutions, shares)
+        sizes[shares] = max(len(function.post_optimization_graph.node) for function in functions)
+    assert sizes[True] < 0.6 * sizes[False]
+
+
+def test_a_hidden_error_says_how_to_see_it(mirrored):
+    with mirrored.scope():
+        built = keras.Sequential(dense(Failing()))
+        model = kdist.Model(built.inputs, built.outputs[0])
+        model.compile("adam", "mse", share_trace=True)
+    x, y = 100.0 * np.ones((8, 6)), np.ones((8, 3))
+    with pytest.raises(tf.errors.OpError) as raised:
+        model.fit(x, y, batch_size=8, verbose=0)
+    is_cancelled = isinstance(raised.value, tf.errors.CancelledError)
+    notes = "".join(getattr(raised.value, "__notes__", []))
+    assert is_cancelled == ("share_trace=False" in notes)
