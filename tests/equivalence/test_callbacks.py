@@ -1,6 +1,7 @@
 """Callbacks of Keras and W&B in jobs: the results of one device, one writer, and no hang.
 
-One job runs all callbacks of the table, each in a training of its own.
+One job runs all callbacks of the table, each in a training of its own. Those that end with the
+training share a model, which is traced once and reset before each.
 """
 
 import functools
@@ -38,6 +39,23 @@ def network(model_class, optimizer=None, **options):
     optimizer = optimizer or keras.optimizers.Adam(0.05)
     model.compile(optimizer, "binary_crossentropy", metrics=["accuracy"], **options)
     return model
+
+def reusing(build):
+    "Returns a function that builds models, or with `again=True` resets the one that it built."
+    kept = []
+    def new(optimizer=None, again=False):
+        if not again:
+            return build(optimizer)
+        if not kept:
+            model = build(None)
+            kept.extend([model, model.get_weights(), float(model.optimizer.learning_rate)])
+        model, weights, rate = kept
+        model.set_weights(weights)
+        for variable in model.optimizer.variables:
+            variable.assign(np.zeros(variable.shape, variable.dtype))
+        model.optimizer.learning_rate = rate
+        return model
+    return new
 
 def fit(model, *some, epochs=4, bad_row=None):
     x, y = data()
@@ -103,7 +121,7 @@ def server(received):
 def check_model_checkpoint(new, to):
     one = callbacks.ModelCheckpoint
     return fit(
-        new(),
+        new(again=True),
         one(f"{to}/full-{{epoch}}.keras"),
         one(f"{to}/weights-{{epoch}}.weights.h5", save_weights_only=True),
         one(f"{to}/best-{{epoch}}-{{val_loss:.2f}}.keras", save_best_only=True),
@@ -118,7 +136,7 @@ def check_early_stopping(new, to):
     return fit(new(keras.optimizers.SGD(0.9)), stop, faster, epochs=6)
 
 def check_plateau(new, to):
-    return fit(new(), callbacks.ReduceLROnPlateau("loss", min_delta=1.0, patience=1))
+    return fit(new(again=True), callbacks.ReduceLROnPlateau("loss", min_delta=1.0, patience=1))
 
 def check_moving_averages(new, to):
     results = []
@@ -131,15 +149,15 @@ def check_moving_averages(new, to):
 def check_nan(new, to):
     steps = []
     note = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: steps.append(batch))
-    fit(new(), callbacks.TerminateOnNaN(), note, bad_row=20)
+    fit(new(again=True), callbacks.TerminateOnNaN(), note, bad_row=20)
     return steps
 
 def check_functions(new, to):
     seen = []
     def note(number, logs):
         seen.append([number, list(logs), logs["loss"]])
-    results = fit(new(), callbacks.LambdaCallback(on_epoch_end=note, on_train_batch_end=note))
-    return [results, seen]
+    notes = callbacks.LambdaCallback(on_epoch_end=note, on_train_batch_end=note)
+    return [fit(new(again=True), notes), seen]
 
 def check_tensorboard(new, to):
     board = callbacks.TensorBoard(to, histogram_freq=1, update_freq="batch", write_graph=False)
@@ -149,12 +167,13 @@ def check_tensorboard(new, to):
         create_file_writer=tf.summary.create_file_writer, record_if=tf.summary.record_if,
         scalar=write, histogram=write,
     )
-    return fit(new(), board)
+    return fit(new(again=True), board)
 
 def check_remote_monitor(new, to):
     received = []
     with server(received) as address:
-        results = fit(new(), callbacks.RemoteMonitor(address, send_as_json=True), epochs=2)
+        monitor = callbacks.RemoteMonitor(address, send_as_json=True)
+        results = fit(new(again=True), monitor, epochs=2)
     for epoch in received:
         pathlib.Path(to, f"epoch-{epoch}").touch()
     return results
@@ -200,7 +219,7 @@ def check_wandb(new, to):
             super().on_epoch_end(epoch, logs)
             pathlib.Path(to, f"epoch-{epoch}").touch()
     saver = wandb_keras.WandbModelCheckpoint(f"{to}/{{epoch}}.keras")
-    results = fit(new(), Logger(log_freq=1), saver, predictions)
+    results = fit(new(again=True), Logger(log_freq=1), saver, predictions)
     wandb.finish()
     return [results, predictions.sums]
 
@@ -230,10 +249,10 @@ arguments = json.loads(sys.argv.pop())
 import kdist
 strategy = kdist.create_strategy(arguments["name"], cluster_timeout_seconds=60)
 {TRAINING}
-def new(*args):
+def build(optimizer):
     with strategy.scope():
-        return network(kdist.Model, *args, **arguments["options"])
-print(json.dumps(check_all(new)))
+        return network(kdist.Model, optimizer, **arguments["options"])
+print(json.dumps(check_all(reusing(build))))
 """
 
 
@@ -241,7 +260,8 @@ print(json.dumps(check_all(new)))
 def reference():
     names = {}
     exec(TRAINING, names)
-    return names["check_all"](functools.partial(names["network"], keras.Model))
+    build = functools.partial(names["network"], keras.Model)
+    return names["check_all"](names["reusing"](build))
 
 
 def assert_equal(value, expected, where):

@@ -107,8 +107,8 @@ def test_evaluate_predict_and_weights():
     assert isinstance(model.layers[1].kernel, ShardedVariable)
     assert model.count_params() == plain.count_params()
     assert_same_weights(model.get_weights(), plain.get_weights(), 0)
-    np.testing.assert_allclose(model.predict(x, verbose=0), plain.predict(x, verbose=0), 1e-5)
-    np.testing.assert_allclose(model(x), plain(x), 1e-5)
+    np.testing.assert_allclose(model.predict(x, verbose=0), plain.predict(x, verbose=0), 1e-5, 1e-6)
+    np.testing.assert_allclose(model(x), plain(x), 1e-5, 1e-6)
     assert model.evaluate(x, y, verbose=0) == pytest.approx(plain.evaluate(x, y, verbose=0), 1e-5)
     start = [weight + 0.01 for weight in plain.get_weights()]
     results = []
@@ -221,16 +221,18 @@ def test_files_and_models_for_serving(tmp_path):
     model.fit(x, y, verbose=0)
     expected = model.predict(x, verbose=0)
     model.save(tmp_path / "model.keras")
-    np.testing.assert_allclose(keras.saving.load_model(tmp_path / "model.keras")(x), expected, 1e-5)
+    np.testing.assert_allclose(
+        keras.saving.load_model(tmp_path / "model.keras")(x), expected, 1e-5, 1e-6
+    )
     model.export(tmp_path / "exported", verbose=False)
     exported = tf.saved_model.load(tmp_path / "exported")
-    np.testing.assert_allclose(exported.serve(x), expected, 1e-5)
+    np.testing.assert_allclose(exported.serve(x), expected, 1e-5, 1e-6)
     path = kdist.serving.export(model, tmp_path / "served", examples={})
     (served,) = tf.saved_model.load(path).signatures["serving_default"](tf.constant(x)).values()
-    np.testing.assert_allclose(served, expected, 1e-5)
+    np.testing.assert_allclose(served, expected, 1e-5, 1e-6)
     assert isinstance(model.layers[1].kernel, ShardedVariable)
     model.load_weights(tmp_path / "model.keras")
-    np.testing.assert_allclose(model.predict(x, verbose=0), expected, 1e-5)
+    np.testing.assert_allclose(model.predict(x, verbose=0), expected, 1e-5, 1e-6)
     with pytest.raises(ValueError, match=r"kdist.callbacks.Checkpoint"):
         tf.train.Checkpoint(model=model).save(tmp_path / "checkpoint")
 
