@@ -22,6 +22,7 @@ from kdist.compat.tensorflow import collect_function_graphs
 FLAGS = flags.FLAGS
 flags.DEFINE_list("devices", ["1", "2", "8"], "Numbers of logical devices.")
 flags.DEFINE_list("models", ["resnet", "transformer"], "Models to train.")
+flags.DEFINE_boolean("nodes", False, "Count the graph's nodes instead, which takes time itself.")
 flags.DEFINE_integer("minutes", 5, "Time limit of a process.")
 flags.DEFINE_string("only", None, "MODEL,DEVICES,SHARES: measure this in the present process.")
 
@@ -67,64 +68,75 @@ class StepTimes(keras.callbacks.Callback):
         self.ends.append(time.perf_counter())
 
 
-def measure(name, devices, shares):
-    """Returns seconds and CPU seconds of the first step, nodes of its graph, and ms of others."""
+def compiled(name, devices, shares):
+    """Returns a model on logical devices."""
     strategy = kdist.create_strategy("mirrored" if devices > 1 else "one_device", devices)
     with strategy.scope():
         model = kdist.Model(*{"resnet": resnet, "transformer": transformer}[name]())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile("adam", loss, share_trace=shares)
-    number = ROWS * devices * STEPS
+    return model
+
+
+def data(model, number):
+    """Returns random inputs and targets."""
     rng = np.random.default_rng(0)
     shape = model.input_shape[1:]
     x = rng.random((number, *shape)) if len(shape) > 1 else rng.integers(0, 256, (number, *shape))
-    x, y = x.astype(model.inputs[0].dtype), rng.integers(0, 10, (number, *model.output_shape[1:-1]))
-    first = ROWS * devices
+    y = rng.integers(0, 10, (number, *model.output_shape[1:-1]))
+    return x.astype(model.inputs[0].dtype), y
+
+
+def measure(name, devices, shares):
+    """Returns seconds and CPU seconds of the first step, and milliseconds of others."""
+    model = compiled(name, devices, shares)
+    batch_size = ROWS * devices
+    first, others = data(model, batch_size), data(model, batch_size * STEPS)
     began, cpu_began = time.perf_counter(), time.process_time()
-    with collect_function_graphs() as functions:
-        model.fit(x[:first], y[:first], batch_size=first, verbose=0)
+    model.fit(*first, batch_size=batch_size, verbose=0)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     times = StepTimes()
-    model.fit(x, y, batch_size=first, verbose=0, callbacks=[times])
-    return {
-        "seconds": seconds,
-        "cpu_seconds": cpu_seconds,
-        "nodes": max(len(function.pre_optimization_graph.node) for function in functions),
-        "step_ms": 1e3 * float(np.median(np.diff(times.ends))),
-    }
+    model.fit(*others, batch_size=batch_size, verbose=0, callbacks=[times])
+    return [f"{seconds:.1f}", f"{cpu_seconds:.1f}", f"{1e3 * np.median(np.diff(times.ends)):.0f}"]
+
+
+def count_nodes(name, devices, shares):
+    """Returns the number of nodes of a step's graph, before TensorFlow changes it."""
+    model = compiled(name, devices, shares)
+    with collect_function_graphs() as functions:
+        model.fit(*data(model, ROWS * devices), batch_size=ROWS * devices, verbose=0)
+    return [f"{max(len(each.pre_optimization_graph.node) for each in functions):,}"]
 
 
 def main(_):
     """Prints a table, or with --only the numbers of one process."""
+    run = count_nodes if FLAGS.nodes else measure
     if FLAGS.only:
         name, devices, shares = FLAGS.only.split(",")
-        print(json.dumps(measure(name, int(devices), shares == "True")))
+        print(json.dumps(run(name, int(devices), shares == "True")))
         return
-    print("| model | devices | trace | first step, s | CPU s | nodes | step, ms |")
-    print("|--|--:|--|--:|--:|--:|--:|")
+    columns = ["nodes"] if FLAGS.nodes else ["first step, s", "CPU s", "step, ms"]
+    print("| model | devices | trace |", *(f"{column} |" for column in columns))
+    print("|--|--:|--|" + "--:|" * len(columns))
     for name, devices, shares in itertools.product(FLAGS.models, FLAGS.devices, (False, True)):
         if devices == "1" and shares:
             continue
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.first_step",
-            f"--only={name},{devices},{shares}",
-        ]
-        result = subprocess.run(
-            command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60 * FLAGS.minutes,
-            check=True,
-        )
-        found = json.loads(result.stdout.splitlines()[-1])
-        print(
-            f"| {name} | {devices} | {'shared' if shares else 'own'} | {found['seconds']:.1f} | "
-            f"{found['cpu_seconds']:.1f} | {found['nodes']:,} | {found['step_ms']:.0f} |",
-            flush=True,
-        )
+        program = [sys.executable, "-m", "benchmarks.first_step"]
+        options = [f"--only={name},{devices},{shares}", f"--nodes={FLAGS.nodes}"]
+        try:
+            result = subprocess.run(
+                [*program, *options],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=60 * FLAGS.minutes,
+                check=True,
+            )
+            found = json.loads(result.stdout.splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            found = [f"> {60 * FLAGS.minutes}", *("–" for _ in columns[1:])]
+        trace = "shared" if shares else "own"
+        print("|", " | ".join([name, devices, trace, *found]), "|", flush=True)
 
 
 if __name__ == "__main__":

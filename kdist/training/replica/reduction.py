@@ -1,6 +1,8 @@
 """Collectives of replicas: all-reduce with few messages, reduce-scatter, and all-gather."""
 
 import contextlib
+import functools
+import math
 import threading
 from collections import defaultdict
 
@@ -22,16 +24,19 @@ GATHER = "gather_weights"
 _PACK_BELOW_BYTES = 256 * 1024
 
 
-def all_reduce_sum(tensors):
+def all_reduce_sum(tensors, call=None):
     """Returns the sum of each tensor over all replicas, in replica context.
 
     Small tensors of the same type are sent as one vector. All replicas receive the same bits.
 
     Args:
         tensors: list of tensors or `tf.IndexedSlices`, with the same shapes on all replicas.
+        call: function that calls a function of a list of tensors, such as `SharedTrace.map`, to
+            pack and unpack. Its arguments are the function, the tensors, and a key of what the
+            function depends on besides them. By default, it is called here.
     """
     with tf.name_scope(SCOPE):
-        return _all_reduced(tensors)
+        return _all_reduced(tensors, call or _called)
 
 
 def reduce_scatter_sum(tensors, divisions):
@@ -207,15 +212,19 @@ def gathered_on_workers(strategy, copies):
     return [strategy.experimental_local_results(each)[0] for each in run_once(strategy, parts)]
 
 
-def _all_reduced(tensors):
+def _called(function, tensors, _):
+    return function(tensors)
+
+
+def _all_reduced(tensors, call):
     packs = defaultdict(list)
     for number, tensor in enumerate(tensors):
         packs[_kind(tensor) if _is_small(tensor) else number].append(number)
     groups = list(packs.values())
-    sent = [_packed([tensors[number] for number in group]) for group in groups]
+    sent = [_packed([tensors[number] for number in group], call) for group in groups]
     results = [None] * len(tensors)
     for group, total in zip(groups, _sums(sent), strict=True):
-        parts = _unpacked(total, [tensors[number] for number in group])
+        parts = _unpacked(total, [tensors[number] for number in group], call)
         for number, part in zip(group, parts, strict=True):
             results[number] = part
     return results
@@ -273,15 +282,21 @@ def _is_small(tensor):
     return known and tensor.shape.num_elements() * tensor.dtype.size < _PACK_BELOW_BYTES
 
 
-def _packed(tensors):
-    if len(tensors) == 1:
-        return tensors[0]
+def _packed(tensors, call):
+    return tensors[0] if len(tensors) == 1 else call(_concatenated, tensors, None)
+
+
+def _concatenated(tensors):
     return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], 0)
 
 
-def _unpacked(total, like):
+def _unpacked(total, like, call):
     if len(like) == 1:
         return [total]
-    sizes = [tensor.shape.num_elements() for tensor in like]
-    parts = tf.split(total, sizes)
-    return [tf.reshape(part, tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    shapes = tuple(tuple(tensor.shape) for tensor in like)
+    return call(functools.partial(_split, shapes), [total], shapes)
+
+
+def _split(shapes, totals):
+    parts = tf.split(totals[0], [math.prod(shape) for shape in shapes])
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -33,6 +33,7 @@ class SharedTrace:
 
     def __init__(self):
         self._passes = {}
+        self._functions = {}
         self._refused = set()
 
     def call(self, step, part, function, *args):
@@ -54,6 +55,22 @@ class SharedTrace:
                 _logger.debug("replicas share no trace of %s: %s", part, error)
                 self._refused.add(part)
         raise NotSharedError
+
+    def map(self, function, tensors, key):
+        """Returns `function(tensors)`, of a function that knows of no replica and no variable.
+
+        Args:
+            function: function of a list of tensors.
+            tensors: the tensors.
+            key: what the function depends on besides them.
+        """
+        if is_recorded():
+            return function(tensors)
+        specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
+        if (key, specs) not in self._functions:
+            self._functions[key, specs] = _not_inlined(function).get_concrete_function([*specs])
+        # Where the call is, the function runs.
+        return call_with_captures(self._functions[key, specs], tensors, [])
 
     def _call(self, step, part, function, args):
         numbers = {name: getattr(step.share, name) for name in _NUMBERS}
@@ -82,9 +99,9 @@ class _Passes:
                 self._found = self._step.found(outputs)
             return outputs
 
-        self._function = function_of_its_own(
-            passes, experimental_attributes={"_noinline": True}
-        ).get_concrete_function(tf.TensorSpec([], tf.int32), list(tensors))
+        self._function = _not_inlined(passes).get_concrete_function(
+            tf.TensorSpec([], tf.int32), list(tensors)
+        )
         graph = self._function.graph
         for operation in graph.get_operations():
             _check_is_shared(operation)
@@ -111,6 +128,10 @@ class _Passes:
         outputs = call_with_captures(self._function, [replica, *tensors], captures)
         step.take_over(self._step, self._found, outputs)
         return outputs
+
+
+def _not_inlined(function):
+    return function_of_its_own(function, experimental_attributes={"_noinline": True})
 
 
 def _with_tensors(structure, tensors):

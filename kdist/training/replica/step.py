@@ -197,6 +197,20 @@ class ReplicaStep:
             self._noted(tensor, dependence)
             self._gradient_dependence.note(tensor, of_gradient)
 
+    def _call(self, part, function, *args):
+        """Returns `function(*args)`, of a part of the step in which replicas do not meet.
+
+        The function takes the step from `current()`.
+        """
+        if self.shared_trace is not None:
+            with contextlib.suppress(NotSharedError):
+                return self.shared_trace.call(self, part, function, *args)
+        return function(*args)
+
+    def _all_reduce_sum(self, tensors):
+        call = None if self.shared_trace is None else self.shared_trace.map
+        return all_reduce_sum(tensors, call) if tensors else []
+
     # Losses.
 
     def scale_loss(self, loss, optimizer):
@@ -870,7 +884,7 @@ class ReplicaStep:
         if self.replicas > 1:
             sent = [_tensors(g) for g in gradients]
             present = [tensor for tensors in sent for tensor in tensors]
-            sums = iter(all_reduce_sum(present) if present else [])
+            sums = iter(self._all_reduce_sum(present))
             received = [[next(sums) for _ in tensors] for tensors in sent]
             gradients = [_with_tensors(g, r) for g, r in zip(gradients, received, strict=True)]
         return [g.joined() if isinstance(g, SplitSlices) else g for g in gradients]
@@ -898,15 +912,8 @@ class ReplicaStep:
             gradients: one gradient per variable.
             variables: Keras variables.
         """
-        if self.shared_trace is not None:
-            part = "update", id(optimizer), tuple(map(id, variables))
-            with contextlib.suppress(NotSharedError):
-                self.shared_trace.call(
-                    self, part, functools.partial(_updated, update, variables), gradients
-                )
-                return
-        with self.update():
-            update(gradients, variables)
+        part = "update", id(optimizer), tuple(map(id, variables))
+        self._call(part, functools.partial(_updated, update, variables), gradients)
 
     def are_finite(self, optimizer, is_finite):
         """Returns whether the gradients of `optimizer` are finite on all replicas.
@@ -984,18 +991,17 @@ class ReplicaStep:
         if self.replicas == 1 or not self.has_copies:
             return
         equal = {id(variable) for variable in except_for}
-        copies = [
-            self.local(variable.value)
+        variables = [
+            variable
             for key, variable in self._written.items()
             if key not in equal and can_be_averaged(variable)
         ]
-        with self._colocation():
-            parts = [
-                scale_gradient(self.zero_if_empty(tf.identity(c)), self.share.micro_step_fraction)
-                for c in copies
-            ]
-            for copy, mean in zip(copies, all_reduce_sum(parts) if parts else [], strict=True):
-                copy.assign(mean)
+        if not variables:
+            return
+        part = tuple(map(id, variables))
+        parts = self._call(("state", part), functools.partial(_shares_of_mean, variables))
+        means = self._all_reduce_sum(parts)
+        self._call(("average", part), functools.partial(_assign_copies, variables), means)
 
     @contextlib.contextmanager
     def undoing_if_empty(self, variables):
@@ -1079,6 +1085,26 @@ def _updated(update, variables, gradients):
         update(gradients, variables)
 
 
+def _shares_of_mean(variables):
+    """Returns what a replica adds to the mean of each variable's copies over all replicas."""
+    step = current()
+    with step._colocation():
+        return [
+            scale_gradient(
+                step.zero_if_empty(tf.identity(step.local(variable.value))),
+                step.share.micro_step_fraction,
+            )
+            for variable in variables
+        ]
+
+
+def _assign_copies(variables, values):
+    step = current()
+    with step._colocation():
+        for variable, value in zip(variables, values, strict=True):
+            step.local(variable.value).assign(value)
+
+
 class RawVariable(NamedTuple):
     """A `tf.Variable` of a program, with what `can_be_averaged` asks of Keras variables."""
 
@@ -1113,7 +1139,8 @@ def _scaling_gradient(tensor, scale):
 
 def _with_shape_of(variable, gradient):
     """Returns a gradient with the static shape of its variable, which may have been lost."""
-    if not isinstance(gradient, tf.IndexedSlices | SplitSlices):
+    is_dense = not isinstance(gradient, tf.IndexedSlices | SplitSlices)
+    if is_dense and not gradient.shape.is_fully_defined():
         gradient = tf.ensure_shape(gradient, variable.shape)
     return gradient
 
