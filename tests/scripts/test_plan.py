@@ -193,3 +193,12 @@ def test_tuned_settings_that_measure_something_else_are_rejected(
     settings = {**TUNED.settings, "precision": "float32"}
     dataclasses.replace(TUNED, settings=settings, **changes).save(tuned)
     assert expected in refused(*LENET, f"--tuned={tuned}", *flags)
+
+
+def test_tuned_settings_of_another_number_of_replicas_are_rejected(tmp_path):
+    tuned, here = tmp_path / "tuned.json", tmp_path / "here.json"
+    dataclasses.replace(TUNED, replicas=4).save(tuned)
+    costs = dict.fromkeys(work_terms(planner.resolve_workload("lenet"), 32), 1e-9)
+    here.write_text(Calibration("a CPU", 2, "float32", costs, 0.1, 0.2).to_json())
+    message = refused(*LENET, f"--tuned={tuned}", f"--calibration={here}")
+    assert "has 4 replicas" in message and "with --num_devices" in message
