@@ -179,7 +179,7 @@ def check_remote_monitor(new, to):
     return results
 
 def backup(new, to, interrupt, **options):
-    model, epochs = new(), []
+    model, epochs = new(again=True), []
     def note(epoch, logs):
         epochs.append([epoch, int(model.optimizer.iterations.numpy())])
     def saver():
