@@ -278,9 +278,8 @@ class Trainer(TensorFlowTrainer):
             # XLA cannot compile collectives. With several replicas it compiles the rest.
             return passes.train_step(self, data, passes.compiled)
         if step.shared_trace is not None:
-            call = functools.partial(step.shared_trace.call, step, "passes")
             with contextlib.suppress(NotSharedError):
-                return passes.train_step(self, data, call)
+                return passes.train_step(self, data, passes.shared)
         return super().train_step(data)
 
     @logs_are_metrics

@@ -201,4 +201,5 @@ def test_tuned_settings_of_another_number_of_replicas_are_rejected(tmp_path):
     costs = dict.fromkeys(work_terms(planner.resolve_workload("lenet"), 32), 1e-9)
     here.write_text(Calibration("a CPU", 2, "float32", costs, 0.1, 0.2).to_json())
     message = refused(*LENET, f"--tuned={tuned}", f"--calibration={here}")
-    assert "has 4 replicas" in message and "with --num_devices" in message
+    assert "has 4 replicas" in message
+    assert "with --num_devices" in message

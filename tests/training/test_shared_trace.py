@@ -62,14 +62,14 @@ def train(strategy, make_layers, share_trace, optimizer=None, **options):
 @pytest.fixture
 def traced(monkeypatch):
     """Names of the parts of a step that were traced for several replicas."""
-    names, make = [], shared_trace.SharedTrace._call
+    names, call = [], shared_trace.SharedTrace.call
 
-    def call(self, step, part, *args):
-        outputs = make(self, step, part, *args)
+    def noted(self, step, part, *args):
+        outputs = call(self, step, part, *args)
         names.append((part if isinstance(part, str) else part[0], step.replica))
         return outputs
 
-    monkeypatch.setattr(shared_trace.SharedTrace, "_call", call)
+    monkeypatch.setattr(shared_trace.SharedTrace, "call", noted)
     return names
 
 
@@ -102,6 +102,94 @@ def test_replicas_trace_their_own_where_they_meet_or_draw(mirrored, traced):
         )
         assert own[0] == shared[0]
     assert {part for part, _ in traced} == {"update"}
+
+
+class Twice(kdist.Model):
+    """A step of two updates, which differ in an attribute that is no tensor."""
+
+    def train_step(self, data):
+        self.factor = 3.0
+        super().train_step(data)
+        self.factor = 1.0
+        return super().train_step(data)
+
+    def compute_loss(self, *args, **kwargs):
+        return self.factor * super().compute_loss(*args, **kwargs)
+
+
+class TwoLosses(kdist.Model):
+    """One optimizer updates the same weights twice, and other gradients are None."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        for part in (0, 1):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(self(x, training=True)[part] - y))
+            gradients = tape.gradient(loss, weights)
+            self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+class MeanAndSum(kdist.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+        return super().compute_loss(x, y, y_pred, *args, **kwargs) + tf.reduce_sum(y_pred**2)
+
+
+class ReadsLosses(kdist.Model):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return {**logs, "added": sum(self.losses)}
+
+
+class AddsLoss(layers.Layer):
+    def call(self, x):
+        self.add_loss(tf.reduce_mean(x**2))
+        return x
+
+
+def two_heads(inputs):
+    return [layers.Dense(1, name="a")(inputs), layers.Dense(1, name="b")(inputs)]
+
+
+def masked(inputs):
+    return layers.Dense(3)(layers.Embedding(9, 4, mask_zero=True)(inputs))
+
+
+SUM = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
+PROGRAMS = [
+    (Twice, lambda x: layers.Dense(1)(x), "mse", []),
+    (TwoLosses, two_heads, None, []),
+    *seldom(
+        [
+            (MeanAndSum, lambda x: layers.Dense(1)(x), "mse", []),
+            (ReadsLosses, lambda x: layers.Dense(1)(AddsLoss()(x)), "mse", []),
+            (kdist.Model, masked, SUM, ["accuracy"]),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_class", "build", "loss", "metrics"), PROGRAMS)
+def test_what_a_program_can_tell_apart(mirrored, model_class, build, loss, metrics):
+    dtype = "int32" if build is masked else "float32"
+    x, y = rows((6,), dtype, 22)
+    y = np.tile(y[:, None] % 3, 6) if build is masked else y[:, None].astype("float32")
+    results = []
+    for shares in (False, True):
+        keras.utils.set_random_seed(0)
+        with mirrored.scope():
+            inputs = keras.Input((6,), dtype=dtype)
+            model = model_class(inputs, build(inputs))
+            model.compile(
+                keras.optimizers.SGD(0.01), loss, metrics=metrics or None, share_trace=shares
+            )
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        results.append((history, model.get_weights()))
+    (own, own_weights), (shared, shared_weights) = results
+    assert own == shared
+    for one, other in zip(own_weights, shared_weights, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_trace_for_four_replicas_is_smaller():

@@ -332,7 +332,10 @@ class ReplicatedStep:
                     raise
                 except Exception as error:
                     is_needed = isinstance(error, WholeBatchError)
-                    if state.hides_rows and not is_needed and not self.is_repeated:
+                    if self._shares_trace and not is_needed:
+                        _logger.debug("replicas share no trace: %s", error)
+                        state.shares_trace = False
+                    elif state.hides_rows and not is_needed and not self.is_repeated:
                         _logger.debug("traced with an unknown number of rows: %s", error)
                         state.hides_rows = False
                     elif self.may_repeat and not self.is_repeated:

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from kdist.compat.keras import loss_module
 from kdist.training.replica import step as steps
+from kdist.training.replica.shared_trace import NotSharedError
 
 
 def train_step(model, data, call):
@@ -32,11 +33,28 @@ def train_step(model, data, call):
         return loss, y_pred, tape.gradient(scaled, weights)
 
     loss, y_pred, gradients = call(forward_and_backward, x, y, sample_weight)
-    rows = tf.shape(keras.tree.flatten(x)[0])[0]
+    rows = tf.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))[0]
     model._loss_tracker.update_state(loss_module.unscale_loss_for_distribution(loss), rows)
     if weights:
         model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
     return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def shared(function, *args):
+    """Returns the outputs of forward and backward passes in a trace that replicas share.
+
+    Raises:
+        NotSharedError: the replica has to trace them itself.
+    """
+
+    def checked(*args):
+        loss, *others = function(*args)
+        if not steps.current().is_mean_or_sum(loss):
+            raise NotSharedError("a loss that is neither a mean nor a sum is known by its graph")
+        return loss, *others
+
+    step = steps.current()
+    return step.shared_trace.call(step, "passes", checked, *args)
 
 
 def compiled(function, *args):

@@ -6,6 +6,7 @@ differ only in their rows, variables, and random seeds. `SharedTrace` therefore 
 first replica as a function of these, and each replica calls it.
 """
 
+import collections
 import dataclasses
 import logging
 
@@ -35,9 +36,12 @@ class SharedTrace:
         self._passes = {}
         self._functions = {}
         self._refused = set()
+        self._calls = collections.Counter()
 
     def call(self, step, part, function, *args):
         """Returns the outputs of `function(*args)` on a replica.
+
+        Replicas make the same calls in the same order.
 
         Args:
             step: the replica's `ReplicaStep`.
@@ -48,13 +52,17 @@ class SharedTrace:
         Raises:
             NotSharedError: the replica has to trace `function` itself.
         """
-        if part not in self._refused and not is_recorded():
-            try:
-                return self._call(step, part, function, args)
-            except Exception as error:  # if it is one of the program, its own trace raises it, too
-                _logger.debug("replicas share no trace of %s: %s", part, error)
-                self._refused.add(part)
-        raise NotSharedError
+        self._calls[step.replica] += 1
+        key = self._calls[step.replica], part
+        if key in self._refused or is_recorded():
+            raise NotSharedError
+        try:
+            passes, tensors = self._found(step, key, function, args)
+        except Exception as error:  # if it is one of the program, its own trace raises it, too
+            _logger.debug("replicas share no trace of %s: %s", part, error)
+            self._refused.add(key)
+            raise NotSharedError from error
+        return passes(step, tensors)
 
     def map(self, function, tensors, key):
         """Returns `function(tensors)`, of a function that knows of no replica and no variable.
@@ -72,16 +80,18 @@ class SharedTrace:
         # Where the call is, the function runs.
         return call_with_captures(self._functions[key, specs], tensors, [])
 
-    def _call(self, step, part, function, args):
+    def _found(self, step, key, function, args):
+        """Returns the `_Passes` of a call, and the tensors that it takes."""
         numbers = {name: getattr(step.share, name) for name in _NUMBERS}
         inputs = [args, {name: n for name, n in numbers.items() if tf.is_tensor(n)}]
         tensors = tensors_of(inputs)
+        are_tensors = tuple(map(tf.is_tensor, tf.nest.flatten(args, expand_composites=True)))
         known = tuple(n for n in numbers.values() if not tf.is_tensor(n))
         specs = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
-        key = part, specs, known, step.share.may_be_empty, step.share.is_repeated
+        key = key, are_tensors, specs, known, step.share.may_be_empty, step.share.is_repeated
         if key not in self._passes:
             self._passes[key] = _Passes(step, function, inputs, tensors)
-        return self._passes[key](step, tensors)
+        return self._passes[key], tensors
 
 
 class _Passes:
@@ -96,6 +106,9 @@ class _Passes:
                 self._step = step.in_function(share, replica)
                 with self._step.running():
                     outputs = function(*args)
+                _check_are_tensors(outputs)
+                if any(self._step.added.values()):
+                    raise NotSharedError("layers add losses, which the step may read")
                 self._found = self._step.found(outputs)
             return outputs
 
@@ -105,8 +118,6 @@ class _Passes:
         graph = self._function.graph
         for operation in graph.get_operations():
             _check_is_shared(operation)
-        if any(getattr(tensor, "_keras_mask", None) is not None for tensor in graph.outputs):
-            raise NotSharedError("predictions have a mask")
         value_of = tf.distribute.get_strategy().extended.value_container
         self._variables = {id(v.handle): value_of(v) for v in graph.variables}
         for captured in self._function.captured_inputs:
@@ -146,8 +157,19 @@ def _rows(args):
     return tuple(filter(tf.is_tensor, tf.nest.flatten(args)))
 
 
+def _check_are_tensors(outputs):
+    """Raises an error if a call would return less than the function that it calls."""
+    for leaf in tf.nest.flatten(outputs, expand_composites=True):
+        if leaf is not None and not tf.is_tensor(leaf):
+            raise NotSharedError(f"an output is {leaf!r}")
+        if getattr(leaf, "_keras_mask", None) is not None:
+            raise NotSharedError("predictions have a mask")
+
+
 def _check_is_shared(operation):
     """Raises an error for an operation whose results would be wrong on another replica."""
+    if operation.name.rpartition("/")[-1].startswith("replica_id_in_sync_group"):
+        raise NotSharedError(f"{operation.name} is the index of a replica")
     if operation.op_def.is_stateful and "seed2" in {a.name for a in operation.op_def.attr}:
         raise NotSharedError(f"{operation.name} would draw the same numbers on all replicas")
     if operation.device:

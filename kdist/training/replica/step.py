@@ -175,6 +175,8 @@ class ReplicaStep:
         inner.share, inner.replica = share, replica
         inner.added, inner._written, inner._functions, inner._scaled_by = {}, {}, {}, set()
         inner._graph = tf.compat.v1.get_default_graph()
+        inner.shared_trace = None  # all replicas make the same calls, but one traces this function
+        inner._noted(replica, FIXED)
         return inner
 
     def found(self, outputs):
@@ -258,6 +260,11 @@ class ReplicaStep:
             return self._noted(self.correct_sum(value), MEAN)
         sums = tf.add_n([tf.cast(f, t.dtype) * tf.reduce_sum(t) for f, t, _ in terms])
         return self._noted(value + self.correct_sum(sums) - sums, MEAN)
+
+    def is_mean_or_sum(self, value):
+        """Returns whether it is known how a value, such as a loss, depends on the rows."""
+        dependence = self._dependence.of(value)
+        return dependence.is_fixed or dependence.degree is not None
 
     def as_logs(self, outputs):
         """Returns outputs of a step whose means over replicas are the logs of the batch."""
@@ -1000,7 +1007,8 @@ class ReplicaStep:
             return
         part = tuple(map(id, variables))
         parts = self._call(("state", part), functools.partial(_shares_of_mean, variables))
-        means = self._all_reduce_sum(parts)
+        with self._colocation():
+            means = self._all_reduce_sum(parts)
         self._call(("average", part), functools.partial(_assign_copies, variables), means)
 
     @contextlib.contextmanager
@@ -1140,7 +1148,7 @@ def _scaling_gradient(tensor, scale):
 def _with_shape_of(variable, gradient):
     """Returns a gradient with the static shape of its variable, which may have been lost."""
     is_dense = not isinstance(gradient, tf.IndexedSlices | SplitSlices)
-    if is_dense and not gradient.shape.is_fully_defined():
+    if is_dense and not gradient.shape == variable.shape:  # noqa: SIM201 (ranks may be unknown)
         gradient = tf.ensure_shape(gradient, variable.shape)
     return gradient
 
