@@ -541,8 +541,24 @@ def test_training_continues_on_a_full_disk(tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == {"test_accuracy": 0.75}
 
 
+# A process of W&B that starts when training has ended, as on a busy machine.
+SLOW_START = """
+import os, sys, time
+
+if any("wandb_process" in argument for argument in sys.orig_argv):
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("start", ["quick", "slow"])
 @pytest.mark.parametrize("how", ["forgets", "killed"])
-def test_the_process_of_a_killed_training_ends(tmp_path, how):
+def test_the_process_of_a_killed_training_ends(tmp_path, monkeypatch, how, start):
+    """It has written the records, though nobody reads its answers."""
+    if start == "slow":
+        (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     assert train(tmp_path, how).returncode != 0
     run = RunDirectory(tmp_path / "run")
     wait_for(lambda: not wandb_processes(run.path))

@@ -288,7 +288,8 @@ def serve(open_run: Callable[[dict[str, Any], Callable[..., None]], Any]):
     lock = threading.Lock()
 
     def send(**answer):
-        with lock:
+        # A training program that was killed reads no answers, but its commands are still here.
+        with lock, contextlib.suppress(BrokenPipeError):
             answers.write(json.dumps(answer) + "\n")
 
     start = json.loads(commands.readline())
