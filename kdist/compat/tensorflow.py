@@ -6,6 +6,7 @@
 import collections
 import contextlib
 import functools
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ MirroredExtended = _MirroredExtended
 # Variable with a copy per replica.
 DistributedVariable = _DistributedVariable
 _NO_OPTIMIZER = "disable_meta_optimizer"
+# An iterator's destruction usually takes a millisecond.
+_DESTRUCTION_SECONDS = 0.2
 
 
 def has_started() -> bool:
@@ -467,6 +470,27 @@ def call_with_captures(function, arguments: Sequence[tf.Tensor], captures: Seque
         return function._call_flat([*arguments], [*captures])
     finally:
         tf.config.optimizer.set_experimental_options(before)
+
+
+def destroy_iterator(iterator):
+    """Destroys an iterator of `tf.data`, which must not be used again.
+
+    TensorFlow waits in it for the thread that tunes the pipeline. That thread can wake up before
+    it can see that it is to end, and then sleeps once more for as long as the iterator has lived,
+    up to a minute (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc). On two busy cores,
+    one of eight iterators did. Therefore another thread destroys the iterator, and the caller
+    waits for it shortly.
+
+    Args:
+        iterator: the iterator. Nothing happens if it is of another kind.
+    """
+    last = [getattr(iterator, "__dict__", {}).pop("_iterator_resource", None)]
+    if last[0] is None:
+        return
+    thread = threading.Thread(target=last.clear, name="kdist-iterator", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no threads while Python ends
+        thread.start()
+        thread.join(_DESTRUCTION_SECONDS)
 
 
 def is_compiled(function) -> bool:

@@ -535,6 +535,7 @@ class Trainer(TensorFlowTrainer):
             # The chief's callbacks write files that programs read on all workers after `fit`.
             wait_for_workers(self.distribute_strategy, "ending a training")
         finally:
+            groups.close()
             forget_slots(self)
             if resumption:
                 resumption.release()

@@ -1,4 +1,5 @@
 import itertools
+import threading
 import warnings
 
 import keras
@@ -702,3 +703,27 @@ def test_an_optimizer_may_be_created_outside_of_the_scope(mirrored, new, where):
 
     expected = train(keras.Model, tf.distribute.get_strategy())
     assert_same_weights(train(kdist.Model, mirrored), expected, 1e-5)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_the_end_of_an_iterator_is_not_waited_for(method):
+    """TensorFlow's threads can need a minute to notice it; here, they read a batch too many."""
+    free, waited = threading.Event(), threading.Event()
+
+    def read(number):
+        if number >= 2 and not free.wait(30):
+            waited.set()
+        return np.float32([number])
+
+    def batch(number):
+        value = tf.py_function(read, [number], tf.float32)
+        x = tf.ensure_shape(value, [1])[:, None] * tf.ones([1, 4])
+        return x if method == "predict" else (x, tf.zeros([1]))
+
+    data = tf.data.Dataset.range(100).map(batch).prefetch(4)
+    steps = {"steps_per_epoch" if method == "fit" else "steps": 2}
+    try:
+        getattr(linear(), method)(data, verbose=0, **steps)
+        assert not waited.is_set()
+    finally:
+        free.set()

@@ -287,18 +287,18 @@ class IteratorFeed:
     """Batches of an iterator, which the coordinator reads and sends."""
 
     def __init__(self, iterator):
-        self._iterator, self._next = iterator, 0
+        self.iterator, self._next = iterator, 0
 
     def take(self, length: int, separate: bool = False) -> Batches | None:
         """Returns the next `length` batches, or fewer at the end; None if there is none."""
-        batches = list(take_up_to(length, self._iterator))
+        batches = list(take_up_to(length, self.iterator))
         if not batches:
             return None
         first, self._next = tf.constant(self._next, tf.int64), self._next + len(batches)
         flat = [tf.nest.flatten(batch, expand_composites=True) for batch in batches]
         is_stacked = not separate and len(flat) > 1 and _can_be_stacked(flat)
         make = _stacked if is_stacked else _side_by_side
-        return make(first, flat, self._iterator.element_spec)
+        return make(first, flat, self.iterator.element_spec)
 
 
 def _stacked(first, flat, element_spec):

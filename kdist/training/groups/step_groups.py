@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import tensorflow as tf
 
 from kdist.compat.keras import EpochIterator, TFEpochIterator
+from kdist.compat.tensorflow import destroy_iterator
 
 # The tuner doubles the length while a step gets at least this much faster and a call stays short
 # enough for a progress bar, Ctrl-C, and callbacks.
@@ -110,6 +111,7 @@ class StepGroups(TFEpochIterator):
     """
 
     def __init__(self, distribute_strategy, feed=iter, **data):
+        self._current_iterator, self._ended = None, []  # the last groups may still use those
         EpochIterator.__init__(self, **data)
         dataset = self.data_adapter.get_tf_dataset()
         # Each host feeds its own TPU cores, which need data that is divided in advance.
@@ -120,6 +122,13 @@ class StepGroups(TFEpochIterator):
         self._batches_to_skip = 0
         self._begins_at_position = self._is_over = self.has_ended = False
         self.first_step = 0
+
+    def close(self):
+        """Destroys the iterators, without waiting for TensorFlow. The next epoch creates new ones."""
+        self._end_iterator()
+        self._destroy_ended()
+
+    __del__ = close
 
     def skip_to(self, position):
         """Starts the first epoch's data at a `Position`.
@@ -149,6 +158,7 @@ class StepGroups(TFEpochIterator):
         return number != tf.data.UNKNOWN_CARDINALITY
 
     def _enumerate_iterator(self):
+        self._destroy_ended()
         self.data_adapter.on_epoch_begin()
         steps_per_epoch = self.steps_per_epoch or self._num_batches
         yield from self._known(steps_per_epoch) if steps_per_epoch else self._unknown()
@@ -194,7 +204,8 @@ class StepGroups(TFEpochIterator):
         except (StopIteration, tf.errors.OutOfRangeError):
             if self.num_batches:  # else nobody knows how many there should have been
                 self._interrupted_warning()
-            self._current_iterator, self.has_ended = None, True
+            self._end_iterator()
+            self.has_ended = True
             self.data_adapter.on_epoch_end()
 
     def _start_over(self):
@@ -202,7 +213,17 @@ class StepGroups(TFEpochIterator):
         self._steps_seen, self._batches_to_skip = self._batches_to_skip, 0
         if self._steps_seen and not self._begins_at_position:
             data = data.skip(self._steps_seen)
+        self._end_iterator()
         self._current_iterator = self._feed(data)
+
+    def _end_iterator(self):
+        self._ended.append(self._current_iterator)
+        self._current_iterator = None
+
+    def _destroy_ended(self):
+        while self._ended:
+            iterator = self._ended.pop()
+            destroy_iterator(getattr(iterator, "iterator", iterator))
 
     def _batches_left(self):
         """Returns the number of remaining batches, or the longest group if it is unknown."""
