@@ -14,6 +14,7 @@ import pytest
 import kdist
 from kdist.testing import assert_same_weights
 from tests.forked import python, python_tasks
+from tests.tiers import covering
 
 # Prints histories and predictions before and after loading, for the models and ways below.
 PROGRAM = """
@@ -190,8 +191,13 @@ def trained(new_model):
     return model
 
 
-@pytest.mark.parametrize("new_model", [functional, sequential, Subclassed, converted])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize(
+    ("new_model", "copied"),
+    covering(
+        [functional, sequential, Subclassed, converted],
+        [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ),
+)
 def test_copies_of_a_model_train_as_it_does(new_model, copied, mirrored):
     with mirrored.scope():
         model = trained(new_model)

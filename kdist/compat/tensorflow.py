@@ -31,7 +31,7 @@ MirroredExtended = _MirroredExtended
 DistributedVariable = _DistributedVariable
 _NO_OPTIMIZER = "disable_meta_optimizer"
 # An iterator's destruction usually takes a millisecond.
-_DESTRUCTION_SECONDS = 0.2
+_DESTRUCTION_SECONDS = 0.05
 
 
 def has_started() -> bool:

@@ -140,25 +140,25 @@ def slots(model):
 
 
 PAIRS = [
-    ("one device", "tensor=2"),
     ("tensor=2", "one device"),
-    ("tensor=2", "tensor=4"),
-    ("sharded=2", "one device"),
     ("one device", "sharded=4"),
     ("weights=2", "one device"),
-    ("one device", "weights=4"),
+    ("tensor=2", "sharded=2"),
 ]
 MORE_PAIRS = [
-    ("sharded=4", "sharded=2"),
-    ("tensor=2", "sharded=2"),
     ("weights=4", "weights=2"),
-    ("weights=2", "tensor=2"),
     ("sharded=2", "weights=2"),
     ("data and tensor", "pipeline"),
     ("one device", "pipeline and tensor"),
-    ("pipeline", "one device"),
 ]
 RARE_PAIRS = [
+    ("one device", "tensor=2"),
+    ("tensor=2", "tensor=4"),
+    ("sharded=2", "one device"),
+    ("one device", "weights=4"),
+    ("sharded=4", "sharded=2"),
+    ("weights=2", "tensor=2"),
+    ("pipeline", "one device"),
     ("mirrored", "tensor=4"),
     ("tensor=4", "data and tensor"),
     ("pipeline and tensor", "tensor=4"),

@@ -355,7 +355,7 @@ def synchronized_statistics():
     return outcome(_train(model), model)
 
 
-@program
+@program(slow=True)
 def session_cleared():
     """Search over models that clears Keras's session, and evaluates by hand after `fit`."""
     found = {}

@@ -429,7 +429,7 @@ def _noise_network():
     return keras.Model([noisy, variances], layers.Conv2D(1, 1, kernel_initializer="zeros")(z))
 
 
-@program(differs=ASSIGNED_IN_THE_STEP)
+@program(slow=True, differs=ASSIGNED_IN_THE_STEP)
 def denoising_diffusion():
     """Diffusion: adapted Normalization, a cloned EMA network, validation; the model has no call."""
     images, noises = _images(36), _noise(36, 8, 8, 1)

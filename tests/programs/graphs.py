@@ -206,7 +206,7 @@ def point_net():
     return _point_net(keras.regularizers.L2(0.01))
 
 
-@program(differs=ACROSS_ROWS)
+@program(slow=True, differs=ACROSS_ROWS)
 def orthogonal_point_net():
     """Point clouds with PointNet's orthogonal regularizer as published: tensordot over rows."""
     return _point_net(OrthogonalRegularizer(3))

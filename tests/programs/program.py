@@ -38,7 +38,7 @@ class Program:
         name: name of the function.
         main: builds the data and the model, trains, and returns `outcome(...)`.
         subject: module that defines it.
-        slow: does not run in the fast tier.
+        slow: runs in the slow or the exhaustive tier.
         across: how the program computes across the examples of a batch; empty if it does not.
         differs: reasons why a mode computes something else, by mode; see `modes.py`.
         atol: largest difference from one device.

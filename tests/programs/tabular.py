@@ -21,7 +21,7 @@ def _table(n, seed=0):
     return columns, (columns["age"] > 40).astype("int64")
 
 
-@program
+@program(slow=True)
 def structured_data():
     """Adapted Normalization and StringLookup layers inside the model, dict of columns."""
     columns, y = _table(47)
@@ -49,7 +49,7 @@ def structured_data():
     return outcome(history, model, loaded=loaded.predict(data, verbose=0))
 
 
-@program
+@program(slow=True)
 def feature_space():
     """keras.utils.FeatureSpace with a crossing; one model for training, one for inference."""
     columns, y = _table(45)
@@ -80,7 +80,7 @@ def feature_space():
     return outcome(history, training, predicted=predicted)
 
 
-@program
+@program(slow=True)
 def imbalanced_classes():
     """Rare positives: class weights, an initial bias, and metrics of confusion."""
     rng = np.random.default_rng(0)
@@ -109,7 +109,7 @@ def imbalanced_classes():
     return outcome(history, model, score=model.evaluate(x, y, return_dict=True, verbose=0))
 
 
-@program
+@program(slow=True)
 def fuel_regression():
     """Regression with an adapted Normalization in a Sequential, and a validation split."""
     rng = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def fuel_regression():
     return outcome(history, model, score=score)
 
 
-@program
+@program(slow=True)
 def wide_and_deep():
     """Wide, deep, and cross parts: two named inputs, a custom layer, sample weights."""
     rng = np.random.default_rng(0)
@@ -238,7 +238,7 @@ class RecommenderNet(keras.Model):
         return ops.sigmoid(score + self.user_bias(inputs[:, 0]) + self.movie_bias(inputs[:, 1]))
 
 
-@program
+@program(slow=True)
 def collaborative_filtering():
     """Recommendations from embeddings of users and movies, regularized, under Adam."""
     rng = np.random.default_rng(0)

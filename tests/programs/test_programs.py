@@ -14,6 +14,8 @@ from tests.programs.program import outcome, programs
 PROGRAMS = programs()
 # Other modes run every 48th program in tests; `python -m tests.programs.table` runs all.
 EACH = 48
+# Before a release, all of the slow programs run.
+SLOW, SLOW_EACH = [name for name, program in PROGRAMS.items() if program.slow], 4
 ALSO = {
     "servers": ("changed_learning_rate", "labeled_and_unlabeled", "lora", "masked_kernel"),
     "workers": ("continue_from_file", "vector_loss"),
@@ -40,7 +42,8 @@ def runners(directory):
 
 def _marks(program):
     if program.slow:
-        yield pytest.mark.slow
+        seldom = SLOW.index(program.name) % SLOW_EACH
+        yield pytest.mark.exhaustive if seldom else pytest.mark.slow
     if reason := known_failure(program.name, "two"):
         yield pytest.mark.xfail(strict=True, reason=reason)
 

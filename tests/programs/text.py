@@ -340,7 +340,7 @@ class Tagger(keras.Model):
         return self.head(self.block(self.embedding(x)))
 
 
-@program
+@program(slow=True)
 def named_entities():
     """Tagging with a subclassed model and a loss class that leaves out padding per sentence."""
     x = _sentences(39)
@@ -446,7 +446,7 @@ class SpeechTransformer(keras.Model):
         return {"loss": self.loss_metric.result()}
 
 
-@program
+@program(slow=True)
 def speech_transformer():
     """Speech transformer: a dict as data, a list as input of call, a mask as sample weight."""
     rng = np.random.default_rng(0)

@@ -229,7 +229,7 @@ def gradient_accumulation():
     return outcome(history, model)
 
 
-@program
+@program(slow=True)
 def shared_layers():
     """Layers shared by two models that are trained in turn, and a model inside a model."""
     x, y = _data()
@@ -246,7 +246,7 @@ def shared_layers():
     return outcome(logs, classifier, decoder)
 
 
-@program
+@program(slow=True)
 def orthogonal_heads():
     """Model that overrides compute_loss, calls super, and adds a penalty of two heads."""
     x, y = _data()

@@ -38,7 +38,7 @@ def convnet():
     )
 
 
-@program(differs={"accumulate": "BatchNormalization sees micro-batches"})
+@program(slow=True, differs={"accumulate": "BatchNormalization sees micro-batches"})
 def residual_network():
     """Residual network with synchronized BatchNormalization and a learning-rate schedule."""
     x, y = _images(40, channels=3)

@@ -10,6 +10,7 @@ import tensorflow as tf
 import kdist
 from kdist.testing import assert_same_weights
 from tests.forked import python_tasks
+from tests.tiers import covering
 
 ROWS, BATCH, FEATURES = 17, 8, 6  # the last batch has one row: other replicas have none
 
@@ -123,10 +124,12 @@ def sgd():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("mirrored", 2), ("mirrored", 4), ("central_storage", 2)]
+    ("where", "rows"),
+    covering([("mirrored", 2), ("mirrored", 4), ("central_storage", 2)], [16, 17, 19]),
 )
-@pytest.mark.parametrize("rows", [16, 17, 19])
-def test_retrieval_in_a_loss(strategy, devices, rows):
+def test_retrieval_in_a_loss(where, rows):
+    strategy, devices = where
+
     def build(model_class, gather):
         model = encoder(model_class, keras.layers.UnitNormalization())
         model.compile(sgd(), InBatchSoftmax(gather))

@@ -110,8 +110,13 @@ LAYOUTS = [(3, {"rows": 16}), (2, {"rows": 17}), (2, {"rows": 16}), (2, {"accumu
     ("name", "replicas", "options"),
     [(name, 2, {}) for name in METRICS]
     + [
-        pytest.param(name, *layout, marks=pytest.mark.slow)
-        for name, layout in zip(METRICS, itertools.cycle(LAYOUTS), strict=False)
+        pytest.param(name, *layout, marks=mark)
+        for name, layout, mark in zip(
+            METRICS,
+            itertools.cycle(LAYOUTS),
+            itertools.cycle([pytest.mark.slow, *2 * [pytest.mark.exhaustive]]),
+            strict=False,
+        )
     ],
 )
 def test_logs_are_those_of_one_device(name, replicas, options):

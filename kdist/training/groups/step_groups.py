@@ -124,7 +124,7 @@ class StepGroups(TFEpochIterator):
         self.first_step = 0
 
     def close(self):
-        """Destroys the iterators, without waiting for TensorFlow. The next epoch creates new ones."""
+        """Destroys the iterators, without waiting for TensorFlow; the next epoch has new ones."""
         self._end_iterator()
         self._destroy_ended()
 
