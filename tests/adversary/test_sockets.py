@@ -69,7 +69,7 @@ def running(tmp_path, is_ready, program, *flags):
         process.wait(_SECONDS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_training_and_its_live_page(tmp_path):
     run = tmp_path / "run"
     metrics = run / "metrics.jsonl"
@@ -81,7 +81,7 @@ def test_training_and_its_live_page(tmp_path):
         assert listening(process) == addresses("kdist report")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_server_with_workers(tmp_path):
     save_times(tmp_path / "model" / "1", 2)
     flags = [f"--model_dir={tmp_path / 'model'}", "--port=0", "--grpc_port=0", "--workers=1"]

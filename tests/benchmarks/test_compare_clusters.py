@@ -21,7 +21,7 @@ def rates(*values, accuracy=None):
     return [{"examples_per_second": v, "ms_per_step": 32e3 / v, **more} for v in values]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_beside_one(tmp_path):
     process = compare(
         *("--only=multi_worker", "--steps=4", "--steps_per_call=4", "--repeats=1"),

@@ -26,7 +26,7 @@ def cells(text):
     return {(line[0], line[1]): line[2:] for line in lines[2:]}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_table_has_the_rows_and_positive_ratios(tmp_path):
     process = compare(
         *TINY, "--variants=kdist,kdist_grouped,keras", "--save", f"--results_dir={tmp_path}"

@@ -6,6 +6,7 @@ import pytest
 
 from tests.equivalence.test_workers import TRAINING, assert_trained_alike, reference
 from tests.forked import python_tasks
+from tests.tiers import seldom
 
 TASK = f"""
 import json, sys
@@ -23,9 +24,8 @@ print(json.dumps(result))
     ("servers", "options"),
     [
         pytest.param(2, {"steps_per_execution": 4}, marks=pytest.mark.slow),
-        pytest.param(1, {}, marks=pytest.mark.slow),
         pytest.param(1, {"accumulate": 2, "steps_per_execution": 7}, marks=pytest.mark.slow),
-        pytest.param(1, {"steps_per_execution": "auto"}, marks=pytest.mark.slow),
+        *seldom([(1, {}), (1, {"steps_per_execution": "auto"})]),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ import pytest
 import kdist
 from kdist.testing import assert_same_weights
 from tests.forked import python_tasks
+from tests.tiers import seldom
 
 # What each task does, and what plain Keras does on one device: the same lines.
 TRAINING = """
@@ -116,11 +117,9 @@ def reference(accumulates):
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        (1, {}),
         (2, {"steps_per_execution": 4}),
         pytest.param(1, {"accumulate": 2, "steps_per_execution": 7}, marks=pytest.mark.slow),
-        pytest.param(1, {"run_eagerly": True}, marks=pytest.mark.slow),
-        pytest.param(1, {"steps_per_execution": "auto"}, marks=pytest.mark.slow),
+        *seldom([(1, {}), (1, {"run_eagerly": True}), (1, {"steps_per_execution": "auto"})]),
     ],
     ids=str,
 )
@@ -150,9 +149,7 @@ def mirrored_reference():
     "options",
     [
         {"steps_per_execution": 4},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"steps_per_execution": "auto"}, marks=pytest.mark.slow),
-        pytest.param({"run_eagerly": True}, marks=pytest.mark.slow),
+        *seldom([({},), ({"steps_per_execution": "auto"},), ({"run_eagerly": True},)]),
     ],
     ids=str,
 )
@@ -253,12 +250,11 @@ def pipeline_reference(local_steps=None):
     ("local", "devices", "options"),
     [
         (4, 2, {"steps_per_execution": 4}),
-        pytest.param(8, 1, {}, marks=pytest.mark.slow),
         pytest.param(
             4, 1, {"accumulate": 2, "steps_per_execution": "auto"}, marks=pytest.mark.slow
         ),
-        pytest.param(8, 1, {"run_eagerly": True}, marks=pytest.mark.slow),
         pytest.param(8, 1, {"local_steps": 4, "steps_per_execution": 3}, marks=pytest.mark.slow),
+        *seldom([(8, 1, {}), (8, 1, {"run_eagerly": True})]),
     ],
     ids=str,
 )

@@ -59,6 +59,7 @@ def _is_killed(run, randomly):
     return True
 
 
+@pytest.mark.exhaustive
 def test_a_run_whose_disk_is_gone_resumes_from_its_mirror(
     start, undisturbed, record, tmp_path, monkeypatch
 ):

@@ -127,6 +127,7 @@ def delayed():
         yield hosts, process
 
 
+@pytest.mark.exhaustive
 def test_a_link_that_delays(delayed, tmp_path, undisturbed, record):
     hosts, carrier = delayed
     run = TwoHosts(tmp_path, hosts)

@@ -112,7 +112,7 @@ def many(tmp_path_factory):
 layouts = pytest.mark.parametrize("layout", jax_programs.LAYOUTS)
 models = pytest.mark.parametrize(
     ("name", "runs"),
-    [("mlp", "few"), pytest.param("transformer", "many", marks=pytest.mark.slow)],
+    [("mlp", "few"), pytest.param("transformer", "many", marks=pytest.mark.exhaustive)],
 )
 
 

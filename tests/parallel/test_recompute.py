@@ -15,6 +15,7 @@ from kdist.parallel.inspect.operation_devices import operations_that_run
 from kdist.parallel.pipeline.schedule import stage_order
 from kdist.parallel.pipeline.timeline import recorded_timeline
 from kdist.testing import assert_same_weights
+from tests.tiers import seldom
 
 ROWS = 48
 PLACEMENTS = {2: {"high": stage(1)}, 3: {"high": stage(1), "top": stage(2)}}
@@ -133,7 +134,7 @@ def stateful():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [EVERY_SCHEDULE[0], EVERY_SCHEDULE[3]])
+@pytest.mark.parametrize("layout", [EVERY_SCHEDULE[3], *seldom(EVERY_SCHEDULE[:1])])
 def test_state_is_read_as_before_and_written_once(layout):
     """Wherever a layer is, and whichever stage recomputes.
 
@@ -160,7 +161,7 @@ def test_state_on_the_last_stage():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("low", ["LSTM", "Dense"])
+@pytest.mark.parametrize("low", ["LSTM", *seldom(["Dense"])])
 def test_masks(low):
     """Sequences of unequal length. An LSTM is a loop, in the second pass as well."""
     layers = keras.layers

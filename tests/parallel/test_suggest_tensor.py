@@ -13,6 +13,7 @@ from kdist.parallel.inspect.operation_devices import groups_of, operations_that_
 from kdist.parallel.search.costs import LINK_BYTES_PER_SECOND, ModelWork
 from kdist.parallel.search.divide import choose_divisions
 from kdist.testing import assert_same_weights
+from tests.tiers import seldom
 
 layers = keras.layers
 
@@ -131,12 +132,11 @@ def test_what_is_gathered_is_what_the_placement_says(name):
 
 SLOW = pytest.mark.slow
 CASES = [
-    pytest.param("transformer", "tensor=4", marks=SLOW),
-    pytest.param("transformer", "data=2,tensor=2", marks=SLOW),
     pytest.param("transformer", "pipeline=2,tensor=2,micro_batches=2", marks=SLOW),
     ("gated", "pipeline=2,tensor=2"),
     pytest.param("cnn", "tensor=4", marks=SLOW),
     ("nested", "pipeline=2,tensor=2"),
+    *seldom([("transformer", "tensor=4"), ("transformer", "data=2,tensor=2")]),
 ]
 
 

@@ -52,7 +52,7 @@ def test_invalid_flags_are_rejected_with_a_remedy(flags, expected):
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_layouts_of_several_processes():
     layouts = "--layouts=multi_worker,parameter_server,local_sgd"
     process = compare("--features=Adam, dropout", "--replicas=2", "--libraries=kdist", layouts)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.tiers import seldom
+
 PROGRAM = pathlib.Path(__file__).parents[2] / "scripts" / "keras_suite.py"
 
 
@@ -16,7 +18,7 @@ def keras_suite(*flags):
     )
 
 
-@pytest.mark.parametrize("trainer", ["kdist", "keras"])
+@pytest.mark.parametrize("trainer", ["kdist", *seldom(["keras"])])
 @pytest.mark.slow
 def test_a_part_under_mirrored(trainer):
     """Keras's trainer fails in these tests under MirroredStrategy; kdist's does not."""
@@ -41,7 +43,7 @@ def test_known_failures_are_listed_with_their_reason():
     assert f"TestTrainer.test_{test}: expects epochs" in process.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_part_of_other_suites_under_mirrored():
     """Includes tests that are known to fail, and models that are loaded and trained."""
     tests = "compile_preserved or BackupAndRestore or ReduceLROnPlateau or compiled_model_cloning"
@@ -51,7 +53,7 @@ def test_a_part_of_other_suites_under_mirrored():
     assert "ReduceLROnPlateauTest.test_cooldown: builds its model in setUp" in process.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_optimizers_have_no_run_with_a_strategy():
     process = keras_suite("--suite=optimizers", "--tests=SGDTest")
     assert process.returncode == 0, process.stdout + process.stderr

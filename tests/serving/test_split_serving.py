@@ -10,6 +10,7 @@ import pytest
 from benchmarks.serving.servers import Command, Server
 from kdist.serving.exporting.export import export
 from tests.serving.split_models import MODELS, inputs_of, predicted, split_model
+from tests.tiers import seldom
 
 
 def asked(port, name, inputs):
@@ -20,7 +21,7 @@ def asked(port, name, inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [1, *seldom([0])])
 def test_split_models_are_served_where_they_lie(workers, tmp_path):
     expected = {}
     for kind in MODELS:

@@ -23,6 +23,7 @@ from kdist.telemetry.writers import device_curves, metric_curves
 from kdist.telemetry.writers.wandb_process import why_not_online
 from tests.telemetry.waiting import wait_until
 from tests.telemetry.wandb_stub import Stub
+from tests.tiers import seldom
 
 ROOT = pathlib.Path(__file__).parents[2]
 KEY = "0123456789abcdef0123456789abcdef87654321"
@@ -288,9 +289,13 @@ def test_online_uploads_the_same_and_never_the_key(run, stub, capfd):
     ("mode", "says"),
     [
         ("frozen", "does not answer"),
-        ("dead", "does not answer"),
         ("refusing", "answers with 503"),
-        ("expired", "does not accept the API key (wandb login --relogin)"),
+        *seldom(
+            [
+                ("dead", "does not answer"),
+                ("expired", "does not accept the API key (wandb login --relogin)"),
+            ]
+        ),
     ],
 )
 def test_a_server_lost_during_the_run_blocks_nothing(run, stub, capfd, mode, says):
@@ -456,7 +461,7 @@ def run_agents(tmp_path, monkeypatch, more, number):
     return printed
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_agent_of_a_sweep_trains_with_its_parameters(stub, tmp_path, monkeypatch):
     """The agent is wandb's own, and runs the command of the sweep that users copy."""
     stub.sweep = (ROOT / "scripts" / "wandb_sweep.yaml").read_text()

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import kdist
 from tests.forked import python, python_tasks, run_program
+from tests.tiers import seldom
 
 # The last batch has one row, so that one of two replicas has none.
 _X = np.random.default_rng(0).normal(size=(17, 4)).astype("float32")
@@ -198,10 +199,12 @@ def maml():
     return [model], [optimizer], [], train_step
 
 
-_SLOW = [pytest.param(b, marks=pytest.mark.slow) for b in (wgan_gp, vae, actor_critic, maml)]
+_SLOW = [pytest.param(b, marks=pytest.mark.slow) for b in (wgan_gp, maml)]
 
 
-@pytest.mark.parametrize("build", [regression, regularized, gan, *_SLOW])
+@pytest.mark.parametrize(
+    "build", [regression, regularized, gan, *_SLOW, *seldom([vae, actor_critic])]
+)
 def test_two_replicas_equal_one_device(build):
     expected, expected_logs = _train(build, 1)
     found, logs = _train(build, 2)

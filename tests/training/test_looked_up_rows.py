@@ -117,7 +117,7 @@ def test_a_table_of_words_and_positions():
     assert_equal("constant", "Adagrad", is_shared=True, accumulate=2)
 
 
-SOME_OPTIMIZERS = [("Adafactor", 3), ("AMSGrad", 2), ("Ftrl", 3), ("Muon", 2), ("RMSprop", 3)]
+SOME_OPTIMIZERS = [("Adafactor", 3), ("Ftrl", 3), ("Muon", 2)]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,9 @@ def test_optimizers_see_the_slices_of_one_device(optimizer, replicas):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"jit_compile": True}, {"steps_per_execution": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"steps_per_execution": 3}, *seldom([{"jit_compile": True}])], ids=str
+)
 def test_options_keep_slices(options):
     assert_equal("length", "Adam", **options)
     assert_equal("constant", "RMSprop", 3, accumulate=2, **options)

@@ -8,6 +8,7 @@ import tensorflow as tf
 import kdist
 from kdist.launch.local_engine import reserve_ports
 from tests.forked import python, python_tasks
+from tests.tiers import seldom
 
 PROGRAM = """
 import contextlib, json, sys
@@ -163,7 +164,7 @@ print(json.dumps([run(tf.distribute.get_strategy()), model.get_weights()[0].rave
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("parts", [2, *seldom([1])])
 def test_parameter_server_strategies_of_the_program(parts):
     code = """
 tokens = rng.integers(0, 6, (16, 3))
