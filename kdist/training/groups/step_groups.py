@@ -158,7 +158,6 @@ class StepGroups(TFEpochIterator):
         return number != tf.data.UNKNOWN_CARDINALITY
 
     def _enumerate_iterator(self):
-        self._destroy_ended()
         self.data_adapter.on_epoch_begin()
         steps_per_epoch = self.steps_per_epoch or self._num_batches
         yield from self._known(steps_per_epoch) if steps_per_epoch else self._unknown()
@@ -207,6 +206,8 @@ class StepGroups(TFEpochIterator):
             self._end_iterator()
             self.has_ended = True
             self.data_adapter.on_epoch_end()
+        finally:
+            self._destroy_ended()
 
     def _start_over(self):
         data, self.has_ended = self._get_iterator(), False
