@@ -19,7 +19,7 @@ from kdist.callbacks import Checkpoint, Telemetry
 from kdist.checkpoint import CheckpointFiles
 from kdist.data.batches import decode_state, encode_state
 from tests.forked import python_tasks
-from tests.tiers import seldom
+from tests.tiers import covering, seldom
 
 ROWS, BATCH, STEPS = 44, 8, 6  # the last batch has four rows
 X = np.random.default_rng(0).normal(size=(ROWS, 3)).astype("float32")
@@ -275,14 +275,18 @@ class EndlessBatches(StatefulBatches):
 @pytest.mark.parametrize(
     ("source", "steps", "options"),
     [
-        (StatefulBatches, 6, {}),
         (StatefulBatches, None, {"validation_data": kdist.data.from_batches(Batches())}),
         (SizedBatches, None, {"validation_data": kdist.data.from_batches(Batches())}),
         (StatefulBatches, 3, {"compile": {"steps_per_execution": 4}}),  # calls of 4, 2, and 4 steps
         (BatchesBeyondTheirLength, 5, {}),
-        (SizedBatches, 8, {"steps_per_epoch": 4}),
-        (EndlessBatches, 4, {"steps_per_epoch": 4}),
         (EndlessBatches, 5, {"steps_per_epoch": 4}),
+        *seldom(
+            [
+                (SizedBatches, 8, {"steps_per_epoch": 4}),
+                (EndlessBatches, 4, {"steps_per_epoch": 4}),
+                (StatefulBatches, 6, {}),
+            ]
+        ),
         (endless_grain_dataset, 6, {"steps_per_epoch": 4}),
     ],
 )
@@ -313,9 +317,8 @@ ENDING = {
 }
 
 
-@pytest.mark.parametrize("kind", ENDING)
 # Passes of six batches, so epochs of 4, 2, 4, and 2 steps. None: in the validation of the second.
-@pytest.mark.parametrize("steps", [6, 9, None, *seldom([7, 11])])
+@pytest.mark.parametrize(("kind", "steps"), covering(list(ENDING), [6, 9, None, 7, 11]))
 def test_data_that_end_within_an_epoch(tmp_path, kind, steps):
     options = {"steps_per_epoch": 4, "epochs": 4, "validation_data": (X, Y)}
     with warnings.catch_warnings():

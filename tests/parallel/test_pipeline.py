@@ -143,7 +143,7 @@ def test_a_residual_network(layout, placement, optimizer, rows):
     assert_trains_alike(model, plain, *images(rows))
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [2, *seldom([1])])
 def test_inputs_and_outputs_of_several_stages(data):
     plain = two_ways()
     layout = kdist.Layout(data=data, pipeline=2, micro_batches=3)
@@ -167,7 +167,7 @@ def test_unequal_micro_batches_weigh_by_their_rows(monkeypatch):
     assert largest_difference(equal.get_weights(), plain.get_weights()) > 1e-3
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [2, *seldom([1])])
 def test_fewer_rows_than_micro_batches(data):
     """Batches of 5 rows and a last one of 2 as eight micro-batches, with a convolution."""
     layers = keras.layers
@@ -188,9 +188,8 @@ def test_fewer_rows_than_micro_batches(data):
     ("reduction", "data"),
     [
         ("sum_over_batch_size", 1),
-        ("mean_with_sample_weight", 1),
         ("mean_with_sample_weight", 2),
-        ("sum", 2),
+        *seldom([("mean_with_sample_weight", 1), ("sum", 2)]),
     ],
 )
 def test_sample_weights(reduction, data):
@@ -250,7 +249,7 @@ class AddsLoss(keras.layers.Layer):
         return x
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [2, *seldom([1])])
 def test_losses_of_layers(data):
     layers, regularizers = keras.layers, keras.regularizers
     inputs = keras.Input((6,))

@@ -13,7 +13,7 @@ from tests.parallel.in_place import (
     assert_updates_in_place,
     parts_of,
 )
-from tests.tiers import covering
+from tests.tiers import covering, seldom
 
 ROWS, BATCH = 90, 16  # twelve steps in two epochs; the last batch of each is smaller
 
@@ -89,10 +89,13 @@ def trained(model, **arguments):
     return model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0, **arguments)
 
 
-CASES = [(layout, "sgd") for layout in LAYOUTS] + [
+OFTEN = [
+    ("one device", "sgd"),
+    ("two branches", "sgd"),
     ("data 2 x branches 2", "momentum"),
     ("data 2 x stages 2", "adam"),
 ]
+CASES = [*OFTEN, *seldom([(layout, "sgd") for layout in LAYOUTS], other_than=OFTEN)]
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), CASES)

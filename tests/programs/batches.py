@@ -39,7 +39,7 @@ def _train(model, data=None, batch_size=8, **options):
     return model.fit(data, batch_size=batch_size, epochs=2, verbose=0, shuffle=False, **options)
 
 
-@program(differs=ACROSS_ROWS)
+@program(slow=True, differs=ACROSS_ROWS)
 def barlow_twins():
     """Barlow Twins: the correlation of two views' features over the batch."""
 
@@ -55,7 +55,7 @@ def barlow_twins():
     return outcome(_train(model), model)
 
 
-@program(differs=ACROSS_ROWS)
+@program(slow=True, differs=ACROSS_ROWS)
 def hard_triplets():
     """Triplets of the farthest row of the same class and the nearest one of another class."""
 
@@ -153,7 +153,7 @@ def constant_batch_size():
     return outcome(model.fit(data, epochs=2, verbose=0), model.network)
 
 
-@program(differs=ACROSS_ROWS)
+@program(slow=True, differs=ACROSS_ROWS)
 def stateful_forecast():
     """Stateful GRU, whose state belongs to the rows of a batch, reset after each epoch."""
 

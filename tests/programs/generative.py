@@ -355,7 +355,7 @@ class VQTrainer(keras.Model):
         return {"loss": self.total.result(), "vqvae_loss": self.vq.result()}
 
 
-@program
+@program(slow=True)
 def vector_quantized_vae():
     """VQ-VAE: straight-through codes, losses of a layer in the step, images as the only data."""
     x = _images(40)

@@ -200,7 +200,7 @@ def _point_net(regularizer):
     return outcome(history, model)
 
 
-@program
+@program(slow=True)
 def point_net():
     """Point clouds with a learned transform that an activity regularizer keeps small."""
     return _point_net(keras.regularizers.L2(0.01))

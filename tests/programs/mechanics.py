@@ -78,7 +78,7 @@ def py_dataset():
     return outcome(history, model, score=model.evaluate(Batches(x, y, 9), verbose=0))
 
 
-@program
+@program(slow=True)
 def python_generator():
     """Endless Python generator with steps_per_epoch, initial_epoch, and validation_steps."""
     x, y = _data()

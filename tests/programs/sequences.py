@@ -71,7 +71,7 @@ def autoregressive_forecast():
     return outcome(history, model, score=model.evaluate(data, verbose=0))
 
 
-@program
+@program(slow=True)
 def residual_forecast():
     """A wrapper model that adds its input to the prediction of an inner Sequential."""
 

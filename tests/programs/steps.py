@@ -80,7 +80,7 @@ class WeightedStep(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program
+@program(slow=True)
 def weighted_step():
     """train_step with sample weights and class weights."""
     x, y = _data()
@@ -348,7 +348,7 @@ class CentralizedRMSprop(keras.optimizers.RMSprop):
         return super().apply(centered, trainable_variables)
 
 
-@program
+@program(slow=True)
 def own_optimizer():
     """Subclassed optimizer that changes gradients in apply."""
     x, y = _data()
@@ -435,7 +435,7 @@ def reptile():
     return outcome(losses, model)
 
 
-@program
+@program(slow=True)
 def batch_functions():
     """train_on_batch, test_on_batch, and predict_on_batch with metrics, between two fits."""
     x, y = _data()

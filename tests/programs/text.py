@@ -71,7 +71,7 @@ def bidirectional_lstm():
     return outcome(history, model, predicted=model.predict(x, verbose=0))
 
 
-@program
+@program(slow=True)
 def text_vectorization():
     """Raw strings: an adapted TextVectorization in the input pipeline, then an end-to-end model."""
     rng = np.random.default_rng(0)

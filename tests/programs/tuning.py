@@ -81,7 +81,7 @@ class Registered(keras.Model):
         return {**super().get_config(), "units": self.units}
 
 
-@program
+@program(slow=True)
 def registered_class():
     """Subclass with get_config: saved, loaded, cloned from its config, trained further."""
     x = np.random.default_rng(0).normal(size=(45, 5)).astype("float32")

@@ -222,7 +222,7 @@ def object_detection():
     return outcome(history, model, score=score, predicted=model.predict(x, verbose=0))
 
 
-@program
+@program(slow=True)
 def denoising_autoencoder():
     """Convolutional autoencoder that removes noise: images are both input and target."""
     x, _ = _images(41)
@@ -262,7 +262,7 @@ class DepthToSpace(layers.Layer):
         return ops.reshape(x, (b, 2 * h, 2 * w, 1))
 
 
-@program(differs=CALLBACKS_PER_CALL)
+@program(slow=True, differs=CALLBACKS_PER_CALL)
 def super_resolution():
     """Sub-pixel super-resolution, with a callback that predicts and reads the logs of batches."""
     x, _ = _images(24, size=8)
@@ -357,7 +357,7 @@ class Mixup(keras.Model):
         return super().train_step((images, labels))
 
 
-@program
+@program(slow=True)
 def mixup():
     """Mixup in train_step, which calls super; partners and weights come with the data."""
     x, y = _images(36)
@@ -437,7 +437,7 @@ def low_light_enhancement():
     return outcome(history, model.curves, predicted=model.predict(x, batch_size=8, verbose=0))
 
 
-@program
+@program(slow=True)
 def masked_autoencoder():
     """Masked autoencoder of patches with a learned mask token and positions; masks are data."""
     x, _ = _images(30)

@@ -10,7 +10,7 @@ import tensorflow as tf
 import kdist
 from kdist.testing import assert_same_weights
 from tests.forked import python_tasks
-from tests.tiers import covering
+from tests.tiers import covering, seldom
 
 ROWS, BATCH, FEATURES = 17, 8, 6  # the last batch has one row: other replicas have none
 
@@ -138,7 +138,9 @@ def test_retrieval_in_a_loss(where, rows):
     assert_equal_to_one_device(build, np.zeros(rows), rows=rows, devices=devices, strategy=strategy)
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
+@pytest.mark.parametrize(
+    "reduction", ["mean_with_sample_weight", *seldom(["sum_over_batch_size", "sum"])]
+)
 def test_retrieval_by_compile(reduction):
     """Sample weights, which a loss function does not see, are gathered as well."""
 
@@ -200,8 +202,7 @@ def test_masks_by_compile():
     assert_same_weights(*results, 2e-6)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("scales_loss", [True, False])
+@pytest.mark.parametrize(("devices", "scales_loss"), covering([2, 4], [True, False]))
 def test_contrastive_step(devices, scales_loss):
     def build(model_class, gather):
         model = SimCLR(gather, scales_loss)
@@ -212,7 +213,7 @@ def test_contrastive_step(devices, scales_loss):
     assert_equal_to_one_device(build, devices=devices)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("devices", [4, *seldom([2])])
 def test_statistics_in_a_layer(devices):
     """Each replica's loss depends on the rows of all others, and is that of its own rows."""
 
