@@ -16,6 +16,8 @@ import re
 
 import pytest
 
+from tests.tiers import seldom
+
 # Preemption notices of the machine on which the tests run are ignored: only stand-ins are asked.
 os.environ.setdefault("KDIST_METADATA_URL", "")
 # The same kernels on every CPU: TensorFlow's default depends on it.
@@ -107,9 +109,9 @@ def shared_directory(tmp_path_factory):
     return base.parent if base.name.startswith("popen-") else base
 
 
-@pytest.fixture(params=[1, 2, 4], ids=lambda n: f"{n} devices")
+@pytest.fixture(params=[1, 2, *seldom([4])], ids=lambda n: f"{n} devices")
 def strategy(request):
-    """One device, and MirroredStrategy on two and on four."""
+    """One device, and MirroredStrategy on two, or before a release on four."""
     from kdist.strategies import create_strategy
 
     name = "one_device" if request.param == 1 else "mirrored"

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from kdist import models
 from kdist.testing import python
+from tests.tiers import seldom
 
 SMALL = {  # name -> the smallest sensible arguments
     "mlp": {"input_shape": (8, 8, 1), "num_classes": 10},
@@ -311,7 +312,7 @@ def test_weights_file_of_another_format(tmp_path):
         models.mobilenet_v2((32, 32, 3), weights=tmp_path / "notes.h5")
 
 
-@pytest.mark.parametrize("suffix", [".weights.h5", ".keras"])
+@pytest.mark.parametrize("suffix", [".weights.h5", *seldom([".keras"])])
 def test_weights_from_a_file(tmp_path, suffix):
     extractor = keras.applications.MobileNetV2((32, 32, 3), include_top=False, weights=None)
     path = tmp_path / f"extractor{suffix}"

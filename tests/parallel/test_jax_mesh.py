@@ -18,6 +18,7 @@ import kdist
 from kdist.parallel import column, heads, row, write_placement
 from kdist.testing import assert_same_weights
 from tests.parallel import jax_programs
+from tests.tiers import seldom
 
 MODELS = {
     "mlp": lambda: kdist.models.mlp((4, 4, 2), 4, widths=(16, 8)),
@@ -109,7 +110,9 @@ def many(tmp_path_factory):
     return directory, trained(directory, "transformer"), on_jax(directory, "transformer")
 
 
-layouts = pytest.mark.parametrize("layout", jax_programs.LAYOUTS)
+layouts = pytest.mark.parametrize(
+    "layout", [jax_programs.LAYOUTS[-1], *seldom(jax_programs.LAYOUTS[:-1])]
+)
 models = pytest.mark.parametrize(
     ("name", "runs"),
     [("mlp", "few"), pytest.param("transformer", "many", marks=pytest.mark.exhaustive)],

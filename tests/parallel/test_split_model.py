@@ -115,9 +115,8 @@ def test_weights_and_history_are_those_of_one_device(layout, optimizer):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"steps_per_execution": 4},
         {"accumulate": 2},
-        {"local_steps": 1},
+        *seldom([{"steps_per_execution": 4}, {"local_steps": 1}]),
     ],
     ids=str,
 )

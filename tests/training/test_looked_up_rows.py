@@ -96,17 +96,22 @@ def assert_equal(
     assert_same_weights(weights, expected, tolerance)
 
 
-@pytest.mark.parametrize("positions", POSITIONS)
+SOME_POSITIONS = ["length", "per row", "counted"]
+
+
+@pytest.mark.parametrize(
+    "positions", [*SOME_POSITIONS, *seldom(POSITIONS, other_than=SOME_POSITIONS)]
+)
 def test_slices_are_those_of_one_device(positions):
     assert_equal(positions, "Adam")
 
 
-@pytest.mark.parametrize("positions", ["constant", "per row"])
+@pytest.mark.parametrize("positions", ["constant", *seldom(["per row"])])
 def test_micro_steps_keep_slices(positions):
     assert_equal(positions, "Adam", accumulate=2)
 
 
-@pytest.mark.parametrize("positions", ["one row", "counted"])
+@pytest.mark.parametrize("positions", ["one row", *seldom(["counted"])])
 def test_replicas_of_one_row(positions):
     assert_equal(positions, "Adam", rows=2)
     assert_equal(positions, "Adam", rows=4, accumulate=2)

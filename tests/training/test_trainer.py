@@ -15,7 +15,7 @@ from kdist.compat.keras import MULTI_OPTIMIZERS
 from kdist.testing import assert_same_weights
 from kdist.training.groups.step_groups import GroupTuner
 from tests.forked import python
-from tests.tiers import covering
+from tests.tiers import covering, seldom
 
 
 def linear(model_class=kdist.Model, **compile_arguments):
@@ -476,8 +476,7 @@ def assert_replicas_agree(strategy, model):
             np.testing.assert_array_equal(first.numpy(), other.numpy(), err_msg=variable.path)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("number", [100, 101])
+@pytest.mark.parametrize(("number", "accumulate"), covering([100, 101], [1, 3]))
 def test_replicas_hold_the_same_bits(number, accumulate):
     """The variables include the statistics of a BatchNorm, which each replica writes."""
     four = kdist.create_strategy("mirrored", 4)
@@ -640,7 +639,7 @@ def names_in_logs(model_class, custom):
     return [*keys.seen, list(history), *map(list, results)]
 
 
-@pytest.mark.parametrize("custom", [False, True], ids=["Keras's step", "custom step"])
+@pytest.mark.parametrize("custom", [False, *seldom([True])])
 def test_logs_have_the_order_of_keras(mirrored, custom):
     expected = names_in_logs(keras.Model, custom)
     with mirrored.scope():
