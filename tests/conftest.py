@@ -16,8 +16,13 @@ import re
 
 import pytest
 
+# Before TensorFlow is imported, here and in processes that tests start.
+from tests.site import sitecustomize
 from tests.tiers import seldom
 
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [os.path.dirname(sitecustomize.__file__), os.environ.get("PYTHONPATH")])
+)
 # Preemption notices of the machine on which the tests run are ignored: only stand-ins are asked.
 os.environ.setdefault("KDIST_METADATA_URL", "")
 # The same kernels on every CPU: TensorFlow's default depends on it.

@@ -52,7 +52,7 @@ def test_table_has_the_rows_and_positive_ratios(tmp_path):
     assert "TensorFlow 2." in text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_profile_names_the_operations_of_a_step():
     process = compare(*TINY, "--profile=kdist")
     assert process.returncode == 0, process.stderr[-3000:]
@@ -99,7 +99,7 @@ print(json.dumps(differences))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_loop_by_hand_trains_as_keras_on_one_device():
     differences = python(LOOP_BESIDE_KERAS, [], {"PYTHONPATH": os.fspath(programs.ROOT)})
     assert differences == pytest.approx([0] * 6, abs=1e-5)

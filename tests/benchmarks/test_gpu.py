@@ -62,7 +62,7 @@ def test_an_interrupted_part_is_written(tmp_path):
     assert driver["state"] == "interrupted"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_row_of_a_training():
     task = spec.Task(
         "kdist", "transformer", tiny=True, only=spec.VARIANTS["kdist"].index(spec.TF32)

@@ -15,6 +15,7 @@ import pytest
 from kdist.cluster import Cluster, remote_access
 from kdist.cluster.remote_access import check_remote_access, is_loopback_only, restrict_to_loopback
 from tests.forked import python
+from tests.tiers import seldom
 
 
 def cluster_of(*hosts):
@@ -168,7 +169,7 @@ time.sleep(60)
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("strategy", ["multi_worker", "parameter_server"])
+@pytest.mark.parametrize("strategy", ["multi_worker", *seldom(["parameter_server"])])
 def test_no_task_of_a_job_accepts_other_machines(strategy, own_address, tmp_path):
     (tmp_path / "task.py").write_text(TASK)
     launch = os.path.join(os.path.dirname(__file__), "..", "..", "scripts", "launch.py")

@@ -527,7 +527,10 @@ def test_evaluation_and_prediction_read_such_batches(mirrored):
 
 @pytest.mark.parametrize(
     ("tasks", "strategy"),
-    [({"worker": 2}, "multi_worker"), ({"chief": 1, "worker": 1, "ps": 1}, "parameter_server")],
+    [
+        ({"worker": 2}, "multi_worker"),
+        *seldom([({"chief": 1, "worker": 1, "ps": 1}, "parameter_server")]),
+    ],
 )
 @pytest.mark.slow
 def test_jobs_of_several_processes_resume(tmp_path, tasks, strategy):

@@ -66,7 +66,7 @@ def commands(page):
 
 _NAMES = [str(page.relative_to(ROOT)) for page in PAGES if programs(page)]
 # In CI, the pages that most readers start with.
-_FIRST = ["README.md", "docs/quickstart.md", "docs/guides/own_model.md", "docs/guides/own_data.md"]
+_FIRST = ["README.md", "docs/quickstart.md", "docs/guides/own_model.md"]
 
 
 @pytest.mark.slow

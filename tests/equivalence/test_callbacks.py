@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.forked import python_tasks
+from tests.tiers import seldom
 
 # What each task does, and what plain Keras does on one device: the same lines.
 TRAINING = """
@@ -284,7 +285,7 @@ def assert_equal(value, expected, where):
     ("name", "options", "tasks"),
     [
         ("multi_worker", {}, {"worker": 2}),
-        ("parameter_server", {"max_staleness": 0}, {"chief": 1, "worker": 2, "ps": 1}),
+        *seldom([("parameter_server", {"max_staleness": 0}, {"chief": 1, "worker": 2, "ps": 1})]),
     ],
     ids=["multi_worker", "parameter_server"],
 )

@@ -26,7 +26,7 @@ def verdict(name, model_class, strategy):
     return feature.judge(trial.run(feature, model_class, strategy), reference(name))
 
 
-ON_FOUR = list(FEATURES)[::18]
+ON_FOUR = list(FEATURES)[::36]
 REPLICAS = [
     *((name, 2) for name in FEATURES),
     *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ON_FOUR),

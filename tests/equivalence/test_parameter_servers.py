@@ -133,7 +133,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_optimizer_of_keras_is_that_of_one_device():
     found, *_ = python_tasks(OPTIMIZERS, {"chief": 1, "worker": 2, "ps": 1})
     assert len(found) >= 14

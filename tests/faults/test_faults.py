@@ -263,6 +263,7 @@ def test_a_data_file_that_vanishes(images, start, record):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_clock_that_jumps(start, undisturbed, record):
     """The clock of one worker jumps by a day, which must have no effect."""
     run = start("multi_worker", fault="jump:1:12")

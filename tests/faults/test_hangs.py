@@ -50,6 +50,7 @@ def by_hand(tmp_path):
         run.stop()
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_worker_is_named_by_the_chief(by_hand, record):
     run = by_hand()
     run.wait_for_checkpoint(5)

@@ -25,7 +25,7 @@ LAST_STEP = training_program.EPOCHS * training_program.EXAMPLES // training_prog
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "multi_worker", *seldom(["one_device"])])
+@pytest.mark.parametrize("kind", ["multi_worker", *seldom(["mirrored", "one_device"])])
 def test_a_killed_run_has_the_result_of_an_undisturbed_one(kind, start, undisturbed, record):
     randomly = random.Random(int(os.environ.get("KDIST_KILL_SEED", "0")))
     expected = undisturbed(kind)
@@ -93,6 +93,7 @@ def _steps_in(store, complete):
     return [int(p.name[5:15]) for p in found if (p / "checksums.json").exists() == complete]
 
 
+@pytest.mark.exhaustive
 def test_the_launcher_restarts_a_job(start, undisturbed, record):
     """Two tasks are killed, and the launcher alone restarts the job."""
     expected = undisturbed("multi_worker")

@@ -102,6 +102,7 @@ def test_a_link_that_is_cut_for_good(short_timeout, run, hosts, undisturbed, rec
     record(fault, "multi_worker", outcome, detected_after, run.num_lost_examples(), "yes")
 
 
+@pytest.mark.exhaustive
 def test_a_link_that_becomes_slow(run, hosts, undisturbed, record):
     run.wait_for_checkpoint(10)
     network.limit(hosts[1], rate_mbit=1)

@@ -54,6 +54,7 @@ def test_workers_are_replaced_alone(start, record):
 
 
 @pytest.mark.parametrize("name", ["ps 0", *seldom(["chief 0"])])
+@pytest.mark.exhaustive
 def test_without_a_parameter_server_or_the_coordinator_the_job_restarts(name, start, record):
     flags = "--workers=2", "--ps=1", "--max_restarts=2"
     run = start("parameter_server", *flags, program=PROGRAM)

@@ -77,7 +77,7 @@ def test_a_slow_step_is_logged_before_it_counts_as_hung(launcher, beating):
     assert re.search(r"worker 0 hung: it was in step 6 for \d+ s, usually 0\.\d+ s", err)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_task_that_has_not_begun_is_named(launcher, beating):
     code, _, err, _ = launcher.run(
         "if index == 1: time.sleep(100)\n" + beating + "steps([100])",
@@ -114,7 +114,7 @@ def test_long_steps_and_first_steps_have_longer_limits(launcher, beating):
     assert code == 0, err
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_task_that_comes_back_is_not_ended(launcher, beating):
     process = launcher.start(
         beating + "steps([0.1] * 5)\nnote('ready', os.getpid())\nsteps([0.1] * 100, 5)",

@@ -58,7 +58,7 @@ def test_tensorflow_uses_only_its_threads():
     assert taken < 1.2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_logical_devices_divide_the_launchers_share():
     code = """
 import json, os

@@ -92,7 +92,7 @@ MAIN = "data between, model within"
 
 
 @pytest.mark.parametrize(
-    "case", [MAIN, *(pytest.param(c, marks=pytest.mark.slow) for c in CASES if c != MAIN)]
+    "case", [MAIN, *(pytest.param(c, marks=pytest.mark.exhaustive) for c in CASES if c != MAIN)]
 )
 def test_weights_are_those_of_one_device(case):
     layout, tasks, groups = CASES[case]

@@ -10,12 +10,13 @@ from tests.programs import running
 from tests.programs.expected import known_failure
 from tests.programs.modes import MODES
 from tests.programs.program import outcome, programs
+from tests.tiers import seldom
 
 PROGRAMS = programs()
 # Other modes run every 72nd program in tests; `python -m tests.programs.table` runs all.
 EACH = 72
 # Before a release, all of the slow programs run.
-SLOW, SLOW_EACH = [name for name, program in PROGRAMS.items() if program.slow], 4
+SLOW, SLOW_EACH = [name for name, program in PROGRAMS.items() if program.slow], 8
 ALSO = {
     "servers": ("changed_learning_rate", "labeled_and_unlabeled", "lora", "masked_kernel"),
     "workers": ("continue_from_file", "vector_loss"),
@@ -83,7 +84,7 @@ def _is_unlike(program, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["four", "groups", "accumulate", "workers", "servers"])
+@pytest.mark.parametrize("mode", ["groups", "accumulate", "servers", *seldom(["four", "workers"])])
 def test_other_modes_compute_what_one_device_computes(mode, directory):
     names = [*list(PROGRAMS)[OFFSETS[mode] :: EACH], *ALSO.get(mode, ())]
     if mode == "workers":  # an error in one of them would abort the collectives of all others

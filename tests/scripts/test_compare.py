@@ -14,7 +14,7 @@ def compare(*flags):
     return run_program(PROGRAM, *flags)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_rows(tmp_path):
     files = [f"--json={tmp_path / 'cells.json'}", f"--markdown={tmp_path / 'table.md'}"]
     process = compare(

@@ -272,7 +272,7 @@ def test_later_runs_read_what_xla_compiled_for_earlier_ones(tmp_path):
     assert len(set(losses)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sharded_replicas(tmp_path):
     """`check` prints the bytes on each device, and `train` trains whole replicas."""
     layout = "--layout=data=2,shard=optimizer"

@@ -29,7 +29,7 @@ def run(*flags, **environment):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_layout_trains_on_a_mesh(tmp_path):
     """Devices hold their planned part, and the saved model works with TensorFlow."""
     write_placement({"dense": column(), "logits": row()}, tmp_path / "split.json")

@@ -315,7 +315,7 @@ def test_tune_finds_settings_and_trains_with_them(tmp_path):
     assert json.loads((run_dir / "summary.json").read_text())["num_replicas"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tune_tries_batches_and_prints_a_command_that_trains(tmp_path):
     flags = ["--model=lenet", "--dataset=digits", "--num_devices=2"]
     tuned = program("tune", "--batch", *flags, "--local_batch_size=32", "--max_batch=128")

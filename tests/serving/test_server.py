@@ -167,7 +167,7 @@ def test_objects_of_kubernetes_are_named_by_the_flag(tmp_path):
     assert "--model_name=shirts" in file.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_workers_end_with_the_server(directory):
     with program(f"--model_dir={directory}", "--workers=2", "--max_batch=2", *FREE) as it:
         process, rest, _ = it
@@ -188,7 +188,7 @@ def test_workers_end_when_the_server_is_killed(directory):
         assert not psutil.wait_procs(children, 10)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_ends_before_cloud_run_kills_it(directory):
     """Cloud Run waits 10 seconds, and a client whose body never ends must not take longer."""
     platform = {"PORT": "0", "K_SERVICE": "m"}
@@ -203,7 +203,7 @@ def test_it_ends_before_cloud_run_kills_it(directory):
             assert process.wait(10) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_no_grpc_if_so_told(directory):
     with program(f"--model_dir={directory}", "--port=0", "--grpc_port=-1", "--max_batch=1") as it:
         assert it[2] is None

@@ -22,6 +22,7 @@ def asked(port, name, inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, *seldom([0])])
+@pytest.mark.exhaustive
 def test_split_models_are_served_where_they_lie(workers, tmp_path):
     expected = {}
     for kind in MODELS:

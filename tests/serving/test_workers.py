@@ -163,7 +163,7 @@ def test_a_version_that_does_not_load_is_forgotten(workers, tmp_path):
     assert compute(workers, 1) == [1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_closing_ends_what_starts_anew(slow, tmp_path):
     """No process is left behind, even while workers restart."""
     for way in ("revive", "load"):
@@ -218,7 +218,7 @@ def test_a_server_whose_workers_are_killed_answers_every_request(tmp_path):
     assert len(count) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_files_that_have_gone_are_no_matter_to_the_workers_that_have_them(slow, tmp_path):
     path = tmp_path / "1"
     shutil.copytree(slow, path)

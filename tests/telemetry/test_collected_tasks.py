@@ -18,7 +18,7 @@ def test_devices_of_two_workers_arrive_at_the_first(fake_nvml, monkeypatch):
     assert 0 < told["overhead"] < 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_devices_of_parameter_servers_and_evaluators_arrive_as_well():
     tasks = {"chief": 1, "worker": 2, "ps": 1, "evaluator": 1}
     names = ["chief-0", "worker-0", "worker-1", "ps-0", "evaluator-0"]

@@ -14,6 +14,7 @@ from kdist.callbacks import Profile, Telemetry
 from kdist.report.telemetry_plots import device_plots
 from kdist.telemetry.facts import shares_cores
 from kdist.testing import python
+from tests.tiers import seldom
 
 
 def lines(path, kind=None):
@@ -77,7 +78,7 @@ def test_steps_and_examples_of_data_of_unknown_length_are_those_that_ran(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"steps_per_execution": 6}], ids=str)
+@pytest.mark.parametrize("options", [{"steps_per_execution": 6}, *seldom([{}])], ids=str)
 def test_a_slow_pipeline_is_input_bound_with_both_rates(tmp_path, options):
     """400 ms a batch of 32 and 200, or what a busy machine makes of that; 20 steps are enough."""
     of_device, of_pipeline = [], []

@@ -215,7 +215,7 @@ def test_two_replicas_equal_one_device(build):
         assert all(one.values())  # Keras's own tracker of the loss would stay at 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_accumulation_and_several_steps_per_call_change_nothing():
     expected, _ = _train(regression, 1)
     found, _ = _train(regression, 2, accumulate=2, steps_per_execution=2)
@@ -369,7 +369,10 @@ def _last_line(process):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "tasks"),
-    [("multi_worker", {"worker": 2}), ("parameter_server", {"chief": 1, "worker": 2, "ps": 1})],
+    [
+        *seldom([("multi_worker", {"worker": 2})]),
+        ("parameter_server", {"chief": 1, "worker": 2, "ps": 1}),
+    ],
 )
 def test_jobs_equal_one_device(strategy, tasks, tmp_path):
     code = """

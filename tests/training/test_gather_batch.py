@@ -383,7 +383,10 @@ print(json.dumps([largest_difference(weights, expected),
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tasks"),
-    [("multi_worker", {"worker": 2}), ("parameter_server", {"chief": 1, "worker": 2, "ps": 1})],
+    [
+        ("multi_worker", {"worker": 2}),
+        *seldom([("parameter_server", {"chief": 1, "worker": 2, "ps": 1})]),
+    ],
 )
 def test_jobs(name, tasks):
     for result in python_tasks(TASK, tasks, [name]):

@@ -146,7 +146,7 @@ strategy = tf.distribute.ParameterServerStrategy(
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_loop_of_the_program_on_parameter_servers():
     code = """
 coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)

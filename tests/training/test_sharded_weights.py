@@ -12,6 +12,7 @@ from kdist.compat.tensorflow import collect_function_graphs
 from kdist.testing import assert_same_weights, python
 from kdist.training.sharding.memory import state_bytes
 from kdist.training.sharding.weights import ShardedVariable
+from tests.tiers import seldom
 from tests.training.test_sharding import CLASSES, LENGTH, LOSS, OPTIMIZERS, fit, scope
 
 layers, optimizers = keras.layers, keras.optimizers
@@ -163,7 +164,7 @@ def test_convolutions_whose_gradients_are_fused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"run_eagerly": True}])
+@pytest.mark.parametrize("options", [{"accumulate": 2}, *seldom([{"run_eagerly": True}])])
 def test_micro_steps_and_eager_steps(options):
     plain, model = deep(0, "adam"), deep(2, "adam", **options)
     for each in (plain, model):

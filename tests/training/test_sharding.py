@@ -215,7 +215,7 @@ def test_freezing_and_compiling_again():
     assert_same_weights(*results, 1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_optimizer_that_was_built_before_keeps_its_slots():
     results = []
     for replicas in (0, 2):
@@ -252,6 +252,7 @@ def test_files_are_those_of_one_device(tmp_path):
 @pytest.mark.parametrize(
     "callback", [AveragedWeights, lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
 )
+@pytest.mark.exhaustive
 def test_averages_are_swapped_in(callback):
     """At the end of an epoch weights and whole averages are exchanged, and then back."""
     results = []

@@ -227,7 +227,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_worker_divides_its_weights_next_to_an_evaluator(expected):
     found, evaluator = python_tasks(WITH_EVALUATOR, {"worker": 1, "evaluator": 1})
     assert evaluator is None

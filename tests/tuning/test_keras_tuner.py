@@ -40,6 +40,7 @@ def check(directory):
     assert sorted(oracle["end_order"]) == [each["trial"] for each in searches]
 
 
+@pytest.mark.exhaustive
 def test_two_workers_find_the_better_region(tmp_path):
     with contextlib.ExitStack() as stack, reserve_ports(1) as [port]:
         place = {"KERASTUNER_ORACLE_IP": "127.0.0.1", "KERASTUNER_ORACLE_PORT": str(port)}
