@@ -16,7 +16,7 @@ from tests.faults import training_program
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAINING_PROGRAM = pathlib.Path(training_program.__file__)
-_PYTHON_PATH = os.pathsep.join(map(str, (pathlib.Path(__file__).with_name("startup"), ROOT)))
+PYTHON_PATH = f"{ROOT / 'tests' / 'site'}{os.pathsep}{ROOT}"
 
 # The launcher's reaction to most faults, for the table.
 RESTARTED = "named; the job is restarted from its last checkpoint"
@@ -60,7 +60,7 @@ class Run:
                 [os.fspath(part) for part in command],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": _PYTHON_PATH, **environment},
+                env={**os.environ, "PYTHONPATH": PYTHON_PATH, **environment},
             )
 
     def wait_for_success(self, seconds=400):

@@ -8,7 +8,7 @@ import pytest
 from kdist.launch.engines import Job, MachineType, get_engine
 from kdist.testing.clouds.compute_engine import ZONES, ComputeEngineStandIn
 from kdist.testing.clouds.hosts import missing_for_hosts
-from tests.faults.jobs import ROOT, TRAINING_PROGRAM, Run, check_equal
+from tests.faults.jobs import PYTHON_PATH, TRAINING_PROGRAM, Run, check_equal
 
 SMALL, LARGE = (
     MachineType(f"n1-standard-{cores}", "gcp", "us-central1", cores=cores, usd_per_hour=cores / 20)
@@ -35,7 +35,7 @@ def test_preempted_vms_are_created_again_with_the_next_machine(
         time_limit_hours=1.0,
         max_restarts=0,
         options={"shared_run_dir": "1"},
-        environment={"PYTHONPATH": str(ROOT)},
+        environment={"PYTHONPATH": PYTHON_PATH},
     )
     engine = get_engine("gce")
     assert [each for each in engine.check(job) if "--setup" not in each] == []

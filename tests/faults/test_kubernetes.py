@@ -3,7 +3,7 @@
 import pytest
 
 from kdist.launch.engines import Job, get_engine
-from tests.faults.jobs import ROOT, check_equal
+from tests.faults.jobs import PYTHON_PATH, ROOT, check_equal
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,7 @@ def test_an_eviction_costs_no_retry(kubernetes_cluster, start, undisturbed, reco
     run = start(
         "multi_worker",
         *("--engine=kubernetes", "--follow", "--name=cats", "--image=cats:1", "--max_restarts=0"),
-        *("--option=claim=runs", f"--option=mount={tmp_path}", f"--env=PYTHONPATH={ROOT}"),
+        *("--option=claim=runs", f"--option=mount={tmp_path}", f"--env=PYTHONPATH={PYTHON_PATH}"),
     )
     run.wait_for_checkpoint(10)
     kubernetes_cluster.evict("cats-1")
