@@ -477,8 +477,8 @@ def destroy_iterator(iterator):
 
     TensorFlow waits in it for the thread that tunes the pipeline. That thread can wake up before
     it can see that it is to end, and then sleeps once more for as long as the iterator has lived,
-    up to a minute (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc). On two busy cores,
-    one of eight iterators did. Therefore another thread destroys the iterator, and the caller
+    up to a minute (`Model::OptimizeLoop` in tensorflow/core/framework/model.cc). On two cores, one
+    of five iterators did. Therefore another thread destroys the iterator, and the caller
     waits for it shortly.
 
     Args:
