@@ -109,7 +109,7 @@ def test_asynchronous_training_learns_and_loses_no_update(tmp_path):
     assert [json.loads(line)["epoch"] for line in lines] == [n + 1 for n in evaluated["epochs"]]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_restarted_worker_rejoins(tmp_path):
     with reserve_ports(4) as ports, contextlib.ExitStack() as running:
         addresses = [f"127.0.0.1:{port}" for port in ports]

@@ -101,7 +101,7 @@ def on_one_device():
     return python(SCRIPT.replace("DEVICES", "1"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_line_makes_two_devices_train_as_one(on_one_device):
     assert SCRIPT.count(f"{THE_LINE}\n") == 1
     script = SCRIPT.replace(f"{THE_LINE}\n", f"{WITH_KDIST}\n").replace("DEVICES", "2")

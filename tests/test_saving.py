@@ -131,7 +131,7 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_loaded_models_train_on_as_on_one_device():
     expected, found = (python(PROGRAM, [devices]) for devices in (1, 2))
     assert found.keys() == expected.keys()

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tests.forked import python_tasks
-from tests.tiers import seldom
 
 # What each task does, and what plain Keras does on one device: the same lines.
 TRAINING = """
@@ -285,10 +284,11 @@ def assert_equal(value, expected, where):
     ("name", "options", "tasks"),
     [
         ("multi_worker", {}, {"worker": 2}),
-        *seldom([("parameter_server", {"max_staleness": 0}, {"chief": 1, "worker": 2, "ps": 1})]),
+        ("parameter_server", {"max_staleness": 0}, {"chief": 1, "worker": 2, "ps": 1}),
     ],
     ids=["multi_worker", "parameter_server"],
 )
+@pytest.mark.exhaustive
 def test_callbacks_do_what_they_do_on_one_device(name, options, tasks):
     arguments = json.dumps({"name": name, "options": options})
     results = [result for result in python_tasks(TASK, tasks, [arguments]) if result]

@@ -24,8 +24,13 @@ print(json.dumps(result))
     ("servers", "options"),
     [
         pytest.param(2, {"steps_per_execution": 4}, marks=pytest.mark.slow),
-        pytest.param(1, {"accumulate": 2, "steps_per_execution": 7}, marks=pytest.mark.slow),
-        *seldom([(1, {}), (1, {"steps_per_execution": "auto"})]),
+        *seldom(
+            [
+                (1, {}),
+                (1, {"accumulate": 2, "steps_per_execution": 7}),
+                (1, {"steps_per_execution": "auto"}),
+            ]
+        ),
     ],
     ids=str,
 )
@@ -218,7 +223,7 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_data_of_unknown_length_count_the_steps_that_ran():
     results, *_ = python_tasks(UNKNOWN_LENGTH, {"chief": 1, "worker": 2, "ps": 1})
     for name in ("whole 0", "whole None", "session"):

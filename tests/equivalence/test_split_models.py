@@ -108,12 +108,12 @@ OPTIMIZERS = {
     "adam": lambda: keras.optimizers.Adam(3e-4, epsilon=1e-3),
 }
 CASES = [
-    ("resnet18", "suggested", "pipeline=2,micro_batches=2", "adam"),
     ("inception", "four branches", "branch=4", "momentum"),
     ("transformer", "stages of tensors", "pipeline=2,tensor=2,micro_batches=2", "sgd"),
-    ("MobileNetV2", "tensor", "tensor=2", "adam"),
 ]
 MORE_CASES = [
+    ("resnet18", "suggested", "pipeline=2,micro_batches=2", "adam"),
+    ("MobileNetV2", "tensor", "tensor=2", "adam"),
     ("inception", "tensor", "tensor=2", "sgd"),
     ("transformer", "suggested", "pipeline=4,micro_batches=4,schedule=gpipe", "momentum"),
     ("transformer", "tensor", "data=2,tensor=2", "sgd"),

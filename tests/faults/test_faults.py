@@ -122,6 +122,7 @@ def test_a_truncated_checkpoint_is_skipped(start, undisturbed, record):
     )
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_in_the_same_directory(start, undisturbed, record):
     run = start("one_device")
     run.wait_for_checkpoint(5)
@@ -239,6 +240,7 @@ def images(tmp_path, monkeypatch):
     return tmp_path / "images"
 
 
+@pytest.mark.exhaustive
 def test_a_data_file_that_vanishes(images, start, record):
     expected = start("one_device").wait_for_success()
     run = start("one_device")

@@ -84,6 +84,7 @@ def short_timeout(monkeypatch):
     monkeypatch.setenv("KDIST_STEP_TIMEOUT_SECONDS", "20")
 
 
+@pytest.mark.exhaustive
 def test_a_link_that_is_cut_for_good(short_timeout, run, hosts, undisturbed, record):
     """Both workers end within the time limit of a step, 20 s; restarted, they resume."""
     run.wait_for_checkpoint(10)

@@ -242,7 +242,7 @@ def test_help_has_examples_and_flags():
         assert flag in process.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_check_reports_working_strategies():
     process = program("check", "--strategies=one_device,mirrored,central_storage")
     assert process.returncode == 0, process.stdout + process.stderr

@@ -96,7 +96,7 @@ def test_a_training_of_two_replicas(mirrored, tmp_path):
     assert {op.calls for op in conv} == {8}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_profiles_are_rare(mirrored, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     profiles = SampledProfiles(first_after_seconds=0.0)

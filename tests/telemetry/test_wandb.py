@@ -488,7 +488,7 @@ def test_an_agent_of_a_sweep_trains_with_its_parameters(stub, tmp_path, monkeypa
     assert {name: run.config[name] for name in chosen} == chosen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_agents_share_a_sweep_and_its_better_region_is_found(stub, tmp_path, monkeypatch):
     stub.sweep = (ROOT / "scripts" / "wandb_sweep.yaml").read_text()
     metric = yaml.safe_load(stub.sweep)["metric"]["name"]
