@@ -12,6 +12,7 @@ import pytest
 
 from tests.faults import training_program
 from tests.faults.jobs import RESTARTED, Run, check_equal
+from tests.tiers import seldom
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +90,7 @@ def test_a_callback_that_raises_on_one_worker(start, undisturbed, record):
     )
 
 
-@pytest.mark.parametrize("kind", ["one_device", "multi_worker"])
+@pytest.mark.parametrize("kind", ["multi_worker", *seldom(["one_device"])])
 def test_a_weight_that_is_nan(kind, start, undisturbed, record):
     """No checkpoint is saved after it, so that a restart resumes from an earlier one."""
     run = start(kind, "--max_restarts=1", fault="nan:0:12")

@@ -182,7 +182,7 @@ print(calibrate(2, rounds=1, probes=PROBES[-10:]).to_json())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_this_machine_can_be_calibrated():
     process = subprocess.run(
         [sys.executable, "-c", CALIBRATE], capture_output=True, text=True, timeout=300, check=True

@@ -202,7 +202,6 @@ OUTSIDE = {
 SOME_CASES = (  # in CI
     "lenet 28 64 float32 sgd",
     "mlp 28 64 float32 adam",
-    "MobileNetV2 96 32 float32 rmsprop",
 )
 
 
