@@ -89,14 +89,17 @@ def test_restarts_are_counted_since_the_last_checkpoint(run, tmp_path):
 
 
 def test_a_run_that_finished_before_a_task_failed_is_done(run, tmp_path):
-    code, _ = run(shell_job("mkdir -p runs/cats; touch runs/cats/summary.json; exit 1"))
+    other = "[ $SLURM_PROCID = 0 ] || exec /bin/sleep 20"
+    code, _ = run(shell_job(f"{other}; mkdir -p runs/cats; touch runs/cats/summary.json; exit 1"))
     assert code == 0
     assert (tmp_path / "run-0").read_text() == "x"
 
 
 @pytest.mark.parametrize("code", [124, 130])
 def test_ends_that_are_final(run, tmp_path, code):
-    assert run(shell_job(f"exit {code}"))[0] == code
+    # The first task to end ends the other, which may not have begun.
+    other = "[ $SLURM_PROCID = 0 ] || exec /bin/sleep 20"
+    assert run(shell_job(f"{other}; exit {code}"))[0] == code
     assert (tmp_path / "run-0").read_text() == "x"
 
 
