@@ -14,6 +14,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import kdist
+from benchmarks.tables import markdown
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 16, "Trainings with each library.")
@@ -54,12 +55,12 @@ def main(_):
             print(
                 f"round {number + 1} of {FLAGS.rounds}: {name} {found[name][-1]:.3f} s", flush=True
             )
-    print(f"\n| | trainings | over {SHORT_SECONDS} s | median s | mean s | longest s |")
-    print("|--|--|--|--|--|--|")
+    cells = [["", "trainings", f"over {SHORT_SECONDS} s", "median s", "mean s", "longest s"]]
     for name, seconds in found.items():
         long = sum(value > SHORT_SECONDS for value in seconds)
         values = (statistics.median(seconds), statistics.mean(seconds), max(seconds))
-        print(f"| {name} | {len(seconds)} | {long} | {' | '.join(f'{v:.3f}' for v in values)} |")
+        cells.append([name, str(len(seconds)), str(long), *(f"{value:.3f}" for value in values)])
+    print(f"\n{markdown(cells)}")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 _SECONDS_PER_CASE = 15
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(_SECONDS_PER_CASE * CASES + 100)
 @pytest.mark.exhaustive
+@pytest.mark.timeout(_SECONDS_PER_CASE * CASES + 100)
 def test_mutated_saved_models_do_no_harm(tmp_path):
     outcomes, ended = [], []
     while len(outcomes) + len(ended) < CASES:

@@ -279,7 +279,7 @@ def assert_equal(value, expected, where):
         np.testing.assert_allclose(value, expected, atol=2e-5, err_msg=where)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "options", "tasks"),
     [
@@ -288,7 +288,6 @@ def assert_equal(value, expected, where):
     ],
     ids=["multi_worker", "parameter_server"],
 )
-@pytest.mark.exhaustive
 def test_callbacks_do_what_they_do_on_one_device(name, options, tasks):
     arguments = json.dumps({"name": name, "options": options})
     results = [result for result in python_tasks(TASK, tasks, [arguments]) if result]

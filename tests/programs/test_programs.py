@@ -15,8 +15,8 @@ from tests.tiers import seldom
 PROGRAMS = programs()
 # Other modes run every 72nd program in tests; `python -m tests.programs.table` runs all.
 EACH = 72
-# Before a release, all of the slow programs run.
-SLOW, SLOW_EACH = [name for name, program in PROGRAMS.items() if program.slow], 8
+# The slow programs that run in CI; before a release, all do.
+SLOW_IN_CI = [name for name, program in PROGRAMS.items() if program.slow][::8]
 ALSO = {
     "servers": ("changed_learning_rate", "labeled_and_unlabeled", "lora", "masked_kernel"),
     "workers": ("continue_from_file", "vector_loss"),
@@ -43,8 +43,7 @@ def runners(directory):
 
 def _marks(program):
     if program.slow:
-        seldom = SLOW.index(program.name) % SLOW_EACH
-        yield pytest.mark.exhaustive if seldom else pytest.mark.slow
+        yield pytest.mark.slow if program.name in SLOW_IN_CI else pytest.mark.exhaustive
     if reason := known_failure(program.name, "two"):
         yield pytest.mark.xfail(strict=True, reason=reason)
 

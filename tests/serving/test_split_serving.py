@@ -10,7 +10,6 @@ import pytest
 from benchmarks.serving.servers import Command, Server
 from kdist.serving.exporting.export import export
 from tests.serving.split_models import MODELS, inputs_of, predicted, split_model
-from tests.tiers import seldom
 
 
 def asked(port, name, inputs):
@@ -20,9 +19,8 @@ def asked(port, name, inputs):
         return np.array(json.load(answer)["outputs"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, *seldom([0])])
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [0, 1])
 def test_split_models_are_served_where_they_lie(workers, tmp_path):
     expected = {}
     for kind in MODELS:

@@ -6,7 +6,6 @@ These find none. `tests/conftest.py` uses it, and puts this folder on the path o
 tests start, where Python runs it.
 """
 
-import importlib.abc
 import sys
 
 _UNUSED = (
@@ -20,7 +19,7 @@ _UNUSED = (
 _PACKAGES = frozenset({"IPython", "jax", "matplotlib", "scipy", "sklearn"})
 
 
-class _HideFromUnused(importlib.abc.MetaPathFinder):
+class _HideFromUnused:
     def find_spec(self, name, path=None, target=None):
         if name in _PACKAGES and _importer().startswith(_UNUSED):
             raise ModuleNotFoundError(f"{name} is hidden by {__file__}", name=name)

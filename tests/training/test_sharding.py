@@ -248,11 +248,10 @@ def test_files_are_those_of_one_device(tmp_path):
     assert len({held.optimizer for held in state_bytes(continued).values()}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "callback", [AveragedWeights, lambda: keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
 )
-@pytest.mark.exhaustive
 def test_averages_are_swapped_in(callback):
     """At the end of an epoch weights and whole averages are exchanged, and then back."""
     results = []

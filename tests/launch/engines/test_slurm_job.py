@@ -12,6 +12,9 @@ from kdist.launch.engines.slurm import Slurm
 # Each run of a task adds a letter to a file of its own.
 COUNT = 'printf x >> "run-$SLURM_PROCID"; runs=$(wc -c < "run-$SLURM_PROCID");'
 
+# The first task to end ends the other, which may not have begun.
+ONLY_THE_FIRST_ENDS = "[ $SLURM_PROCID = 0 ] || exec /bin/sleep 20;"
+
 
 def shell_job(code, **fields):
     return Job("cats", ("sh", "-c", COUNT + code), workers=2, run_dir="runs/cats", **fields)
@@ -89,17 +92,15 @@ def test_restarts_are_counted_since_the_last_checkpoint(run, tmp_path):
 
 
 def test_a_run_that_finished_before_a_task_failed_is_done(run, tmp_path):
-    other = "[ $SLURM_PROCID = 0 ] || exec /bin/sleep 20"
-    code, _ = run(shell_job(f"{other}; mkdir -p runs/cats; touch runs/cats/summary.json; exit 1"))
+    finishing = "mkdir -p runs/cats; touch runs/cats/summary.json; exit 1"
+    code, _ = run(shell_job(ONLY_THE_FIRST_ENDS + finishing))
     assert code == 0
     assert (tmp_path / "run-0").read_text() == "x"
 
 
 @pytest.mark.parametrize("code", [124, 130])
 def test_ends_that_are_final(run, tmp_path, code):
-    # The first task to end ends the other, which may not have begun.
-    other = "[ $SLURM_PROCID = 0 ] || exec /bin/sleep 20"
-    assert run(shell_job(f"{other}; exit {code}"))[0] == code
+    assert run(shell_job(f"{ONLY_THE_FIRST_ENDS} exit {code}"))[0] == code
     assert (tmp_path / "run-0").read_text() == "x"
 
 
