@@ -39,8 +39,8 @@ def misleading():
 
 def test_stages_follow_what_was_measured():
     model = misleading()
-    costs = measure_costs(model, batch_size=16)
-    assert costs["slow"] > 5 * sum(costs[f"d{number}"] for number in range(5))
+    costs = measure_costs(model, batch_size=16, repeats=15)
+    assert costs["slow"] > sum(costs[f"d{number}"] for number in range(5))
     computed = suggest(model, Layout(pipeline=2))
     assert computed["d0"] == stage(0)
     measured = suggest(model, Layout(pipeline=2), costs=costs)

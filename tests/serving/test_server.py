@@ -135,7 +135,7 @@ def test_on_a_platform_and_told_twice_it_ends_at_once(directory):
                 while True:  # until it listens no more
                     requests.get(f"http://{rest}/healthz", timeout=SECONDS)
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 1
+            assert process.wait(SECONDS) == 1
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_workers_end_with_the_server(directory):
         assert len(children) >= 2
         process.send_signal(signal.SIGINT)
         assert process.wait(SECONDS) == 0
-        assert not psutil.wait_procs(children, 10)[1]
+        assert not psutil.wait_procs(children, SECONDS)[1]
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_workers_end_when_the_server_is_killed(directory):
     with program(f"--model_dir={directory}", "--workers=2", "--max_batch=2", *FREE) as it:
         children = psutil.Process(it[0].pid).children(recursive=True)
         it[0].kill()
-        assert not psutil.wait_procs(children, 10)[1]
+        assert not psutil.wait_procs(children, SECONDS)[1]
 
 
 @pytest.mark.exhaustive
