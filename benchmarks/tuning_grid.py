@@ -25,7 +25,11 @@ from kdist.tuning.speed import (
 )
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("models", ["mlp", "lenet", "resnet18"], "Models to train, on digits.")
+flags.DEFINE_list(
+    "models",
+    ["mlp", "lenet", "benchmarks.serving.models:small_resnet"],
+    "Models to train, on digits.",
+)
 flags.DEFINE_boolean("quick", False, "The first model, and one other value of each knob.")
 flags.DEFINE_list("knobs", ["devices", "batch"], "Knobs in addition to those searched by default.")
 

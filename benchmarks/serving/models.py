@@ -11,15 +11,15 @@ EXAMPLES = 128
 _SEED = 0
 
 
-def small_resnet():
-    """A ResNet of three blocks with 16, 32 and 64 channels: pixels (B, 28, 28, 1) to (B, 10).
+def small_resnet(input_shape=(28, 28, 1), num_classes=10):
+    """A ResNet of three blocks with 16, 32 and 64 channels: pixels (B, H, W, C) to (B, classes).
 
-    A call takes about a millisecond on two cores.
+    A call with 28×28 pixels takes about a millisecond on two cores.
     """
     import keras
 
     layers = keras.layers
-    inputs = keras.Input((28, 28, 1), name="pixels")
+    inputs = keras.Input(input_shape, name="pixels")
     x = layers.Rescaling(1 / 255)(inputs)
     x = layers.Conv2D(16, 3, padding="same", activation="relu")(x)
     for filters, strides in ((16, 1), (32, 2), (64, 2)):
@@ -30,7 +30,8 @@ def small_resnet():
         x = layers.BatchNormalization(momentum=0.0)(x)
         x = layers.ReLU()(layers.add([x, shortcut]))
     x = layers.GlobalAveragePooling2D()(x)
-    return keras.Model(inputs, layers.Dense(10, activation="softmax")(x), name="small_resnet")
+    outputs = layers.Dense(num_classes, activation="softmax")(x)
+    return keras.Model(inputs, outputs, name="small_resnet")
 
 
 def mobilenet_v2():
