@@ -5,7 +5,7 @@ of them that no test uses: `tf.lite`, `keras.wrappers`, `keras.visualization`, a
 These find none. `tests/conftest.py` uses it, and puts this folder on the path of all processes that
 tests start, where Python runs it.
 
-Both create many objects that stay, among which Python searches for garbage less often here. them for garbage less often.
+Both create many objects that stay. Here Python searches them for garbage less often.
 """
 
 import gc
