@@ -129,13 +129,13 @@ def test_a_restarted_worker_rejoins(tmp_path):
         chief, victim, *_ = start("chief"), start("worker", 1), start("worker", 0), start("ps")
         _wait_for(lambda: int(_said(tmp_path, "progress") or 0) > 60, chief, tmp_path)
         victim.send_signal(signal.SIGKILL)
-        victim.wait(60)
+        victim.wait(10)
         substitute = start("worker", 1)
         _wait_for(lambda: "worker 1 joins" in _said(tmp_path, "worker 1"), chief, tmp_path)
         time.sleep(3)
         (tmp_path / "enough").touch()
         assert chief.wait(60) == 0, _said(tmp_path, "chief")
-        assert substitute.wait(90) == 0
+        assert substitute.wait(30) == 0
     assert "worker 1 joins a running job" in _said(tmp_path, "worker 1")
     outcome = json.loads(_said(tmp_path, "chief").strip().splitlines()[-1])
     assert outcome["accuracy"] >= 0.95

@@ -81,7 +81,7 @@ def test_a_server_ends_with_all_its_children():
         assert len(family) == 2
         assert server.memory() > max(one.memory_info().rss for one in family)
         server.end(patience_seconds=0.2)
-    _, alive = psutil.wait_procs(family, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=10)
     assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
 
 

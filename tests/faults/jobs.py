@@ -80,7 +80,7 @@ class Run:
         """Ends the processes that a failed test has left."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
-            self.process.wait(90)
+            self.process.wait(30)
 
     # While it runs.
 

@@ -133,7 +133,7 @@ def test_a_second_run_in_the_same_directory(start, undisturbed, record):
     second.result = run.directory / "second.json"
     second.start()
     try:
-        assert second.process.wait(120) != 0
+        assert second.process.wait(60) != 0
         assert "another run writes its checkpoints" in second.output()
     finally:
         second.stop()
@@ -195,7 +195,7 @@ def memory_group():
     except OSError:
         pytest.skip("a memory limit needs root and the memory controller, version 1")
     yield group
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 10
     while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
     group.rmdir()
@@ -211,7 +211,7 @@ def test_an_out_of_memory_kill(memory_group, start, undisturbed, record):
     missing = MEMORY_BYTES - int(statistics["total_rss"]) + (100 << 20)
     hog = subprocess.Popen([*join, sys.executable, "-c", f"b'x' * {missing}"])
     detected_after = run.wait_for_message("worker 0 was ended by SIGKILL")
-    hog.wait(90)
+    hog.wait(30)
     run.wait_for_success()
     check_equal(run, undisturbed("one_device"))
     record(

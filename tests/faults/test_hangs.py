@@ -56,7 +56,7 @@ def test_a_stopped_worker_is_named_by_the_chief(by_hand, record):
     run.wait_for_checkpoint(5)
     run.signal("worker 1", signal.SIGSTOP)
     seconds = run.wait_for_message("worker 1 hung: it sent no heartbeat for ")
-    assert run.process.wait(120) == PEER_HANGS, run.output()
+    assert run.process.wait(60) == PEER_HANGS, run.output()
     assert "worker 1 has sent no heartbeat for " in run.output()
     assert "Traceback" not in run.output()
     record(
@@ -72,7 +72,7 @@ def test_a_callback_that_hangs_ends_both_workers(by_hand, record):
     run.wait_until(lambda: (run.directory / "fault-done").exists(), seconds=300)
     seconds = run.wait_for_message("worker 1 hung: it was between steps, after step ")
     run.wait_for_message("in _sleep")  # its stack
-    assert [process.wait(120) for process in run.processes] == [PEER_HANGS] * 2, run.output()
+    assert [process.wait(60) for process in run.processes] == [PEER_HANGS] * 2, run.output()
     record(
         "a callback sleeps forever, started by TF_CONFIG, KDIST_HANG_SECONDS=8",
         "multi_worker",

@@ -46,7 +46,7 @@ class Launcher:
         self._processes.append(process)
         return process
 
-    def run(self, code, *flags, timeout=150):
+    def run(self, code, *flags, timeout=60):
         """Returns (exit code, standard output, standard error, seconds) of the launcher."""
         began = time.monotonic()
         code = self.start(code, *flags).wait(timeout)
@@ -60,7 +60,7 @@ class Launcher:
         """Returns the complete output of a task."""
         return (self.directory / "run" / "logs" / f"{name}.log").read_bytes()
 
-    def pids(self, *names, timeout=60):
+    def pids(self, *names, timeout=20):
         """Waits until tasks have noted process ids, and returns them."""
         deadline = time.monotonic() + timeout
         paths = [self.directory / f"pid-{name}" for name in names]

@@ -118,7 +118,7 @@ def test_a_place_that_works_again_restarts_the_job(places, tmp_path, monkeypatch
     tasks = Tasks()
     with places.watch(tasks):
         (tmp_path / "missing-2").unlink()
-        assert tasks.restarted.wait(90)
+        assert tasks.restarted.wait(30)
     assert "back: place 2; the tasks save a checkpoint" in messages[-1]
     assert messages[-1].endswith("restarts with 3 of 4 workers")
     assert places.choose() == [0, 2, 3]

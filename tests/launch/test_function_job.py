@@ -109,7 +109,7 @@ def test_an_exception_names_its_task(tmp_path):
     began = time.monotonic()
     with pytest.raises(TaskFailed) as caught:
         kdist.launch.local(function, workers=2, log_dir=tmp_path)
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 8
     assert (caught.value.task, caught.value.exit_code) == ("worker 1", 1)
     first, *last = str(caught.value).splitlines()
     assert first.startswith("worker 1 failed with exit code 1 after ")
@@ -175,7 +175,7 @@ except KeyboardInterrupt:
     )
     try:
         paths = [tmp_path / "worker 0", tmp_path / "worker 1"]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 20
         while not all(path.exists() for path in paths):
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -184,7 +184,7 @@ except KeyboardInterrupt:
             assert process.poll() is None
         all_end([int(path.read_text()) for path in paths], 0)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[0] == "as before\n"
+        assert process.communicate(timeout=10)[0] == "as before\n"
     finally:
         process.kill()
         process.wait()

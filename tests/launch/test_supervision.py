@@ -39,8 +39,8 @@ def test_a_stopped_task_is_named_and_ended(launcher, beating, all_end):
     time.sleep(1.5)  # it has sent heartbeats
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
-    assert process.wait(90) != 0
-    assert time.monotonic() - began < 60
+    assert process.wait(30) != 0
+    assert time.monotonic() - began < 20
     err = launcher.read("err")
     assert "worker 1 has sent no heartbeat for " in err
     assert "worker 1 hung: it sent no heartbeat for " in err
@@ -61,7 +61,7 @@ steps([100], 5)
         "--hang_seconds=2",
     )
     assert code == 128 + signal.SIGABRT
-    assert seconds < 60
+    assert seconds < 20
     assert "worker 1 hung: it was between steps, after step 5 for " in err
     assert ", and worker 0 waited for it (more time: hang_seconds)" in err
     assert "user_callback" in out
@@ -126,7 +126,7 @@ def test_a_task_that_comes_back_is_not_ended(launcher, beating):
     os.kill(stopped, signal.SIGSTOP)
     time.sleep(7)
     os.kill(stopped, signal.SIGCONT)
-    assert process.wait(90) == 0
+    assert process.wait(30) == 0
     err = launcher.read("err")
     assert "worker 0 has sent no heartbeat for " in err
     assert "worker 0 is back: " in err

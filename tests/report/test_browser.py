@@ -300,7 +300,7 @@ def test_a_served_page_updates_and_keeps_the_scroll_position(browser, runs, tmp_
         _follow(browser, address, runs)
     finally:
         program.send_signal(signal.SIGINT)
-        _, said = program.communicate(timeout=90)
+        _, said = program.communicate(timeout=30)
     assert program.returncode == 130
     assert b"not updated: " in said
     assert said.endswith(b"stopped by Ctrl-C\n")
@@ -319,7 +319,7 @@ def _follow(browser, address, runs):
     tab.wait_for_selector("text=Live. Updated at")
     with open(runs[1] / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"kind": "train", "examples": 10**6, "loss": 7.5}) + "\n")
-    until = time.monotonic() + 90
+    until = time.monotonic() + 30
     while 10**6 not in last_examples(tab, "loss"):
         assert time.monotonic() < until
         time.sleep(0.1)

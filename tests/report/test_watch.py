@@ -35,7 +35,7 @@ def served(run, tmp_path):
 
 
 def get(port, path, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
@@ -52,7 +52,7 @@ def test_the_page_updates_only_when_a_file_changes(served, run, tmp_path):
     assert (tmp_path / "page.html").stat().st_mtime_ns == made
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "epoch", "examples": 77777, "val_loss": 0.5}\n')
-    until = time.monotonic() + 90
+    until = time.monotonic() + 30
     while json.loads(get(port, "/state")[1])["version"] == first["version"]:
         assert time.monotonic() < until
         time.sleep(0.1)
@@ -65,7 +65,7 @@ def test_the_page_updates_only_when_a_file_changes(served, run, tmp_path):
 def test_ctrl_c_ends_it(served):
     program, _ = served
     program.send_signal(signal.SIGINT)
-    _, said = program.communicate(timeout=90)
+    _, said = program.communicate(timeout=30)
     assert program.returncode == 130
     assert said.decode().strip() == "report.py: stopped by Ctrl-C"
 

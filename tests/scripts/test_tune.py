@@ -127,7 +127,7 @@ def test_trials_end_with_the_search(tmp_path):
     trial = psutil.Process(int(pid.read_text().rstrip(".")))
     search.kill()
     search.wait()
-    _, running = psutil.wait_procs([trial], timeout=90)
+    _, running = psutil.wait_procs([trial], timeout=30)
     assert not running
 
 
@@ -149,7 +149,7 @@ def test_processes_of_a_trial_end_with_it(how, reason, tmp_path):
         Trial([sys.executable, "-c", PARENT, str(pid), how], 1e12, max_wait_seconds=5)
     child = int(pid.read_text().rstrip("."))
     if psutil.pid_exists(child):  # a zombie counts as ended
-        _, running = psutil.wait_procs([psutil.Process(child)], timeout=60)
+        _, running = psutil.wait_procs([psutil.Process(child)], timeout=10)
         assert not running
 
 

@@ -81,7 +81,7 @@ class Clients:
             self.asked += 1
 
     def _answer(self, body):
-        with urllib.request.urlopen(f"{self.url}:predict", body, timeout=90) as answer:
+        with urllib.request.urlopen(f"{self.url}:predict", body, timeout=30) as answer:
             return json.load(answer)["predictions"]
 
     def _check(self, row, predictions):
@@ -215,7 +215,7 @@ def refused(url, body):
 
 
 def read(url):
-    with urllib.request.urlopen(url, timeout=90) as answer:
+    with urllib.request.urlopen(url, timeout=30) as answer:
         return answer.read().decode()
 
 

@@ -24,7 +24,7 @@ from kdist.serving.core.settings import BatchSettings, ServerLimits
 from kdist.serving.engine.models import Models
 from kdist.serving.protocol.rpc import create_grpc_server
 
-SECONDS = 180  # that anything may take before a test fails
+SECONDS = 60  # that anything may take before a test fails
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from tests.serving.running import SECONDS, predict_request, save_times
 
 PROGRAM = pathlib.Path(__file__).parents[2] / "scripts" / "serve.py"
 FREE = ["--port=0", "--grpc_port=0"]
+START_SECONDS = 180  # six servers that start at once on two cores take 50 s
 ROW = {"instances": [[2.0]]}
 
 
@@ -56,7 +57,7 @@ def program(*flags, **environment):
         text=True,
         env={**os.environ, **environment},
     )
-    timer = threading.Timer(SECONDS, process.kill)
+    timer = threading.Timer(START_SECONDS, process.kill)
     timer.start()
     try:
         line = process.stdout.readline()
@@ -135,7 +136,7 @@ def test_on_a_platform_and_told_twice_it_ends_at_once(directory):
                 while True:  # until it listens no more
                     requests.get(f"http://{rest}/healthz", timeout=SECONDS)
             process.send_signal(signal.SIGINT)
-            assert process.wait(SECONDS) == 1
+            assert process.wait(10) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kdist.serving.engine.worker_pool import WorkerDied, WorkerPool
 from kdist.serving.exporting.export import export
 
 KEY, SIGNATURE = VersionKey("dense", 1), "serving_default"
-SECONDS = 120  # that anything may take
+SECONDS = 20  # that anything may take
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,7 @@ def test_closing_ends_what_starts_anew(slow, tmp_path):
                 time.sleep(0.05)
                 workers.close()
                 loading.exception(SECONDS)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 10
         while workers.pids and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not workers.pids, way

@@ -1,11 +1,11 @@
-"""Halves the CPU time that a process takes to import TensorFlow and Keras, and traces faster.
+"""Halves the CPU time that a process takes to import TensorFlow and Keras.
 
 Both import JAX, scikit-learn, SciPy, Matplotlib, and IPython, where these are installed, for parts
 of them that no test uses: `tf.lite`, `keras.wrappers`, `keras.visualization`, and others below.
 These find none. `tests/conftest.py` uses it, and puts this folder on the path of all processes that
 tests start, where Python runs it.
 
-Both create many objects that stay. Here Python searches them for garbage less often.
+Imports and traces create many objects that stay. Here Python looks for garbage less often.
 """
 
 import gc

@@ -97,7 +97,7 @@ def test_stopping_is_immediate(sampler_of):
     began = time.monotonic()
     wait_until(lambda: records)  # after a second, not after sixty
     sampler.stop()
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 5
 
 
 def test_stopping_works_between_two_devices(sampler_of):
@@ -111,7 +111,7 @@ def test_stopping_works_between_two_devices(sampler_of):
     wait_until(lambda: records)
     began = time.monotonic()
     sampler.stop()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 1
 
 
 def test_an_exception_is_logged_once_and_the_others_continue(sampler_of, capsys):

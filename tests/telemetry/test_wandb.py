@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 KEY = "0123456789abcdef0123456789abcdef87654321"
 
 # Generous: these are no measurements. A `write` that waited for a server would take longer.
-AT_ONCE_SECONDS = 6.0
+AT_ONCE_SECONDS = 2.0
 START_SECONDS = 60.0
 
 
@@ -318,7 +318,7 @@ def test_a_server_lost_during_the_run_blocks_nothing(run, stub, capfd, mode, say
     assert longest < AT_ONCE_SECONDS
     began = time.monotonic()
     end(run, writer)
-    assert time.monotonic() - began < 8.0 + 30.0
+    assert time.monotonic() - began < 8.0 + 5.0
     assert capfd.readouterr().err == ""  # it had been said
     assert_whole(run)
     assert_key_is_nowhere(run)
@@ -395,7 +395,7 @@ def test_a_hanging_process_is_killed(run, capfd):
     assert said.count("the upload did not end within 1 s") == 1
     assert f"afterwards: wandb sync {run_files(run)}\n" in said
     assert_whole(run)
-    wandb._process.wait(timeout=60)
+    wandb._process.wait(timeout=10)
 
 
 def test_excess_records_are_dropped_and_logged_once(run, monkeypatch, capfd):

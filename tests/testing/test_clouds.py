@@ -27,7 +27,7 @@ def test_machines_have_names_and_ports_of_their_own(network):
         again = 'until "$@" 2> /dev/null; do sleep 0.02; done'
         asking = ["sh", "-c", again, "sh", sys.executable, "-c", ASK.format(name)]
         assert host.run(asking) == "hello\n"
-    assert [server.wait(60) for server in servers] == [0, 0]
+    assert [server.wait(10) for server in servers] == [0, 0]
     assert "default" not in first.run(["ip", "route"])  # no way to other networks
 
 
@@ -38,7 +38,7 @@ def test_power_off_kills_all_processes(network, tmp_path):
     while not started.exists():
         assert process.poll() is None
     network.remove(host)
-    assert process.wait(60) != 0
+    assert process.wait(10) != 0
     assert "n1" not in (tmp_path / "hosts").read_text()
 
 
@@ -49,4 +49,4 @@ def test_a_socket_of_this_program_listens_on_a_machine(network):
         code = f"import socket; socket.create_connection(('{network.switch.address}', {port}))"
         client = host.popen([sys.executable, "-c", code])
         listening.accept()[0].close()
-        assert client.wait(60) == 0
+        assert client.wait(10) == 0

@@ -54,7 +54,7 @@ def memory_groups():
     except OSError:
         pytest.skip("a memory limit needs root and the memory controller, version 1")
     yield [str(group) for group in groups]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 10
     for group in groups:
         while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
             time.sleep(0.1)

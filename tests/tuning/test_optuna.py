@@ -91,7 +91,7 @@ def test_a_search_that_is_ended_continues(tmp_path, number):
     assert len(children) >= 2
     first.send_signal(number)
     first.wait()
-    psutil.wait_procs(children, timeout=90)
+    psutil.wait_procs(children, timeout=30)
     assert not [child for child in children if child.is_running()]
     (tmp_path / "continue").touch()
     found = search(tmp_path, 4, "wait")

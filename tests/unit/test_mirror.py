@@ -54,7 +54,7 @@ def mirrored(directory, *steps, url=URL):
 
 
 def wait_until(condition):
-    end = time.monotonic() + 90
+    end = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < end
         threading.Event().wait(0.01)
@@ -227,7 +227,7 @@ def test_a_store_that_hangs_holds_up_neither_training_nor_its_end(tmp_path, monk
     began = time.monotonic()
     for _ in range(1000):
         copy.copy()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 0.2
     thread = copy._thread
     copy.close()
     assert "given up" in caplog.text

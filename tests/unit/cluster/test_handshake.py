@@ -137,7 +137,7 @@ def test_a_task_that_does_not_start_is_named_in_time(cluster_of):
     first, second, _ = cluster_of(3).all_tasks()
     began = time.monotonic()
     errors = outcomes([first, second], timeout_seconds=1)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 5
     for error in errors:
         assert isinstance(error, TimeoutError)
         assert "worker 2 (127.0.0.1:" in str(error)

@@ -22,13 +22,13 @@ def port():
 
 def connect(port, head=b"GET / HTTP/1.1\r\nHost: local"):
     """Returns a connection on which an unfinished request head was sent."""
-    connection = socket.create_connection(("127.0.0.1", port), timeout=90)
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
     connection.sendall(head)
     return connection
 
 
 def get(port):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.request("GET", "/")
     return connection.getresponse().read()
 

@@ -242,7 +242,7 @@ def test_stopping_is_fast(collector, call):
     task.order()
     began = time.monotonic()
     collector.stop()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 1
 
 
 def test_heartbeats_and_the_end_of_a_connection_are_passed_on(collector, call):
@@ -333,7 +333,7 @@ collector = collector_of(strategy)
 assert collector_of(strategy) is collector
 collector.start(records.append, every_seconds=0.3)
 wanted = set(sys.argv[2:])
-deadline = time.monotonic() + 90
+deadline = time.monotonic() + 30
 while wanted - {record["device"] for record in records} and time.monotonic() < deadline:
     time.sleep(0.1)
 collector.stop()
