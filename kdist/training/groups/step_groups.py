@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import statistics
+import weakref
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import tensorflow as tf
@@ -111,7 +112,9 @@ class StepGroups(TFEpochIterator):
     """
 
     def __init__(self, distribute_strategy, feed=iter, **data):
-        self._current_iterator, self._ended = None, []  # the last groups may still use those
+        self._iterators = []  # those that are not destroyed; the last groups may use ended ones
+        # Python also calls it before it ends, when `destroy_iterator` can still start a thread.
+        weakref.finalize(self, _destroy, self._iterators)
         EpochIterator.__init__(self, **data)
         dataset = self.data_adapter.get_tf_dataset()
         # Each host feeds its own TPU cores, which need data that is divided in advance.
@@ -125,10 +128,8 @@ class StepGroups(TFEpochIterator):
 
     def close(self):
         """Destroys the iterators, without waiting for TensorFlow; the next epoch has new ones."""
-        self._end_iterator()
-        self._destroy_ended()
-
-    __del__ = close
+        self._current_iterator = None
+        _destroy(self._iterators)
 
     def skip_to(self, position):
         """Starts the first epoch's data at a `Position`.
@@ -203,34 +204,33 @@ class StepGroups(TFEpochIterator):
         except (StopIteration, tf.errors.OutOfRangeError):
             if self.num_batches:  # else nobody knows how many there should have been
                 self._interrupted_warning()
-            self._end_iterator()
+            self._current_iterator = None
             self.has_ended = True
             self.data_adapter.on_epoch_end()
         finally:
-            self._destroy_ended()
+            _destroy(self._iterators, kept=self._current_iterator)
 
     def _start_over(self):
         data, self.has_ended = self._get_iterator(), False
         self._steps_seen, self._batches_to_skip = self._batches_to_skip, 0
         if self._steps_seen and not self._begins_at_position:
             data = data.skip(self._steps_seen)
-        self._end_iterator()
         self._current_iterator = self._feed(data)
-
-    def _end_iterator(self):
-        self._ended.append(self._current_iterator)
-        self._current_iterator = None
-
-    def _destroy_ended(self):
-        while self._ended:
-            iterator = self._ended.pop()
-            destroy_iterator(getattr(iterator, "iterator", iterator))
+        self._iterators.append(self._current_iterator)
 
     def _batches_left(self):
         """Returns the number of remaining batches, or the longest group if it is unknown."""
         if not self._num_batches:
             return self.steps_per_execution
         return self._num_batches - self._steps_seen
+
+
+def _destroy(iterators, kept=None):
+    """Destroys and removes iterators, except `kept`, without waiting for TensorFlow."""
+    for iterator in tuple(iterators):
+        if iterator is not kept:
+            iterators.remove(iterator)
+            destroy_iterator(getattr(iterator, "iterator", iterator))
 
 
 def take_up_to(length, iterator):
