@@ -9,8 +9,10 @@ program's function is its `train_step`, so that kdist scales, reduces, saves, an
 `fit`.
 """
 
+import atexit
 import contextlib
 import pathlib
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -299,10 +301,20 @@ class Session:
         self._epochs = self._carrier._iterate_epochs(
             data, epochs, self._callbacks, steps_per_epoch=steps_per_epoch, shuffle=False
         )
+        _runs.add(self._epochs)
         return self._epochs
 
 
 session = Session
+
+_runs: weakref.WeakSet[Generator] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_runs():
+    """Ends the runs that a program has left. Later, they would wait forever for their threads."""
+    for epochs in list(_runs):
+        epochs.close()
 
 
 class _Carrier(Model):

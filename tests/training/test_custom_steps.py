@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -298,6 +300,44 @@ def test_leaving_the_loop_ends_the_training():
     with pytest.raises(ZeroDivisionError):
         fail()
     assert len(ended) == 1
+
+
+LEFT = """
+import gc, sys
+import keras, kdist
+import tensorflow as tf
+
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+optimizer = keras.optimizers.SGD(0.01)
+
+
+@kdist.step(tf.distribute.get_strategy())
+def train_step(batch):
+    with tf.GradientTape() as tape:
+        loss = kdist.mean(model(batch) ** 2)
+    kdist.apply(optimizer, tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    return {"loss": loss}
+
+
+def train():
+    data = tf.data.Dataset.from_tensors(tf.ones((2, 1))).repeat(3)
+    session = kdist.session(model, optimizer, run_dir=sys.argv[1], checkpoint_steps=2)
+    epochs = session.run(train_step, data, epochs=3)
+    next(epochs)
+    return session, epochs
+
+
+gc.disable()
+"""
+
+
+@pytest.mark.parametrize("line", ["kept = train()", "kept = [*train()]; kept.append(kept); del kept"])
+def test_a_program_ends_that_has_left_its_loop(line, tmp_path):
+    command = [sys.executable, "-c", LEFT + line, str(tmp_path / "run")]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert process.returncode == 0, process.stderr
+    assert "Error" not in process.stderr
+    assert "kdist: report: " in process.stdout + process.stderr
 
 
 PROGRAM = """
