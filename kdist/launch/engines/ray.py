@@ -20,6 +20,7 @@ import importlib.util
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 
 from kdist.launch.engines.base import Cost, Engine, Handle, Job, NoSuchJobError, Status
@@ -27,6 +28,7 @@ from kdist.launch.engines.base import Cost, Engine, Handle, Job, NoSuchJobError,
 _NAMESPACE = "kdist"
 # A job that has no room by then is refused; within a minute, with what Ray takes to answer.
 _ROOM_SECONDS = 45.0
+_CONNECTION_SECONDS = 5.0  # as in Ray
 _STRATEGIES = ("STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK")
 
 
@@ -194,15 +196,31 @@ def connect(address: str | None):
     if not ray.is_initialized():
         address = address or os.environ.get("RAY_ADDRESS") or "auto"
         try:
+            _check_answers(address)
             ray.init(
                 address, namespace=_NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
             )
-        except ConnectionError as error:
+        except OSError as error:
             raise NoSuchJobError(
                 f"no Ray cluster answers ({address}); start one with ray start, or name its "
                 f"address in RAY_ADDRESS ({error})"
             ) from error
     return ray
+
+
+def _check_answers(address: str):
+    """Raises an OSError if no program listens at an address of Ray's.
+
+    Ray itself would try for a quarter of an hour, also with the address that a killed cluster left
+    on this machine.
+    """
+    from ray._private.services import canonicalize_bootstrap_address
+
+    if "://" not in address:
+        address = canonicalize_bootstrap_address(address) or ""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECTION_SECONDS).close()
 
 
 def strategy(job: Job) -> str:

@@ -25,10 +25,14 @@ class State:
 
 @pytest.fixture
 def state(tmp_path, monkeypatch):
-    """Returns the state of the stand-ins, which are first on the PATH."""
+    """Returns the state of the stand-ins, which are first on the PATH.
+
+    No cluster of Ray is found, such as that of another test.
+    """
     directory = tmp_path / "state"
     directory.mkdir()
     monkeypatch.setenv("STAND_IN_STATE", str(directory))
     monkeypatch.setenv("PATH", os.pathsep.join([str(STAND_INS), os.environ["PATH"]]))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.chdir(tmp_path)
     return State(directory)

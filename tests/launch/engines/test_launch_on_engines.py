@@ -138,6 +138,12 @@ def test_a_plan_for_own_machines_is_submitted_followed_and_stopped(plans, state)
     assert "no job dogs" in launch("--engine=slurm", "--job=dogs", check=False)
 
 
+def test_a_cluster_of_ray_that_does_not_answer_is_named(state):
+    """Ray would try to connect for a quarter of an hour."""
+    error = launch("--engine=ray", "--job=cats", check=False)
+    assert "no Ray cluster answers (127.0.0.1:1)" in error
+
+
 @pytest.mark.parametrize(
     ("seconds_ago", "output", "code"), [(None, "60", 0), (10, "50", 0), (60, "", 124)]
 )
