@@ -177,8 +177,9 @@ class _Events:
         raise RuntimeError(f"version {version} is not served after {_LOAD_SECONDS:g} s")
 
     async def _kill(self):
-        """Kills a random worker process."""
-        workers = self._server.workers()
+        """Kills a random worker process, once there is one: the last may be on its way."""
+        while not (workers := self._server.workers()):
+            await asyncio.sleep(_AGAIN_SECONDS)
         with contextlib.suppress(psutil.NoSuchProcess):
             random.choice(workers).send_signal(signal.SIGKILL)
 

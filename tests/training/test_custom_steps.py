@@ -315,7 +315,7 @@ optimizer = keras.optimizers.SGD(0.01)
 def train_step(batch):
     with tf.GradientTape() as tape:
         loss = kdist.mean(model(batch) ** 2)
-    kdist.apply(optimizer, tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+    kdist.apply(optimizer, tape.gradient(loss, model.weights), model.weights)
     return {"loss": loss}
 
 
@@ -331,7 +331,9 @@ gc.disable()
 """
 
 
-@pytest.mark.parametrize("line", ["kept = train()", "kept = [*train()]; kept.append(kept); del kept"])
+@pytest.mark.parametrize(
+    "line", ["kept = train()", "kept = [*train()]; kept.append(kept); del kept"]
+)
 def test_a_program_ends_that_has_left_its_loop(line, tmp_path):
     command = [sys.executable, "-c", LEFT + line, str(tmp_path / "run")]
     process = subprocess.run(command, capture_output=True, text=True, timeout=180)
