@@ -23,6 +23,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 
+from kdist.cluster.handshake import parse_address
 from kdist.launch.engines.base import Cost, Engine, Handle, Job, NoSuchJobError, Status
 
 _NAMESPACE = "kdist"
@@ -218,9 +219,9 @@ def _check_answers(address: str):
 
     if "://" not in address:
         address = canonicalize_bootstrap_address(address) or ""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECTION_SECONDS).close()
+    address = address.removeprefix("ray://")
+    if address.rpartition(":")[2].isdecimal():
+        socket.create_connection(parse_address(address), _CONNECTION_SECONDS).close()
 
 
 def strategy(job: Job) -> str:
