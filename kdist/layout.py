@@ -11,8 +11,8 @@ from collections.abc import Sequence
 SCHEDULES = ("1f1b", "gpipe")
 BETWEEN = ("data", "model")
 SHARDS = ("optimizer", "gradients", "weights")
-# What the replicas of each strategy can divide among themselves.
-_SHARDS_OF = {"mirrored": SHARDS, "multi_worker": ("optimizer", "gradients")}
+# Strategies whose replicas can divide state among themselves.
+_WITH_SHARDS = ("mirrored", "multi_worker")
 # The fields that make a layout one of these strategies.
 _FIELDS_OF = {
     "split": "tensor, pipeline, or branch",
@@ -61,8 +61,8 @@ class Layout:
             1): each replica holds the optimizer's slots of 1/`data` of each large weight, and
             updates that part. `"gradients"` (stage 2): also the sums of gradients over micro-steps
             (`accumulate`). `"weights"` (stage 3): also the weights, each of which is gathered
-            where a layer uses it, in the forward and in the backward pass; the replicas then belong
-            to one process. `None`, the default, divides nothing.
+            where a layer uses it, in the forward and in the backward pass. With several machines,
+            each divides the weights among its own devices. `None`, the default, divides nothing.
         min_shard_bytes: Smallest size of a weight, in bytes, whose state is divided. Defaults to
             65,536.
         machines: Number of machines, each with an equal share of the devices. Defaults to 1.
@@ -163,9 +163,10 @@ class Layout:
         if other:
             raise ValueError(
                 f"shard={self.shard} divides the state of whole replicas that are updated together "
-                f"in each step{' of one process' * (self.shard == 'weights')}: leave {other} out, "
-                "or shard"
+                f"in each step: leave {other} out, or shard"
             )
+        if self.shard == "weights" and self.machines > 1:
+            check_weights_can_be_divided(self.devices_per_machine)
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -211,6 +212,11 @@ class Layout:
     def devices_per_machine(self) -> int:
         """Number of devices on each machine."""
         return self.devices // self.machines
+
+    @property
+    def num_parts(self) -> int:
+        """Number of replicas that divide state: those of a machine for weights, otherwise all."""
+        return self.devices_per_machine if self.shard == "weights" else self.data
 
     @property
     def strategy(self) -> str:
@@ -310,7 +316,24 @@ def supported_shards(strategy: str) -> tuple[str, ...]:
     Args:
         strategy: Name of the strategy, as in `Layout.strategy`.
     """
-    return _SHARDS_OF.get(strategy, ())
+    return SHARDS if strategy in _WITH_SHARDS else ()
+
+
+def check_weights_can_be_divided(devices: int):
+    """Checks that a machine has several devices, among which it can divide weights.
+
+    Args:
+        devices: Number of devices of each of several machines.
+
+    Raises:
+        ValueError: If it is 1.
+    """
+    if devices == 1:
+        raise ValueError(
+            "shard=weights (--shard) divides weights among the devices of each machine, and each "
+            "has one; use shard=gradients, which divides the rest over all machines, or name more "
+            "devices (--num_devices)"
+        )
 
 
 def _check_degree(name, degree):

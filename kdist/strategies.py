@@ -30,7 +30,7 @@ from kdist.compat.tensorflow import (
     number_of_workers,
     worker_devices,
 )
-from kdist.layout import Layout
+from kdist.layout import Layout, check_weights_can_be_divided
 from kdist.strategy_spec import StrategySpec, resolve
 from kdist.training.evaluator import is_evaluator
 from kdist.training.replica import hooks
@@ -110,8 +110,9 @@ def create_strategy(
             variables are never partitioned. Defaults to None, no partitions.
         shard: What the replicas of `"mirrored"` or `"multi_worker"` divide among themselves to save
             memory. `"optimizer"`: the optimizer's slots, and its update. `"gradients"`: also the
-            sums of gradients over micro-steps. `"weights"`: also the weights, with `"mirrored"`
-            only. See `kdist.Layout`. Defaults to None: each device holds everything.
+            sums of gradients over micro-steps. `"weights"`: also the weights, which each process
+            divides among its devices. See `kdist.Layout`. Defaults to None: each device holds
+            everything.
         intra_op_threads: Threads among which one operation on the CPU is divided. They can be set
             only before TensorFlow starts; later a warning is logged. Defaults to None: all cores,
             or one if there are no more cores than logical CPU devices.
@@ -316,6 +317,8 @@ def _multi_worker(spec):
     settings = {"the number of devices": str(len(names))}
     if spec.layout is not None:
         settings["the layout"] = str(spec.layout)
+        if spec.layout.shard == "weights" and spec.cluster.num_workers > 1:
+            check_weights_can_be_divided(len(names))
 
     def create():
         name = spec.reduction.upper()
@@ -326,6 +329,7 @@ def _multi_worker(spec):
         set_up(strategy, spec.step_timeout_seconds, equalizes_seeds=False)  # by the handshake
         if spec.layout is not None and strategy.num_replicas_in_sync > 1:
             strategy.layout = dataclasses.replace(spec.layout, data=strategy.num_replicas_in_sync)
+            hooks.install()
             if is_multi_worker(strategy):
                 find_ranks(strategy)
         return strategy

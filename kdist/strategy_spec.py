@@ -145,7 +145,7 @@ def resolve(
     elif name not in SINGLE_PROCESS + MULTI_PROCESS:
         raise ValueError(_unknown(name))
     if sharded is not None:
-        _check_shard(sharded.shard, name, cluster)
+        _check_shard(sharded.shard, name)
     spec = StrategySpec(
         name,
         devices,
@@ -327,19 +327,9 @@ def _check_communication(spec):
         )
 
 
-def _check_shard(shard, name, cluster):
+def _check_shard(shard, name):
     if name == "auto" or shard in supported_shards(name):
         return
-    if name == "multi_worker":
-        cluster = Cluster.resolve() if cluster is None else cluster
-        if cluster.num_workers == 1 and shard in supported_shards("mirrored"):
-            return  # an evaluator is the only other task, so that one process trains
-    others = " or ".join(f"shard={each}" for each in supported_shards(name))
-    if others:
-        raise ValueError(
-            f"shard={shard} (--shard) divides weights over the devices of one process, and "
-            f"{name} has several; use {others}, or --strategy=mirrored"
-        )
     raise ValueError(
         f"shard={shard} (--shard) divides training state over replicas with whole models, "
         f"which {name} does not support; use --strategy=mirrored or multi_worker, or leave "

@@ -252,17 +252,38 @@ def all_to_all(
     return _exchanged("exchange ", collective_ops.all_to_all_v2, strategy, values)
 
 
-def _exchanged(collective, operation, strategy, values):
+def sum_over_workers(
+    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]
+) -> Sequence[tf.Tensor]:
+    """Returns the sums of tensors over the workers of a `MultiWorkerMirroredStrategy`.
+
+    Args:
+        strategy: the strategy. All its workers must call this, and have as many replicas.
+        values: a tensor of each replica of this worker, of the same shape everywhere.
+
+    Returns:
+        For each replica of this worker, the sum of its tensor and those of the replicas that have
+        the same place on other workers.
+    """
+    add = functools.partial(collective_ops.all_reduce_v2, merge_op="Add", final_op="Id")
+    workers = strategy.num_replicas_in_sync // len(values)
+    # TensorFlow has a group of all replicas alone.
+    groups = [(workers, _FIRST_KEY + place) for place in range(len(values))]
+    return _exchanged("sum ", add, strategy, values, groups)
+
+
+def _exchanged(collective, operation, strategy, values, groups=None):
+    """Returns each replica's result of a collective; `groups` has the (size, key) of its group."""
+
     def exchange():
         results = []
         launchers = strategy.extended._cross_device_ops._launchers
-        for launcher, value in zip(launchers, values, strict=True):
+        for place, (launcher, value) in enumerate(zip(launchers, values, strict=True)):
             key = _key_of(collective, value, launcher._device)
             with tf.device(launcher._device):
                 result = operation(
                     value,
-                    launcher._group_size,
-                    launcher._group_key,
+                    *(groups[place] if groups else (launcher._group_size, launcher._group_key)),
                     launcher._next_instance_key() if key is None else tf.constant(key),
                     communication_hint=launcher._options.implementation.value,
                     timeout=launcher._options.timeout_seconds or 0,

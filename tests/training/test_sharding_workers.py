@@ -101,17 +101,19 @@ for case in cases:
         save = keras.callbacks.ModelCheckpoint(directory + ".keras")
         options = {{"accumulate": 2}} if case == "moving average" else {{}}
         model = train(case, case, [save], **options)
+save_often = keras.callbacks.ModelCheckpoint(directory + "-2.keras", save_freq=2)
 refused = {{}}
 for name, call in {{
     "save": lambda: model.save(directory + ".keras"),
-    "save_freq": lambda: fit(model, [keras.callbacks.ModelCheckpoint("a.keras", save_freq=2)]),
+    "save_freq": lambda: fit(model, [save_often]),
     "BackupAndRestore": lambda: fit(model, [keras.callbacks.BackupAndRestore(directory + "-3")]),
 }}.items():
-    try:
-        call()
-    except ValueError as error:
-        refused[name] = str(error)
-held = [held.optimizer for held in state_bytes(model).values()]
+    if shard != "weights":
+        try:
+            call()
+        except ValueError as error:
+            refused[name] = str(error)
+held = [held.weights * (shard == "weights") + held.optimizer for held in state_bytes(model).values()]
 
 with strategy.scope():
     inputs = keras.Input((64,))
@@ -143,6 +145,7 @@ def expected(program):
     ("workers", "devices", "shard", "cases"),
     [
         (2, 2, "gradients", ["clipped", "resumed", "moving average"]),
+        (2, 2, "weights", ["clipped", "resumed", "moving average"]),
         (3, 1, "optimizer", ["from one device", "loss scale"]),
     ],
 )
@@ -166,16 +169,25 @@ def test_processes_divide_state_and_train_as_one_device(
     assert len(on_devices) == devices
     slots_and_shard = {"moving average": 4, "loss scale": 2}[cases[-1]]
     large = sum(weight.nbytes for weight in model.get_weights() if weight.nbytes >= 64)
-    assert on_devices[0] == pytest.approx(slots_and_shard * large / (workers * devices), rel=0.15)
-    assert refused.keys() == {"save", "save_freq", "BackupAndRestore"}
+    parts = devices if shard == "weights" else workers * devices
+    assert on_devices[0] == pytest.approx(slots_and_shard * large / parts, rel=0.15)
+    refusing = set() if shard == "weights" else {"save", "save_freq", "BackupAndRestore"}
+    assert refused.keys() == refusing
     assert all("kdist.callbacks" in message for message in refused.values())
     opened = keras.saving.load_model(tmp_path / "job.keras")
     slots = [variable.numpy() for variable in model.optimizer.variables]
     assert_same_weights([v.numpy() for v in opened.optimizer.variables], slots, 1e-6)
-    formula = (workers * devices - 1) * 4 * parameters  # ZeRO paper, section 7
-    assert crossing == {
-        name: pytest.approx(formula, rel=0.05) for name in ("gathered", "scattered")
-    }
+    size = 4 * parameters
+    formulas = dict.fromkeys(("gathered", "scattered"), (workers * devices - 1) * size)
+    if shard == "weights":  # within each process, and an all-reduce of parts between them
+        within, between = workers * (devices - 1), (workers - 1) * size
+        read_again = 4 * 64 * 64  # the last kernel alone: the inputs have no gradient
+        formulas = {
+            "gathered": within * (size + read_again) + between,
+            "scattered": within * size + between,
+        }
+    # ZeRO paper, section 7
+    assert crossing == {name: pytest.approx(f, rel=0.05) for name, f in formulas.items()}
     if "resumed" not in cases:
         return
     assert found["resumed"] == found["clipped"]  # to the last bit

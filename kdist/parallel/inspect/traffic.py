@@ -113,24 +113,25 @@ def sharded_bytes(graph, rows: int, replicas: int) -> dict[str, int] | None:
         for kind, scope in (("scattered", SCOPE), ("gathered", GATHER))
         if scope in consumer.name
     ]
-    # Each worker has the graph of its own replicas.
     collectives = [
         (kind, operation.inputs[0], count)
         for operation in with_shapes.get_operations()
-        for kind, count in _COLLECTIVES.get(operation.type, lambda _: ())(replicas)
+        if operation.type in _COLLECTIVES
+        for kind, count in _COLLECTIVES[operation.type](tf.get_static_value(operation.inputs[1]))
     ]
+    # Each worker has the graph of its own replicas.
     devices = {tensor.op.device for _, tensor, _ in collectives}
+    workers = replicas / len(devices) if devices else 1
     total = dict.fromkeys(("gathered", "scattered"), 0.0)
-    for found, factor in ((own, 1), (collectives, replicas / max(1, len(devices)))):
-        for kind, tensor, count in found:
-            size = _size(tensor, rows)
-            if size is None:
-                return None
-            total[kind] += size * count * factor
+    for kind, tensor, count in own + collectives:
+        size = _size(tensor, rows)
+        if size is None:
+            return None
+        total[kind] += size * count * workers
     return {kind: round(size) for kind, size in total.items()}
 
 
-# How often a device sends the input of a collective of N replicas, and what for.
+# How often a device sends the input of a collective of N devices, and what for.
 _COLLECTIVES: dict[str, Callable[[int], tuple[tuple[str, float], ...]]] = {
     "CollectiveGatherV2": lambda n: (("gathered", n - 1),),
     "CollectiveAllToAllV2": lambda n: (("scattered", (n - 1) / n),),

@@ -11,7 +11,7 @@ from kdist.training.broadcast import read_on_chief
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
 from kdist.training.sharding.optimizer_state import shards_of
-from kdist.training.sharding.parts import sharded_state
+from kdist.training.sharding.parts import divides_over_workers
 
 # Callbacks that only write.
 _WRITERS = (
@@ -48,7 +48,7 @@ def with_shared_slots(callbacks, strategy: tf.distribute.Strategy):
         ValueError: a callback saves the model where the workers do not meet, or restores it.
     """
     callbacks = [each for each in keras.tree.flatten(callbacks) if each is not None]
-    if not (is_multi_worker(strategy) and sharded_state(strategy)):
+    if not divides_over_workers(strategy):
         return callbacks
     found = []
     for callback in callbacks:

@@ -9,6 +9,7 @@ from collections import defaultdict
 import tensorflow as tf
 
 from kdist.compat.tensorflow import all_gather, all_to_all, run_once
+from kdist.compat.tensorflow import sum_over_workers as sums_on_workers
 from kdist.training.replica.colocation import device_of
 from kdist.training.scopes import is_multi_worker, num_local_replicas, this_replica
 
@@ -47,13 +48,14 @@ def reduce_scatter_sum(tensors, divisions):
 
     Args:
         tensors: list of tensors, with the same shapes on all replicas.
-        divisions: their divisions into one part per replica, `EqualParts`.
+        divisions: their divisions, `EqualParts`, into one part per replica of the job. With one
+            part per replica of this process, the sums are those over its replicas.
     """
     strategy = tf.distribute.get_strategy()
-    replica = this_replica()
+    here = this_replica() % num_local_replicas(strategy)
     pairs = list(zip(tensors, divisions, strict=True))
     with tf.name_scope(SCOPE):
-        if is_multi_worker(strategy):
+        if pairs and pairs[0][1].count > num_local_replicas(strategy):
             sent = [division.stacked(tensor) for tensor, division in pairs]
             ranks = _replicas_by_rank(strategy)
             if not _are_in_order(ranks):
@@ -63,7 +65,16 @@ def reduce_scatter_sum(tensors, divisions):
         parts = [[d.part(tensor, number) for number in range(d.count)] for tensor, d in pairs]
         sent = iter(of_all_replicas([part for tensor in parts for part in tensor]))
         received = [[next(sent) for _ in tensor] for tensor in parts]
-        return [tf.add_n(tensor[replica]) for tensor in received]
+        return [tf.add_n(tensor[here]) for tensor in received]
+
+
+def sum_over_workers(tensors):
+    """Returns the sum of each tensor over the replicas of the same place on all workers.
+
+    Called in replica context, by all replicas. All of these receive the same bits.
+    """
+    with tf.name_scope(SCOPE):
+        return _exchanged(sums_on_workers, tensors)
 
 
 def of_all_replicas(tensors):

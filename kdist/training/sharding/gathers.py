@@ -79,7 +79,7 @@ class WeightGathers:
         Nothing is copied between devices before a weight is gathered.
 
         Args:
-            replica: this replica's number.
+            replica: this replica's number in its process.
             weights: weights whose parts have changed; all by default.
         """
         weights = self._weights if weights is None else list(weights)

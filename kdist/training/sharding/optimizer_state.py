@@ -23,11 +23,11 @@ import tensorflow as tf
 from kdist.compat.keras import unbuild_optimizer
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.optimizers import check_elementwise, inner_optimizers, unwrapped
-from kdist.training.scopes import is_multi_worker
 from kdist.training.sharding.parts import (
     DividedCopies,
     EqualParts,
     Shard,
+    divides_over_workers,
     is_large,
     refuse_part_in_checkpoints,
     sharded_state,
@@ -93,7 +93,7 @@ class OptimizerShards:
         if isinstance(weight, ShardedVariable):
             shard = weight.shard
         else:
-            shard = Shard.of(weight, self._strategy.num_replicas_in_sync)
+            shard = Shard.of(weight, self._strategy)
         key = self._optimizer._var_key(weight)
         self._shards[key] = self._by_variable[id(shard.variable)] = shard
         excluded = getattr(self.leaf, "_exclude_from_weight_decay", set())
@@ -126,7 +126,7 @@ class OptimizerShards:
         Raises:
             ValueError: each worker has some parts of the slots, and the workers do not share them.
         """
-        if is_multi_worker(self._strategy) and self._shared is None:
+        if divides_over_workers(self._strategy) and self._shared is None:
             raise ValueError(
                 f"a file of the model would hold the slots of {optimizer.name!r}, of which each "
                 f"worker has a part (shard={self._strategy.layout.shard}). Save the model by "

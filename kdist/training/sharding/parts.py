@@ -10,7 +10,7 @@ from kdist.compat.tensorflow import first_replica, refuse_checkpoints
 from kdist.layout import Layout
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.replica.reduction import gathered_on_workers
-from kdist.training.scopes import is_multi_worker, variable_like
+from kdist.training.scopes import num_local_replicas, variable_like
 from kdist.training.sharding import sizes
 from kdist.training.sharding.sizes import PartSizes
 
@@ -86,7 +86,7 @@ class _Copy:
 class DividedCopies(DividedVariable):
     """A whole weight or slot, whose parts are the copies of a variable.
 
-    With several workers, each has the parts of its own replicas.
+    Where the parts are divided over workers, each has those of its own replicas.
     """
 
     division: EqualParts = EqualParts((), 1)
@@ -101,7 +101,7 @@ class DividedCopies(DividedVariable):
 
     @property
     def is_divided_over_workers(self):
-        return is_multi_worker(self.strategy)
+        return divides_over_workers(self.strategy)
 
     def concatenate(self, values):
         if self.is_divided_over_workers:
@@ -134,9 +134,11 @@ class Shard:
     is_only_copy: bool = False
 
     @classmethod
-    def of(cls, weight: keras.Variable, replicas: int, is_only_copy: bool = False) -> "Shard":
+    def of(
+        cls, weight: keras.Variable, strategy: tf.distribute.Strategy, is_only_copy: bool = False
+    ) -> "Shard":
         """Returns the shard of a weight, whose parts are zero."""
-        division = EqualParts(tuple(weight.shape), replicas)
+        division = EqualParts(tuple(weight.shape), num_parts(strategy))
         return cls(weight, variable_like(weight, division.part_shape), division, is_only_copy)
 
     @property
@@ -176,7 +178,21 @@ def sharded_state(strategy: tf.distribute.Strategy) -> str | None:
     return layout.shard if isinstance(layout, Layout) and not is_alone else None
 
 
+def num_parts(strategy: tf.distribute.Strategy) -> int:
+    """Returns the number of replicas that divide state: those of the job, or of this process.
+
+    Each process holds all weights, as callbacks read them, and some processes save files alone.
+    """
+    within_process = sharded_state(strategy) == "weights"
+    return num_local_replicas(strategy) if within_process else strategy.num_replicas_in_sync
+
+
+def divides_over_workers(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if each of several workers has some of the parts."""
+    return num_parts(strategy) > num_local_replicas(strategy)
+
+
 def is_large(shape: Sequence[int], dtype: str, strategy: tf.distribute.Strategy) -> bool:
     """Returns True if a strategy that divides state divides that of a weight of this size."""
-    replicas, limit = strategy.num_replicas_in_sync, strategy.layout.min_shard_bytes
-    return sizes.is_large(shape, tf.as_dtype(dtype).size, replicas, limit)
+    limit = strategy.layout.min_shard_bytes
+    return sizes.is_large(shape, tf.as_dtype(dtype).size, num_parts(strategy), limit)

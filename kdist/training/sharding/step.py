@@ -4,6 +4,9 @@ Gradients of large weights are reduce-scattered: each replica receives the sum o
 updates that part with Keras's optimizer, and the new weights are gathered on all replicas. Each of
 them then receives and sends twice (N - 1) / N of the weights' bytes, as in an all-reduce.
 
+Where each of several processes divides the weights among its own replicas, gradients are
+reduce-scattered within it, and the parts are then added up over processes.
+
 Replicas meet before and after the optimizer, never in it: Keras updates within conditionals if a
 loss scale or `gradient_accumulation_steps` is used, where replicas cannot exchange anything.
 """
@@ -17,11 +20,14 @@ from kdist.training.replica.reduction import (
     GATHER,
     all_reduce_sum,
     gather_parts,
+    of_all_replicas,
     reduce_scatter_sum,
+    sum_over_workers,
 )
 from kdist.training.replica.step import ReplicaStep, scale_gradient
 from kdist.training.sharding.gathers import WeightGathers
 from kdist.training.sharding.optimizer_state import shards_of
+from kdist.training.sharding.parts import num_parts
 from kdist.training.sharding.weights import sharded_weights
 
 
@@ -39,11 +45,14 @@ class ShardedStep(ReplicaStep):
     def __init__(self, trainer, *others):
         super().__init__(*others)
         self._weights = WeightGathers(sharded_weights(trainer))
+        count = num_parts(trainer.distribute_strategy)
+        self._part = self.replica % count
+        self._is_within_worker = count < self.replicas
 
     @contextlib.contextmanager
     def running(self):
         with super().running():
-            self._weights.exchange(self.replica)
+            self._weights.exchange(self.local_replica)
             yield self
             self._weights.repeat_for_gradients()
 
@@ -74,9 +83,10 @@ class ShardedStep(ReplicaStep):
             return self.reduced(gradients)
         divided = _divided(shards, gradients, variables)
         if self._accumulators is not None and shards.divides_gradients:
-            parts = iter([g for g, shard in zip(gradients, divided, strict=True) if shard])
+            parts = [g for g, shard in zip(gradients, divided, strict=True) if shard]
         else:
-            parts = iter(self._reduced_parts(gradients, divided))
+            parts = self._reduced_parts(gradients, divided)
+        parts = iter(sum_over_workers(parts) if self._is_within_worker else parts)
         whole = self.reduced(
             [g if shard is None else None for g, shard in zip(gradients, divided, strict=True)]
         )
@@ -85,7 +95,7 @@ class ShardedStep(ReplicaStep):
         ]
 
     def _reduced_parts(self, gradients, divided):
-        """Returns this replica's part of the sums over replicas of those gradients with shards."""
+        """Returns this replica's part of sums over those that share state, of large gradients."""
         found = [(g, shard) for g, shard in zip(gradients, divided, strict=True) if shard]
         sums = reduce_scatter_sum(
             [gradient for gradient, _ in found], [shard.division for _, shard in found]
@@ -114,13 +124,13 @@ class ShardedStep(ReplicaStep):
         with_copies = [shard for shard in written if not shard.is_only_copy]
         with self.update():
             for shard in with_copies:
-                part = shard.division.part(self.local(shard.weight.value), self.replica)
+                part = shard.division.part(self.local(shard.weight.value), self._part)
                 self.local(shard.variable.value).assign(part)
             self._squares = self._sums_of_squares(optimizer, gradients, own, found)
             update(gradients, own)
             self._gather(with_copies)
             self._constrain([s for s in only_copies if s.weight.constraint is not None])
-            self._weights.exchange(self.replica, [s.weight for s in only_copies])
+            self._weights.exchange(self.local_replica, [s.weight for s in only_copies])
 
     def _own_slices(self, shard, gradient):
         if shard is None or not isinstance(gradient, tf.IndexedSlices):
@@ -129,11 +139,11 @@ class ShardedStep(ReplicaStep):
             weight = shard.weight
             raise ValueError(
                 f"{weight.path!r} has {weight.shape[0]} rows, which are looked up, and which "
-                f"{self.replicas} devices cannot divide evenly. Keep it whole on each device by "
+                f"{shard.division.count} devices cannot divide evenly. Keep it whole on each device by "
                 f"min_shard_bytes={weight.value.dtype.size * weight.shape.num_elements() + 1}, or "
                 "leave shard (--shard) out"
             )
-        return shard.division.slices_of(gradient, self.replica)
+        return shard.division.slices_of(gradient, self._part)
 
     def _gather(self, shards):
         """Assigns the parts of all replicas to this replica's copies of the weights."""
@@ -143,13 +153,14 @@ class ShardedStep(ReplicaStep):
     def _gathered(self, shards):
         """Returns the whole value of each weight, from the parts of all replicas."""
         with tf.name_scope(GATHER):
-            parts = gather_parts([tf.identity(self.local(s.variable.value)) for s in shards])
+            exchange = of_all_replicas if self._is_within_worker else gather_parts
+            parts = exchange([tf.identity(self.local(s.variable.value)) for s in shards])
             return [shard.division.merge(p) for shard, p in zip(shards, parts, strict=True)]
 
     def _constrain(self, shards):
         """Applies the constraints of weights, which need whole ones, to this replica's parts."""
         for shard, value in zip(shards, self._gathered(shards), strict=True):
-            part = shard.division.part(self._constrained(shard, value), self.replica)
+            part = shard.division.part(self._constrained(shard, value), self._part)
             self.local(shard.variable.value).assign(part)
 
     def _constrained(self, shard, value):
@@ -187,8 +198,19 @@ class ShardedStep(ReplicaStep):
             for gradient, variable, _ in present
         ]
         is_part = [shard is not None for *_, shard in present]
-        sums = iter(all_reduce_sum([s for s, part in zip(squares, is_part, strict=True) if part]))
+        of_parts = [s for s, part in zip(squares, is_part, strict=True) if part]
+        sums = iter(self._sums_of_parts(of_parts))
         return [next(sums) if part else s for s, part in zip(squares, is_part, strict=True)]
+
+    def _sums_of_parts(self, squares):
+        """Returns the sum of each scalar over the replicas that share state, the same bits on each.
+
+        TensorFlow may reorder additions (`tf.add_n`), on each device in another way.
+        """
+        if not (squares and self._is_within_worker):
+            return all_reduce_sum(squares)
+        (parts,) = of_all_replicas([tf.stack(squares)])
+        return tf.unstack(tf.reduce_sum(tf.stack(parts), 0))
 
     def clipped(self, keras_function, optimizer, gradients):
         """Returns clipped gradients, by Keras's formulas and the norms of whole gradients."""

@@ -1,4 +1,4 @@
-"""Weights that are divided among the replicas of one process (ZeRO, stage 3).
+"""Weights that are divided among the replicas of each process (ZeRO, stage 3).
 
     strategy = kdist.create_strategy("mirrored", devices=4, shard="weights")
     with strategy.scope():
@@ -9,7 +9,9 @@ Within a step, `kdist.training.sharding.step` gathers them, and gathers them aga
 pass. Elsewhere, as in `get_weights` or where a file is written, the whole weight is on one device
 for as long as it is used.
 
-A weight is divided when it is created, so that no device ever has to hold all weights.
+A weight is divided when it is created, so that no device ever has to hold all weights. With several
+processes, each holds all of them: gradients are added up within a process, and then the parts of
+processes, on the devices of the same place.
 """
 
 import contextlib
@@ -19,10 +21,11 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from kdist.compat.tensorflow import record_read, unrecorded
+from kdist.compat.tensorflow import first_replica, record_read, run_once, unrecorded
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.replica import step as steps
-from kdist.training.scopes import outside_any_scope
+from kdist.training.replica.reduction import sum_over_workers
+from kdist.training.scopes import is_multi_worker, outside_any_scope, this_replica
 from kdist.training.sharding.parts import (
     Shard,
     is_large,
@@ -112,13 +115,27 @@ def initialize(variable: keras.Variable, value) -> bool:
         with tf.device("CPU:0"):
             value = tf.cast(value() if callable(value) else value, variable.dtype)
         variable._shape = shape
-        shard = Shard.of(variable, strategy.num_replicas_in_sync, is_only_copy=True)
+        shard = Shard.of(variable, strategy, is_only_copy=True)
         variable.__dict__.pop("_value", None)
         variable.__class__ = ShardedVariable
         variable.shard = shard
         variable._direct_assign(value)
+        if is_multi_worker(strategy):
+            _send_from_first_worker(shard, strategy)
     refuse_part_in_checkpoints(variable, "weight")
     return True
+
+
+def _send_from_first_worker(shard, strategy):
+    """Assigns the first worker's parts on all workers, which may have drawn other numbers."""
+    first = first_replica(strategy)
+
+    def send():
+        copy = shard.copies[this_replica() - first]
+        (value,) = sum_over_workers([copy if first == 0 else tf.zeros_like(copy)])
+        copy.assign(value)
+
+    run_once(strategy, send)
 
 
 def sharded_weights(model: keras.Model) -> list[ShardedVariable]:
