@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kdist.cluster import Cluster
 from kdist.cluster.remote_access import check_remote_access
 from kdist.hardware import parse_devices
-from kdist.layout import Layout, supported_shards
+from kdist.layout import Layout, check_weights_can_be_divided, supported_shards
 from kdist.tuning.settings import Tuned
 
 if TYPE_CHECKING:
@@ -232,6 +232,8 @@ def _with_layout_devices(spec):
         parse_devices(devices)
     names = [f"device {n}" for n in range(devices)] if isinstance(devices, int) else devices
     spec.layout.groups([names] * tasks)
+    if spec.layout.shard == "weights" and tasks > 1:
+        check_weights_can_be_divided(len(names))
     return dataclasses.replace(spec, devices=devices)
 
 

@@ -12,6 +12,7 @@ from kdist.checkpoint import CheckpointFiles
 from kdist.run_directory import checkpoint_name
 from kdist.testing import assert_same_weights
 from tests.forked import python_tasks
+from tests.tiers import seldom
 
 # What each task does, and what plain Keras does on one device.
 TRAINING = """
@@ -73,7 +74,8 @@ import kdist
 from kdist.checkpoint.snapshot import capture
 from kdist.training.sharding.memory import state_bytes
 {TRAINING}
-workers = len(json.loads(__import__("os").environ["TF_CONFIG"])["cluster"]["worker"])
+cluster = kdist.cluster.Cluster.resolve()
+workers, number_of_task = cluster.num_workers, cluster.index
 layout = kdist.Layout(data=workers * devices, shard=shard, min_shard_bytes=64)
 strategy = kdist.create_strategy(layout, cluster_timeout_seconds=60)
 found = {{}}
@@ -113,17 +115,21 @@ for name, call in {{
             call()
         except ValueError as error:
             refused[name] = str(error)
-held = [held.weights * (shard == "weights") + held.optimizer for held in state_bytes(model).values()]
+is_divided = shard == "weights"
+held = [each.weights * is_divided + each.optimizer for each in state_bytes(model).values()]
 
+own_number = lambda shape, dtype=None: np.full(shape, number_of_task, dtype)
 with strategy.scope():
     inputs = keras.Input((64,))
-    dense = kdist.Model(inputs, keras.layers.Dense(64)(keras.layers.Dense(64)(inputs)))
+    first = keras.layers.Dense(64, kernel_initializer=own_number)
+    dense = kdist.Model(inputs, keras.layers.Dense(64)(first(inputs)))
+    drawn = np.unique(first.kernel.numpy()).tolist()
     dense.compile("adam", "mse")
 telemetry = kdist.callbacks.Telemetry(directory + "-run", device_seconds=None)
 x = np.ones((12, 64), "float32")
 dense.fit(x, x, batch_size=12, verbose=0, callbacks=[telemetry])
 crossing = telemetry.summary()["crossing_bytes_per_step"]
-print(json.dumps([found, held, refused, crossing, dense.count_params()]))
+print(json.dumps([found, held, refused, crossing, drawn, dense.count_params()]))
 """
 
 
@@ -147,6 +153,7 @@ def expected(program):
         (2, 2, "gradients", ["clipped", "resumed", "moving average"]),
         (2, 2, "weights", ["clipped", "resumed", "moving average"]),
         (3, 1, "optimizer", ["from one device", "loss scale"]),
+        *seldom([(2, 3, "weights", ["from one device", "loss scale"])]),
     ],
 )
 def test_processes_divide_state_and_train_as_one_device(
@@ -159,8 +166,9 @@ def test_processes_divide_state_and_train_as_one_device(
     written = CheckpointFiles(tmp_path / "alone").newest()
     arguments = [shard, devices, str(tmp_path / "job"), str(written.path), cases]
     first, *rest = python_tasks(TASK, {"worker": workers}, [json.dumps(arguments)])
-    found, on_devices, refused, crossing, parameters = first
+    found, on_devices, refused, crossing, drawn, parameters = first
     assert all(results == found for results, *_ in rest)
+    assert all(each[4] == drawn == [0] for each in rest)  # by the first worker
     for case in cases:
         model = expected("clipped" if case in ("resumed", "from one device") else case)
         slots = [variable.numpy() for variable in model.optimizer.variables]
@@ -196,6 +204,12 @@ def test_processes_divide_state_and_train_as_one_device(
         model = program.compiled(kdist.Model, "clipped")
     program.fit(model, [kdist.callbacks.Checkpoint(tmp_path / "later", resume=of_job)])
     assert_same_weights(model.get_weights(), expected("clipped").get_weights(), 1e-6)
+
+
+def test_weights_need_several_devices_of_each_process():
+    cluster = kdist.cluster.Cluster({"worker": ["localhost:1", "localhost:2"]}, "worker", 0)
+    with pytest.raises(ValueError, match="use shard=gradients"):
+        kdist.create_strategy("multi_worker", devices=1, shard="weights", cluster=cluster)
 
 
 ALONE = """

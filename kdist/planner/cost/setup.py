@@ -24,6 +24,8 @@ class Gradients:
         tensors: Number of tensors.
         weight_bytes: Bytes of the weights, which a parameter server sends back. `None`, the
             default, means `bytes`.
+        bytes_between_nodes: Bytes that nodes exchange with each other. `None`, the default, means
+            `bytes`.
 
     Raises:
         ValueError: If a size is negative, or a share is not between 0 and 1.
@@ -33,9 +35,11 @@ class Gradients:
     largest_share: float = 0.1
     tensors: int = 200
     weight_bytes: float | None = None
+    bytes_between_nodes: float | None = None
 
     def __post_init__(self):
-        _check_sizes(self, self.bytes, self.weight_bytes or 0, self.tensors)
+        sizes = self.bytes, self.weight_bytes or 0, self.bytes_between_nodes or 0, self.tensors
+        _check_sizes(self, *sizes)
         if not 0 <= self.largest_share <= 1:
             raise ValueError(f"largest_share is from 0 to 1, not {self.largest_share}")
 
@@ -195,7 +199,10 @@ _INPUT_FEATURES = "source_megapixels model_megapixels policy masks bytes_to_devi
 def make_features(setup: Setup, gradients: Gradients, input_work: InputWork) -> CostFeatures:
     """Returns the features of one setup."""
     machine, work = setup.machine, input_work
-    weights = gradients.bytes if gradients.weight_bytes is None else gradients.weight_bytes
+    weights, between = (
+        gradients.bytes if size is None else size
+        for size in (gradients.weight_bytes, gradients.bytes_between_nodes)
+    )
     return CostFeatures(
         **{name: float(getattr(machine, name)) for name in _MACHINE_FEATURES.split()},
         **{name: float(getattr(setup, name)) for name in _SETUP_FEATURES.split()},
@@ -206,6 +213,7 @@ def make_features(setup: Setup, gradients: Gradients, input_work: InputWork) -> 
         horovod=float(setup.library == "horovod"),
         gradient_bytes=float(gradients.bytes),
         weight_bytes=float(weights),
+        bytes_between_nodes=float(between),
         largest_share=float(gradients.largest_share),
         tensors=float(gradients.tensors),
         input_threads=float(work.threads or math.inf),

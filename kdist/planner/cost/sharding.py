@@ -62,7 +62,8 @@ class DividedState:
 
         Each time, a device sends and receives (N - 1) / N of their bytes. An all-reduce counts as
         two. `"optimizer"` reduce-scatters gradients and gathers weights once. `"gradients"`
-        reduce-scatters in each micro-step. `"weights"` gathers twice in each micro-step, too.
+        reduce-scatters in each micro-step. `"weights"` gathers twice in each micro-step, too, all
+        within a node; nodes exchange the sums in an all-reduce of their own.
         """
         if self.divides_weights:
             return 3 * accumulate
@@ -89,9 +90,9 @@ def undividable_tables(
         for layer in workload.layers
         if layer.is_table
         for shape in layer.trained_shapes
-        if is_large(shape, number_bytes, layout.data, layout.min_shard_bytes)
+        if is_large(shape, number_bytes, layout.num_parts, layout.min_shard_bytes)
         and len(shape) > 1
-        and not PartSizes(shape, layout.data).is_by_rows
+        and not PartSizes(shape, layout.num_parts).is_by_rows
     ]
 
 
@@ -111,8 +112,8 @@ def divide_state(workload: Workload, layout: Layout, number_bytes: int) -> Divid
     for name, (rows, *others) in undividable_tables(workload, layout, number_bytes):
         size = rows * math.prod(others) * number_bytes
         raise ValueError(
-            f"{name} has {rows} rows, which are looked up, and which {layout.data} devices cannot "
-            f"divide evenly; keep it whole by min_shard_bytes={size + 1}"
+            f"{name} has {rows} rows, which are looked up, and which {layout.num_parts} devices "
+            f"cannot divide evenly; keep it whole by min_shard_bytes={size + 1}"
         )
     divided: list[tuple[int, ...]] = []
     own_of_layers = []
@@ -121,9 +122,9 @@ def divide_state(workload: Workload, layout: Layout, number_bytes: int) -> Divid
         large = [
             shape
             for shape in layer.trained_shapes
-            if is_large(shape, number_bytes, layout.data, layout.min_shard_bytes)
+            if is_large(shape, number_bytes, layout.num_parts, layout.min_shard_bytes)
         ]
-        parts = sum(math.prod(PartSizes(shape, layout.data).part_shape) for shape in large)
+        parts = sum(math.prod(PartSizes(shape, layout.num_parts).part_shape) for shape in large)
         own_of_layers.append(layer.trainable_parameters - sum(map(math.prod, large)) + parts)
         own += parts
         divided += large

@@ -261,7 +261,7 @@ def exchange_between_nodes(features, constants):
     """Returns transfer time and latency of the network: an all-reduce or parameter servers."""
     network = features.network_bytes_per_s * constants.network_share
     hop = constants.hop_ms * 1e-3 * NETWORK_HOPS
-    size, nodes = features.gradient_bytes, features.nodes
+    size, nodes = features.bytes_between_nodes, features.nodes
     transfer, latency = all_reduce_parts(size, nodes, network, hop)
     served = features.on_servers > 0
     return np.where(served, 0, transfer), np.where(served, 2 * hop, latency)

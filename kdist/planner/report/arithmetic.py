@@ -87,7 +87,7 @@ def memory_texts(
 def sharded_texts(divided: DividedState, layout: Layout, optimizer: str) -> dict[str, str]:
     """Returns how terms of a step and parts of the memory differ if replicas divide state."""
     updated = (
-        f"{divided.updated:,.0f} numbers: 1/{layout.data} of {divided.divided:,.0f}, and "
+        f"{divided.updated:,.0f} numbers: 1/{layout.num_parts} of {divided.divided:,.0f}, and "
         f"{divided.small:,.0f} in small weights, which stay whole"
     )
     transfers = divided.transfers(layout.accumulate)
@@ -95,9 +95,9 @@ def sharded_texts(divided: DividedState, layout: Layout, optimizer: str) -> dict
         "slots": f"{memory.OPTIMIZERS[optimizer].slots} under {optimizer} for each of {updated}",
         "update": f"{memory.OPTIMIZERS[optimizer].early} for each of these numbers, computed "
         "before the gradients are there",
-        "exchange in node": f"of large weights and their gradients, {transfers} x ({layout.data} - "
-        f"1) / {layout.data} of {_megabytes(4 * divided.divided)} in all (ZeRO, section 7), and an "
-        "all-reduce of the others",
+        "exchange in node": f"of large weights and their gradients, {transfers} x "
+        f"({layout.num_parts} - 1) / {layout.num_parts} of {_megabytes(4 * divided.divided)} in all "
+        "(ZeRO, section 7), and an all-reduce of the others",
     }
     if divided.divides_gradients:
         texts["accumulated"] = f"sums of gradients of {updated}"
@@ -173,7 +173,7 @@ def _staged(setup, features, constants):
 
 
 def _exchange_between_nodes(setup, features, micro_step, constants):
-    size, nodes = _megabytes(features.gradient_bytes), setup.nodes
+    size, nodes = _megabytes(features.bytes_between_nodes), setup.nodes
     network = _rate(features.network_bytes_per_s * constants.network_share)
     if setup.update == "parameter_servers":
         both = _megabytes(features.gradient_bytes + features.weight_bytes)

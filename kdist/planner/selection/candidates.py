@@ -161,7 +161,8 @@ def _with_batches(layout, constraints, largest):
 def _sharded_layouts(predictor, offer, constraints, largest) -> Iterator[tuple[Layout, int]]:
     """Yields layouts of replicas that divide training state, and batches that fit.
 
-    Of each batch, the first shard that fits is a candidate: the others take longer.
+    On one machine, the first shard of each batch that fits is a candidate: the others take longer.
+    Several exchange less with each other if each divides the weights within.
     """
     if "sharded" not in constraints.strategies:
         return
@@ -177,7 +178,12 @@ def _sharded_layouts(predictor, offer, constraints, largest) -> Iterator[tuple[L
             found = (
                 pair
                 for _, batch in _with_batches(layout, constraints, largest)
-                for pair in _first_that_fits(predictor, [(each, batch) for each in sharded], offer)
+                for pair in _first_that_fits(
+                    predictor,
+                    [(each, batch) for each in sharded],
+                    offer,
+                    1 if machines == 1 else len(sharded),
+                )
             )
             yield from found if accumulate == accumulations[0] else itertools.islice(found, 1)
 

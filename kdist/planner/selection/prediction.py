@@ -201,8 +201,12 @@ class Predictor:
         """
         divided = self.divided(layout)
         if divided is not None:
-            size = self._gradients.bytes * divided.exchanged_share(layout.accumulate)
-            return dataclasses.replace(self._gradients, bytes=size)
+            whole = self._gradients.bytes
+            return dataclasses.replace(
+                self._gradients,
+                bytes=whole * divided.exchanged_share(layout.accumulate),
+                bytes_between_nodes=whole if divided.divides_weights else None,
+            )
         split = self.split(layout)
         if split is None:
             return self._gradients
@@ -219,26 +223,36 @@ class Predictor:
         """Returns what a device has of divided training state; None if nothing is divided."""
         if layout.shard is None:
             return None
-        key = layout.shard, layout.data, layout.min_shard_bytes
+        key = layout.shard, layout.num_parts, layout.min_shard_bytes
         if key not in self._divided:
             width = variable_bytes(self.job.precision)
             self._divided[key] = divide_state(self.job.workload, layout, width)
         return self._divided[key]
 
     def shards(self, layout: Layout) -> tuple[str, ...]:
-        """Returns what the replicas of a layout can divide; each takes no less time than the last.
+        """Returns what the replicas of a layout can divide.
+
+        On one machine, each takes no less time than the last.
 
         Args:
             layout: Degrees of parallelism of whole replicas.
         """
         if layout.local_steps is not None or not OPTIMIZERS[self.job.optimizer].is_elementwise:
             return ()
-        if undividable_tables(self.job.workload, layout, variable_bytes(self.job.precision)):
-            return ()
+        width = variable_bytes(self.job.precision)
         # A single micro-step adds up no gradients, and XLA would gather all weights at once.
-        left_out = {"gradients": layout.accumulate == 1, "weights": self.job.jit_compile}
-        found = supported_shards(layout.strategy)
-        return tuple(shard for shard in found if not left_out.get(shard))
+        left_out = {
+            "gradients": layout.accumulate == 1,
+            "weights": self.job.jit_compile or layout.devices_per_machine == 1,
+        }
+        return tuple(
+            shard
+            for shard in supported_shards(layout.strategy)
+            if not left_out.get(shard)
+            and not undividable_tables(
+                self.job.workload, dataclasses.replace(layout, shard=shard), width
+            )
+        )
 
     def _parts(self, layout) -> ModelParts:
         parts = self.split(layout)
@@ -408,7 +422,7 @@ def sharding_text(predictor: Predictor, layout: Layout, local_batch: int, machin
         f"{job.optimizer} needs {per_parameter} bytes per trained parameter (weight, gradient, "
         f"slots): {per_parameter * divided.trained / 1e9:.2f} GB. With a local batch of "
         f"{local_batch}, a device needs {before.total / 1e9:.2f} GB in all, {whole_text}. With "
-        f"shard={layout.shard} on {layout.data} devices, {', '.join(changes)}: "
+        f"shard={layout.shard} on {layout.num_parts} devices, {', '.join(changes)}: "
         f"{after.total / 1e9:.2f} GB in all, and a step takes {milliseconds(steps[1])}."
     )
 

@@ -139,8 +139,8 @@ class ShardedStep(ReplicaStep):
             weight = shard.weight
             raise ValueError(
                 f"{weight.path!r} has {weight.shape[0]} rows, which are looked up, and which "
-                f"{shard.division.count} devices cannot divide evenly. Keep it whole on each device by "
-                f"min_shard_bytes={weight.value.dtype.size * weight.shape.num_elements() + 1}, or "
+                f"{shard.division.count} devices cannot divide evenly. Keep it whole on each "
+                f"device by min_shard_bytes={weight.value.dtype.size * weight.shape.num_elements() + 1}, or "
                 "leave shard (--shard) out"
             )
         return shard.division.slices_of(gradient, self._part)

@@ -133,7 +133,7 @@ def test_the_update_is_divided():
 def test_one_list_says_which_layouts_divide_state():
     layouts = {
         "mirrored": {"data": 2},
-        "multi_worker": {"data": 2, "machines": 2},
+        "multi_worker": {"data": 4, "machines": 2},
         "parameter_server": {"data": 2, "machines": 2, "asynchronous": True},
         "split": {"data": 2, "tensor": 2},
     }
@@ -145,6 +145,23 @@ def test_one_list_says_which_layouts_divide_state():
             with pytest.raises(ValueError, match=f"shard={shard}"):
                 Layout(**degrees, shard=shard)
     assert supported_shards("mirrored") == SHARDS
+
+
+def test_machines_divide_weights_within_and_exchange_sums_once():
+    predictor = Predictor(Job(SMALL, examples=1000))
+    layout = Layout(data=8, machines=2, shard="weights", accumulate=3)
+    within = predictor.exchanged(dataclasses.replace(layout, data=4, machines=1))
+    exchanged = predictor.exchanged(layout)
+    assert exchanged == within
+    assert exchanged.bytes_between_nodes == 4 * (DIVIDED + WHOLE) < exchanged.bytes
+    assert predictor.divided(layout).own == DIVIDED / 4
+    terms, whole = (
+        {term.name: term.seconds for term in predictor.step(each, 8, V100).terms}
+        for each in (layout, dataclasses.replace(layout, shard=None))
+    )
+    assert terms["exchange between nodes"] == pytest.approx(whole["exchange between nodes"])
+    assert predictor.shards(dataclasses.replace(layout, shard=None)) == SHARDS
+    assert predictor.shards(Layout(data=2, machines=2, accumulate=3)) == SHARDS[:-1]
 
 
 # Plans.
