@@ -86,18 +86,18 @@ def memory_texts(
 
 def sharded_texts(divided: DividedState, layout: Layout, optimizer: str) -> dict[str, str]:
     """Returns how terms of a step and parts of the memory differ if replicas divide state."""
+    transfers, parts = divided.transfers(layout.accumulate), layout.num_parts
     updated = (
-        f"{divided.updated:,.0f} numbers: 1/{layout.num_parts} of {divided.divided:,.0f}, and "
+        f"{divided.updated:,.0f} numbers: 1/{parts} of {divided.divided:,.0f}, and "
         f"{divided.small:,.0f} in small weights, which stay whole"
     )
-    transfers = divided.transfers(layout.accumulate)
     texts = {
         "slots": f"{memory.OPTIMIZERS[optimizer].slots} under {optimizer} for each of {updated}",
         "update": f"{memory.OPTIMIZERS[optimizer].early} for each of these numbers, computed "
         "before the gradients are there",
-        "exchange in node": f"of large weights and their gradients, {transfers} x "
-        f"({layout.num_parts} - 1) / {layout.num_parts} of {_megabytes(4 * divided.divided)} in all "
-        "(ZeRO, section 7), and an all-reduce of the others",
+        "exchange in node": f"of large weights and their gradients, {transfers} x ({parts} - 1) "
+        f"/ {parts} of {_megabytes(4 * divided.divided)} in all (ZeRO, section 7), and an "
+        "all-reduce of the others",
     }
     if divided.divides_gradients:
         texts["accumulated"] = f"sums of gradients of {updated}"

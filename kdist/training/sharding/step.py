@@ -137,11 +137,11 @@ class ShardedStep(ReplicaStep):
             return gradient
         if not shard.division.is_by_rows:
             weight = shard.weight
+            size = weight.value.dtype.size * weight.shape.num_elements()
             raise ValueError(
                 f"{weight.path!r} has {weight.shape[0]} rows, which are looked up, and which "
                 f"{shard.division.count} devices cannot divide evenly. Keep it whole on each "
-                f"device by min_shard_bytes={weight.value.dtype.size * weight.shape.num_elements() + 1}, or "
-                "leave shard (--shard) out"
+                f"device by min_shard_bytes={size + 1}, or leave shard (--shard) out"
             )
         return shard.division.slices_of(gradient, self._part)
 
