@@ -214,8 +214,13 @@ def _in_cluster(spec, cluster, allow_remote):
             "--min_workers, or use --strategy=multi_worker"
         )
     spec = dataclasses.replace(spec, cluster=cluster)
-    has_devices = spec.layout is not None and spec.layout.devices > 1
-    return _with_layout_devices(spec) if has_devices else spec
+    if spec.layout is not None and spec.layout.devices > 1:
+        spec = _with_layout_devices(spec)
+    divides_weights = spec.layout is not None and spec.layout.shard == "weights"
+    if divides_weights and spec.devices is not None and cluster.num_workers > 1:
+        is_count = isinstance(spec.devices, int)
+        check_weights_can_be_divided(spec.devices if is_count else len(spec.devices))
+    return spec
 
 
 def _with_layout_devices(spec):
@@ -232,8 +237,6 @@ def _with_layout_devices(spec):
         parse_devices(devices)
     names = [f"device {n}" for n in range(devices)] if isinstance(devices, int) else devices
     spec.layout.groups([names] * tasks)
-    if spec.layout.shard == "weights" and tasks > 1:
-        check_weights_can_be_divided(len(names))
     return dataclasses.replace(spec, devices=devices)
 
 

@@ -168,6 +168,7 @@ def test_sharded_replicas():
         ("central_storage", None, "optimizer", "use --strategy=mirrored"),
         ("parameter_server", None, "optimizer", "which parameter_server does not support"),
         (Layout(data=2, shard="weights"), None, None, "use shard=gradients"),
+        ("multi_worker", ["GPU:1"], "weights", "use shard=gradients"),
         (Layout(data=3, shard="optimizer"), None, None, "another number of tasks"),
         (PIPELINES, None, "optimizer", "write shard=optimizer in the layout"),
         (Layout(data=4, shard="optimizer"), 1, None, "there are 2"),
