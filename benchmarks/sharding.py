@@ -2,23 +2,29 @@
 
   python -m benchmarks.sharding                    # a transformer with 12 blocks on 2 devices
   python -m benchmarks.sharding --devices=4 --depth=4
+  kdist launch --workers=2 -- python -m benchmarks.sharding --devices=1 --shards=optimizer
 
-The models train in one process, in turns, so that the ratios of their step times hardly depend on
+The models train in the same processes, in turns, so that the ratios of their step times hardly depend on
 what else the machine does. A ratio above 1 means that sharded steps are slower. The bytes between
 devices are read from the optimized graph of a step. Next to them is the formula of the ZeRO paper
 (arXiv:1910.02054, section 7): an all-reduce, and a reduce-scatter with an all-gather, both move
-2 (N - 1) times the bytes of the gradients in all. Sharded weights are gathered twice: 3 (N - 1).
+2 (N - 1) times the bytes of the gradients in all. Sharded weights are gathered twice: 3 (N - 1) on
+the N devices of each process, and their gradients are all-reduced between P processes: 2 (P - 1).
 """
 
+import dataclasses
 import statistics
 import time
 
 from absl import flags
 
 from kdist import program
+from kdist.cluster import Cluster
+from kdist.layout import SHARDS
 
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("devices", 2, "Number of devices; logical CPUs without GPUs.", 2, 16)
+flags.DEFINE_integer("devices", 2, "Devices of each process; logical CPUs without GPUs.", 1, 16)
+flags.DEFINE_multi_enum("shards", ["optimizer", "weights"], SHARDS, "What replicas divide.")
 flags.DEFINE_integer("depth", 12, "Number of blocks of the transformer.", lower_bound=1)
 flags.DEFINE_integer("width", 128, "Features of a token, a multiple of 4.", lower_bound=4)
 flags.DEFINE_integer("tokens", 64, "Tokens of an example.", lower_bound=1)
@@ -33,18 +39,25 @@ def main(_):
 
     from kdist.training.sharding.memory import state_bytes
 
-    rows = FLAGS.local_batch_size * FLAGS.devices
+    cluster = Cluster.resolve()
+    workers = cluster.num_workers or 1
+    rows = FLAGS.local_batch_size * FLAGS.devices * workers
     random = np.random.default_rng(0)
     data = random.integers(0, 1000, (rows, FLAGS.tokens)), random.integers(0, 10, rows)
     models, sent = {}, {}
-    for shard in (None, "optimizer", "weights"):
-        models[shard], sent[shard] = first_step(shard, data)
+    strategy = create_strategy(cluster)
+    for shard in (None, *FLAGS.shards):
+        divide(strategy, shard)
+        models[shard], sent[shard] = first_step(strategy, data)
     seconds = {shard: [] for shard in models}
     for _turn in range(FLAGS.turns):
         for shard, model in models.items():
+            divide(strategy, shard)
             started = time.perf_counter()
             fit(model, data, FLAGS.steps)
             seconds[shard].append((time.perf_counter() - started) / FLAGS.steps)
+    if cluster.index:
+        return
     parameters = sum(weight.shape.num_elements() for weight in models[None].trainable_variables)
     print(f"{FLAGS.depth} blocks of width {FLAGS.width}, {parameters:,} parameters, Adam")
     print(
@@ -55,12 +68,15 @@ def main(_):
     for shard, model in models.items():
         held = state_bytes(model).values()
         weights, slots = max(each.weights for each in held), max(each.optimizer for each in held)
-        formula = (3 if shard == "weights" else 2) * (FLAGS.devices - 1) * 4 * parameters
+        copies = 2 * (FLAGS.devices * workers - 1)
+        if shard == "weights":
+            copies = 3 * (FLAGS.devices - 1) * workers + 2 * (workers - 1)
+        formula = copies * 4 * parameters
         print(
             f"| {shard} | {1000 * statistics.median(seconds[shard]):.1f} | {weights / 1e6:.2f} | "
-            f"{slots / 1e6:.2f} | {sent[shard] / 1e6:.2f} | {formula / 1e6:.2f} |"
+            f"{slots / 1e6:.2f} | {sent[shard]} | {formula / 1e6:.2f} |"
         )
-    for shard in ("optimizer", "weights"):
+    for shard in FLAGS.shards:
         ratios = [a / b for a, b in zip(seconds[shard], seconds[None], strict=True)]
         quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         print(
@@ -69,15 +85,28 @@ def main(_):
         )
 
 
-def first_step(shard, data):
-    """Returns a model after its first steps, and the bytes that devices exchange in one."""
+def create_strategy(cluster):
+    """Returns the strategy of this process. A process joins a job once, with one strategy."""
+    import kdist
+
+    name = "mirrored" if cluster.is_alone else "multi_worker"
+    return kdist.create_strategy(name, FLAGS.devices, shard=FLAGS.shards[0])
+
+
+def divide(strategy, shard):
+    """Sets what the replicas of a strategy divide."""
+    strategy.layout = dataclasses.replace(strategy.layout, shard=shard)
+
+
+def first_step(strategy, data):
+    """Returns a model after its first steps, and the megabytes that devices exchange in one."""
     import keras
 
     import kdist
     from kdist.parallel.inspect.traffic import watched_graphs
 
     keras.utils.set_random_seed(1)
-    with kdist.create_strategy("mirrored", FLAGS.devices, shard=shard).scope():
+    with strategy.scope():
         model = kdist.models.transformer(
             (FLAGS.tokens,), 10, vocabulary_size=1000, width=FLAGS.width, depth=FLAGS.depth
         )
@@ -85,7 +114,9 @@ def first_step(shard, data):
     with watched_graphs() as graphs:
         fit(model, data, 1)
     fit(model, data, FLAGS.steps)
-    return model, sum(graphs.sharded_bytes(FLAGS.local_batch_size, FLAGS.devices).values())
+    replicas = strategy.num_replicas_in_sync
+    sent = graphs.sharded_bytes(FLAGS.local_batch_size, replicas)
+    return model, f"{sum(sent.values()) / 1e6:.2f}" if sent else "unknown"
 
 
 def fit(model, data, steps):

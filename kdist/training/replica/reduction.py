@@ -23,6 +23,9 @@ GATHER = "gather_weights"
 # Packing a tensor costs a copy; sending it alone costs a fixed time, about that of copying this
 # many bytes.
 _PACK_BELOW_BYTES = 256 * 1024
+# Between processes, a message costs more: parts of this size are sent together. Larger ones would
+# wait for more gradients. (`benchmarks/sharding.py`)
+_BUCKET_BYTES = 4 * 1024 * 1024
 
 
 def all_reduce_sum(tensors, call=None):
@@ -56,16 +59,34 @@ def reduce_scatter_sum(tensors, divisions):
     pairs = list(zip(tensors, divisions, strict=True))
     with tf.name_scope(SCOPE):
         if pairs and pairs[0][1].count > num_local_replicas(strategy):
-            sent = [division.stacked(tensor) for tensor, division in pairs]
-            ranks = _replicas_by_rank(strategy)
-            if not _are_in_order(ranks):
-                sent = [tf.gather(parts, ranks) for parts in sent]
-            # TensorFlow has no reduce-scatter for CPUs.
-            return [tf.reduce_sum(parts, 0) for parts in _exchanged(all_to_all, sent)]
+            return _sums_of_parts([division.stacked(tensor) for tensor, division in pairs])
         parts = [[d.part(tensor, number) for number in range(d.count)] for tensor, d in pairs]
         sent = iter(of_all_replicas([part for tensor in parts for part in tensor]))
         received = [[next(sent) for _ in tensor] for tensor in parts]
         return [tf.add_n(tensor[here]) for tensor in received]
+
+
+def _sums_of_parts(parts):
+    """Returns this replica's part of sums over the replicas of the job.
+
+    Args:
+        parts: tensors of shape (N, …), a part for each of N replicas.
+    """
+    ranks = _replicas_by_rank(tf.distribute.get_strategy())
+    groups, sums = _buckets(parts), [None] * len(parts)
+    sent = [
+        tf.concat([tf.reshape(parts[number], (len(ranks), -1)) for number in group], 1)
+        for group in groups
+    ]
+    if not _are_in_order(ranks):
+        sent = [tf.gather(each, ranks) for each in sent]
+    # TensorFlow has no reduce-scatter for CPUs.
+    received = [tf.reduce_sum(each, 0) for each in _exchanged(all_to_all, sent)]
+    for group, total in zip(groups, received, strict=True):
+        shapes = [tuple(parts[number].shape[1:]) for number in group]
+        for number, part in zip(group, _split(shapes, [total]), strict=True):
+            sums[number] = part
+    return sums
 
 
 def sum_over_workers(tensors):
@@ -94,11 +115,18 @@ def gather_parts(tensors):
     strategy = tf.distribute.get_strategy()
     if not is_multi_worker(strategy):
         return of_all_replicas(tensors)
-    gathered, ranks = _exchanged(all_gather, tensors), _replicas_by_rank(strategy)
-    if _are_in_order(ranks):
-        return [[whole] for whole in gathered]
-    parts = [tf.split(whole, len(ranks)) for whole in gathered]
-    return [[tensor[ranks.index(number)] for number in range(len(ranks))] for tensor in parts]
+    ranks, groups = _replicas_by_rank(strategy), _buckets(tensors)
+    sent = [_concatenated([tensors[number] for number in group]) for group in groups]
+    found = [None] * len(tensors)
+    for group, gathered in zip(groups, _exchanged(all_gather, sent), strict=True):
+        by_rank = tf.reshape(gathered, (len(ranks), -1))
+        if not _are_in_order(ranks):
+            by_rank = tf.gather(by_rank, [ranks.index(number) for number in range(len(ranks))])
+        shapes = [tuple(tensors[number].shape) for number in group]
+        parts = tf.split(by_rank, [math.prod(shape) for shape in shapes], 1)
+        for number, (rows, *others), part in zip(group, shapes, parts, strict=True):
+            found[number] = [tf.reshape(part, (len(ranks) * rows, *others))]
+    return found
 
 
 def find_ranks(strategy):
@@ -225,6 +253,21 @@ def gathered_on_workers(strategy, copies):
 
 def _called(function, tensors, _):
     return function(tensors)
+
+
+def _buckets(tensors):
+    """Returns lists of numbers of successive tensors of one type that are sent together."""
+    buckets, size = [], 0
+    for number, tensor in enumerate(tensors):
+        own = tensor.shape.num_elements() * tensor.dtype.size
+        is_alike = buckets and tensors[buckets[-1][-1]].dtype == tensor.dtype
+        if is_alike and size + own <= _BUCKET_BYTES:
+            buckets[-1].append(number)
+            size += own
+        else:
+            buckets.append([number])
+            size = own
+    return buckets
 
 
 def _all_reduced(tensors, call):
