@@ -4,12 +4,13 @@
   python -m benchmarks.sharding --devices=4 --depth=4
   kdist launch --workers=2 -- python -m benchmarks.sharding --devices=1 --shards=optimizer
 
-The models train in the same processes, in turns, so that the ratios of their step times hardly depend on
-what else the machine does. A ratio above 1 means that sharded steps are slower. The bytes between
-devices are read from the optimized graph of a step. Next to them is the formula of the ZeRO paper
-(arXiv:1910.02054, section 7): an all-reduce, and a reduce-scatter with an all-gather, both move
-2 (N - 1) times the bytes of the gradients in all. Sharded weights are gathered twice: 3 (N - 1) on
-the N devices of each process, and their gradients are all-reduced between P processes: 2 (P - 1).
+The models train in the same processes, in turns, so that the ratios of their step times hardly
+depend on what else the machine does. A ratio above 1 means that sharded steps are slower. The bytes
+between devices are read from the optimized graph of a step; those of rows that are looked up are
+unknown between processes. Next to them is the formula of the ZeRO paper (arXiv:1910.02054, section
+7): an all-reduce, and a reduce-scatter with an all-gather, both move 2 (N - 1) times the bytes of
+the gradients in all. Sharded weights are gathered twice: 3 (N - 1) on the N devices of each
+process, and their gradients are all-reduced between P processes: 2 (P - 1).
 """
 
 import dataclasses

@@ -72,8 +72,7 @@ def _sums_of_parts(parts):
     Args:
         parts: tensors of shape (N, …), a part for each of N replicas.
     """
-    ranks = _replicas_by_rank(tf.distribute.get_strategy())
-    groups, sums = _buckets(parts), [None] * len(parts)
+    ranks, groups = _replicas_by_rank(tf.distribute.get_strategy()), _buckets(parts)
     sent = [
         tf.concat([tf.reshape(parts[number], (len(ranks), -1)) for number in group], 1)
         for group in groups
@@ -82,11 +81,7 @@ def _sums_of_parts(parts):
         sent = [tf.gather(each, ranks) for each in sent]
     # TensorFlow has no reduce-scatter for CPUs.
     received = [tf.reduce_sum(each, 0) for each in _exchanged(all_to_all, sent)]
-    for group, total in zip(groups, received, strict=True):
-        shapes = [tuple(parts[number].shape[1:]) for number in group]
-        for number, part in zip(group, _split(shapes, [total]), strict=True):
-            sums[number] = part
-    return sums
+    return _taken_apart(groups, received, [tuple(each.shape[1:]) for each in parts])
 
 
 def sum_over_workers(tensors):
@@ -95,7 +90,10 @@ def sum_over_workers(tensors):
     Called in replica context, by all replicas. All of these receive the same bits.
     """
     with tf.name_scope(SCOPE):
-        return _exchanged(sums_on_workers, tensors)
+        groups = _buckets(tensors)
+        sent = [_concatenated([tensors[number] for number in group]) for group in groups]
+        received = _exchanged(sums_on_workers, sent)
+        return _taken_apart(groups, received, [tuple(each.shape) for each in tensors])
 
 
 def of_all_replicas(tensors):
@@ -268,6 +266,16 @@ def _buckets(tensors):
             buckets.append([number])
             size = own
     return buckets
+
+
+def _taken_apart(groups, packed, shapes):
+    """Returns the tensors of these shapes, of which each group is one packed vector."""
+    found = [None] * len(shapes)
+    for group, vector in zip(groups, packed, strict=True):
+        parts = _split([shapes[number] for number in group], [vector])
+        for number, part in zip(group, parts, strict=True):
+            found[number] = part
+    return found
 
 
 def _all_reduced(tensors, call):
