@@ -388,15 +388,23 @@ def strategy_text(layout: Layout) -> str:
     return layout.strategy + shard + local_steps
 
 
+def layout_flags(layout: Layout) -> dict[str, str | int | None]:
+    """Returns the flags of `kdist train` that describe a plan's layout, without their dashes."""
+    if layout.group_size > 1 or layout.min_shard_bytes != Layout().min_shard_bytes:
+        return {"layout": str(layout.degrees)}
+    return {
+        "strategy": layout.strategy,
+        "num_devices": layout.devices_per_machine,
+        "shard": layout.shard,
+    }
+
+
 def train_command(plan: Plan) -> str:
     """Returns the command that trains as planned, on each machine of the plan."""
     layout, minutes = plan.layout, plan.checkpoint_minutes
     given = {
         "model": shlex.quote(plan.model),
-        "layout": str(layout.degrees) if layout.group_size > 1 else None,
-        "strategy": layout.strategy if layout.group_size == 1 else None,
-        "num_devices": layout.devices_per_machine if layout.group_size == 1 else None,
-        "shard": layout.shard,
+        **layout_flags(layout),
         "local_batch_size": plan.local_batch,
         "accumulate": layout.accumulate if layout.accumulate > 1 else None,
         "local_steps": layout.local_steps,

@@ -11,6 +11,7 @@ import kdist
 from kdist import program
 from kdist.hardware import describe_processors, find_gpus
 from kdist.mirror.store import is_url
+from kdist.planner.plans import layout_flags
 from kdist.strategy_spec import resolve
 from kdist.tuning.settings import this_machine
 
@@ -121,14 +122,12 @@ def apply_plan():
         return None
     plan = kdist.planner.Plan.load(FLAGS.plan)
     layout = plan.layout
-    where = {"strategy": layout.strategy, "num_devices": layout.devices_per_machine}
     planned = {
         "model": plan.model,
-        **({"layout": str(layout.degrees)} if layout.group_size > 1 else where),
+        **layout_flags(layout),
         "local_batch_size": plan.local_batch,
         "accumulate": layout.accumulate,
         "local_steps": layout.local_steps,
-        "shard": layout.shard,
         "epochs": int(plan.epochs),
         "precision": plan.precision,
         "optimizer": plan.optimizer,

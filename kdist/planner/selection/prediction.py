@@ -401,7 +401,8 @@ def sharding_text(predictor: Predictor, layout: Layout, local_batch: int, machin
     divided = predictor.divided(layout)
     if divided is None:
         return ""
-    job, whole = predictor.job, dataclasses.replace(layout, shard=None)
+    job = predictor.job
+    whole = Layout(layout.data, machines=layout.machines, accumulate=layout.accumulate)
     before, after = (predictor.memory(each, local_batch) for each in (whole, layout))
     steps = [predictor.step(each, local_batch, machine).total for each in (whole, layout)]
     per_parameter = (2 + OPTIMIZERS[job.optimizer].slots) * variable_bytes(job.precision)

@@ -208,6 +208,16 @@ def test_a_plan_runs_with_its_shards(too_large):
     assert spec.layout.shard == too_large.best.layout.shard
 
 
+def test_the_command_keeps_the_size_of_the_smallest_divided_weight():
+    predictor = Predictor(Job(SMALL, examples=1000))
+    layout = Layout(data=8, machines=2, shard="weights", min_shard_bytes=1024, accumulate=2)
+    command = train_command(predictor.plan(layout, 8, offer()))
+    (text,) = re.findall(r"--layout=(\S+)", command)
+    assert Layout.parse(text) == layout.degrees
+    assert "--accumulate=2" in command
+    assert not re.search("--(shard|strategy|num_devices)", command)
+
+
 def test_sharding_can_be_left_out(too_large):
     constraints = Constraints(strategies=("one_device", "mirrored"))
     with pytest.raises(ValueError, match="memory"):
