@@ -175,17 +175,16 @@ def _sharded_layouts(predictor, offer, constraints, largest) -> Iterator[tuple[L
             sharded = [
                 dataclasses.replace(layout, shard=shard) for shard in predictor.shards(layout)
             ]
+            number = 1 if machines == 1 else len(sharded)
             found = (
                 pair
                 for _, batch in _with_batches(layout, constraints, largest)
                 for pair in _first_that_fits(
-                    predictor,
-                    [(each, batch) for each in sharded],
-                    offer,
-                    1 if machines == 1 else len(sharded),
+                    predictor, [(each, batch) for each in sharded], offer, number
                 )
             )
-            yield from found if accumulate == accumulations[0] else itertools.islice(found, 1)
+            is_first = accumulate == accumulations[0]
+            yield from found if is_first else itertools.islice(found, number)
 
 
 def _first_that_fits(predictor, pairs, offer, number=1):
