@@ -5,6 +5,7 @@ import json
 import types
 
 import keras
+import numpy as np
 import pytest
 
 import kdist
@@ -261,3 +262,46 @@ def test_a_worker_divides_its_weights_next_to_an_evaluator(expected):
     assert_same_weights(found[1], model.get_weights(), 1e-6)
     whole = sum(weight.nbytes for weight in model.get_weights())
     assert all(held == pytest.approx(whole / 2, rel=0.1) for held in found[0])
+
+
+# TensorFlow ranks tasks by name, 10 before 2.
+RANKED = """
+import json
+
+import numpy as np
+import tensorflow as tf
+
+import kdist
+from kdist.training.replica.reduction import gather_parts, reduce_scatter_sum
+from kdist.training.scopes import this_replica
+from kdist.training.sharding.parts import EqualParts
+
+strategy = kdist.create_strategy("multi_worker", shard="optimizer", cluster_timeout_seconds=120)
+ranks = strategy.extended._kdist_replicas_by_rank
+divisions = [EqualParts(shape, 11) for shape in ((44, 3), (30,), (5, 7))]
+
+@tf.function
+def exchange():
+    def on_replica():
+        own = [
+            tf.fill(d.shape, tf.cast(this_replica(), tf.float32))
+            + tf.reshape(tf.range(np.prod(d.shape), dtype=tf.float32), d.shape)
+            for d in divisions
+        ]
+        parts = reduce_scatter_sum(own, divisions)
+        gathered = gather_parts(parts)
+        return [d.merge(p) for d, p in zip(divisions, gathered, strict=True)]
+    return strategy.run(on_replica)
+
+found = [strategy.experimental_local_results(each) for each in exchange()]
+print(json.dumps([list(ranks), [[one.numpy().tolist() for one in each] for each in found]]))
+"""
+
+
+@pytest.mark.exhaustive
+def test_parts_find_their_replicas_whatever_their_ranks():
+    for ranks, found in python_tasks(RANKED, {"worker": 11}):
+        assert ranks != sorted(ranks) == list(range(11))
+        for shape, copies in zip(((44, 3), (30,), (5, 7)), found, strict=True):
+            total = sum(range(11)) + 11 * np.arange(np.prod(shape)).reshape(shape)
+            assert copies == [total.tolist()]
