@@ -9,6 +9,10 @@ INSTALLED := $(VENV)/installed
 # ever imported; Python compiles those itself.
 INSTALL := $(if $(shell command -v uv),uv pip install --python $(RUN),$(RUN) -m pip install --no-compile) --quiet
 
+# Many images of containers set it. Each process would then compile TensorFlow's Python files again,
+# which takes 7 of the 9 CPU seconds of its import.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The main job. On GPUs it is an epoch of ResNet-18; on CPUs LeNet, which reaches the highest accuracy
 # within three minutes on slow ones. --minutes takes fewer examples where the machine is slower still.
 GPUS := $(shell nvidia-smi -L 2> /dev/null)
