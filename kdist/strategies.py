@@ -30,8 +30,8 @@ from kdist.compat.tensorflow import (
     number_of_workers,
     worker_devices,
 )
-from kdist.layout import Layout, check_weights_can_be_divided
-from kdist.strategy_spec import StrategySpec, resolve
+from kdist.layout import Layout
+from kdist.strategy_spec import StrategySpec, check_parts, resolve
 from kdist.training.evaluator import is_evaluator
 from kdist.training.replica import hooks
 from kdist.training.replica.reduction import find_ranks
@@ -282,9 +282,14 @@ def _mirrored(spec):
     operations = None if reduction == "auto" else _CROSS_DEVICE_OPS[reduction](**packs)
     strategy = tf.distribute.MirroredStrategy(names, cross_device_ops=operations)
     if spec.layout is not None:
-        strategy.layout = dataclasses.replace(spec.layout, data=len(names))
-        hooks.install()  # layers divide their weights also if they are created before a model
+        _divide(strategy, spec.layout)
     return strategy
+
+
+def _divide(strategy, layout):
+    """Lets the replicas of a strategy divide what a layout says."""
+    strategy.layout = dataclasses.replace(layout, data=strategy.num_replicas_in_sync)
+    hooks.install()  # layers divide their weights also if they are created before a model
 
 
 def _central_storage(spec):
@@ -317,8 +322,7 @@ def _multi_worker(spec):
     settings = {"the number of devices": str(len(names))}
     if spec.layout is not None:
         settings["the layout"] = str(spec.layout)
-        if spec.layout.shard == "weights" and spec.cluster.num_workers > 1:
-            check_weights_can_be_divided(len(names))
+    check_parts(spec, len(names))
 
     def create():
         name = spec.reduction.upper()
@@ -328,8 +332,7 @@ def _multi_worker(spec):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
         set_up(strategy, spec.step_timeout_seconds, equalizes_seeds=False)  # by the handshake
         if spec.layout is not None and strategy.num_replicas_in_sync > 1:
-            strategy.layout = dataclasses.replace(spec.layout, data=strategy.num_replicas_in_sync)
-            hooks.install()
+            _divide(strategy, spec.layout)
             if is_multi_worker(strategy):
                 find_ranks(strategy)
         return strategy

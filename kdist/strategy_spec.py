@@ -216,11 +216,28 @@ def _in_cluster(spec, cluster, allow_remote):
     spec = dataclasses.replace(spec, cluster=cluster)
     if spec.layout is not None and spec.layout.devices > 1:
         spec = _with_layout_devices(spec)
-    divides_weights = spec.layout is not None and spec.layout.shard == "weights"
-    if divides_weights and spec.devices is not None and cluster.num_workers > 1:
-        is_count = isinstance(spec.devices, int)
-        check_weights_can_be_divided(spec.devices if is_count else len(spec.devices))
+    if spec.devices is not None:
+        check_parts(spec, _count(spec.devices))
     return spec
+
+
+def check_parts(spec: StrategySpec, devices: int):
+    """Checks that several tasks can divide weights, if they do; see `Layout.shard`.
+
+    Args:
+        spec: Spec of the strategy.
+        devices: Number of devices of each task.
+
+    Raises:
+        ValueError: If each of several tasks has one device.
+    """
+    divides_weights = spec.layout is not None and spec.layout.shard == "weights"
+    if divides_weights and spec.cluster.num_workers > 1:
+        check_weights_can_be_divided(devices)
+
+
+def _count(devices):
+    return devices if isinstance(devices, int) else len(devices)
 
 
 def _with_layout_devices(spec):
@@ -247,7 +264,7 @@ def _devices_of_replicas(
     if devices is None:
         devices = layout.data
         parse_devices(devices)
-    count = devices if isinstance(devices, int) else len(devices)
+    count = _count(devices)
     if count != layout.data:
         raise ValueError(
             f"{layout} is for {layout.data} devices, and devices={devices!r} names {count}; make "
@@ -303,7 +320,7 @@ def _check_single_process(spec):
     if name == "tpu" and devices is not None:
         raise ValueError("tpu uses all cores of the TPU; leave devices= (--num_devices) out")
     if name == "one_device" and devices is not None:
-        count = devices if isinstance(devices, int) else len(devices)
+        count = _count(devices)
         if count > 1:
             raise ValueError(
                 f"one_device uses one device, and devices={devices!r} requests {count}; request "

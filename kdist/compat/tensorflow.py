@@ -252,7 +252,7 @@ def all_to_all(
     return _exchanged("exchange ", collective_ops.all_to_all_v2, strategy, values)
 
 
-def sum_over_workers(
+def all_reduce_between_workers(
     strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]
 ) -> Sequence[tf.Tensor]:
     """Returns the sums of tensors over the workers of a `MultiWorkerMirroredStrategy`.

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kdist.cluster import heartbeat
 from kdist.training.replica.reduction import sums_over_replicas
-from kdist.training.scopes import is_multi_worker, num_local_replicas, this_replica
+from kdist.training.scopes import is_multi_worker, this_local_replica
 
 
 def read_on_chief(
@@ -89,7 +89,7 @@ def _sums(strategy, arrays):
         return []
 
     def parts():
-        is_first = this_replica() % num_local_replicas(strategy) == 0
+        is_first = this_local_replica() == 0
         return [tf.constant(array if is_first else np.zeros_like(array)) for array in arrays]
 
     return sums_over_replicas(strategy, parts)

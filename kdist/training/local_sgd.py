@@ -29,7 +29,7 @@ from kdist.training.replica.slices import SplitSlices
 from kdist.training.replica.step import ReplicaStep, can_be_averaged
 from kdist.training.scopes import (
     in_new_thread,
-    num_local_replicas,
+    this_local_replica,
     this_replica,
     variable_like,
 )
@@ -311,8 +311,7 @@ def _moving_averages(optimizer):
 def _replica_copy(variable):
     """Returns this replica's copy of a Keras variable, in replica context."""
     strategy = tf.distribute.get_strategy()
-    on_this_worker = this_replica() % num_local_replicas(strategy)
-    return strategy.experimental_local_results(variable.value)[on_this_worker]
+    return strategy.experimental_local_results(variable.value)[this_local_replica()]
 
 
 def _wide(copy):

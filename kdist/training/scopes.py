@@ -26,6 +26,11 @@ def this_replica() -> int:
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
 
 
+def this_local_replica() -> int:
+    """Returns the index of this replica on its worker, from 0, in replica context."""
+    return this_replica() % num_local_replicas(tf.distribute.get_strategy())
+
+
 def has_parameter_servers(strategy: tf.distribute.Strategy) -> bool:
     """Returns True if variables are on parameter servers and steps are dispatched to workers."""
     return isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)

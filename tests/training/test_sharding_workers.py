@@ -76,7 +76,7 @@ from kdist.checkpoint.snapshot import capture
 from kdist.training.sharding.memory import state_bytes
 {TRAINING}
 cluster = kdist.cluster.Cluster.resolve()
-workers, number_of_task = cluster.num_workers, cluster.index
+workers, number_of_task, divides_weights = cluster.num_workers, cluster.index, shard == "weights"
 layout = kdist.Layout(data=workers * devices, shard=shard, min_shard_bytes=64)
 strategy = kdist.create_strategy(layout, cluster_timeout_seconds=60)
 found = {{}}
@@ -106,18 +106,17 @@ for case in cases:
         model = train(case, case, [save], **options)
 save_often = keras.callbacks.ModelCheckpoint(directory + "-2.keras", save_freq=2)
 refused = {{}}
-for name, call in {{
+calls = {{
     "save": lambda: model.save(directory + ".keras"),
     "save_freq": lambda: fit(model, [save_often]),
     "BackupAndRestore": lambda: fit(model, [keras.callbacks.BackupAndRestore(directory + "-3")]),
-}}.items():
-    if shard != "weights":
-        try:
-            call()
-        except ValueError as error:
-            refused[name] = str(error)
-is_divided = shard == "weights"
-held = [each.weights * is_divided + each.optimizer for each in state_bytes(model).values()]
+}}
+for name, call in () if divides_weights else calls.items():
+    try:
+        call()
+    except ValueError as error:
+        refused[name] = str(error)
+held = [each.weights * divides_weights + each.optimizer for each in state_bytes(model).values()]
 
 own_number = lambda shape, dtype=None: np.full(shape, number_of_task, dtype)
 with strategy.scope():

@@ -17,10 +17,9 @@ import tensorflow as tf
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.scopes import (
     is_multi_worker,
-    num_local_replicas,
     outside_multi_worker_scope,
     shares_storage,
-    this_replica,
+    this_local_replica,
 )
 
 # Value of "first bad step" before there is one.
@@ -230,7 +229,7 @@ class MetricTotals:
         bad_steps = (bad - NONE_YET) * tf.one_hot(replica, replicas, dtype=tf.int64)
         vote = tf.zeros([], tf.int64)
         if self._votes is not None:
-            vote = self._votes.on_replica(this_replica() % num_local_replicas(self._strategy))
+            vote = self._votes.on_replica(this_local_replica())
         return _packed_sums([*parts, bad_steps, vote])
 
 

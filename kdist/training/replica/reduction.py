@@ -8,10 +8,19 @@ from collections import defaultdict
 
 import tensorflow as tf
 
-from kdist.compat.tensorflow import all_gather, all_to_all, run_once
-from kdist.compat.tensorflow import sum_over_workers as sums_on_workers
+from kdist.compat.tensorflow import (
+    all_gather,
+    all_reduce_between_workers,
+    all_to_all,
+    run_once,
+)
 from kdist.training.replica.colocation import device_of
-from kdist.training.scopes import is_multi_worker, num_local_replicas, this_replica
+from kdist.training.scopes import (
+    is_multi_worker,
+    num_local_replicas,
+    this_local_replica,
+    this_replica,
+)
 
 _this_thread = threading.local()
 
@@ -55,33 +64,32 @@ def reduce_scatter_sum(tensors, divisions):
             part per replica of this process, the sums are those over its replicas.
     """
     strategy = tf.distribute.get_strategy()
-    here = this_replica() % num_local_replicas(strategy)
     pairs = list(zip(tensors, divisions, strict=True))
     with tf.name_scope(SCOPE):
         if pairs and pairs[0][1].count > num_local_replicas(strategy):
-            return _sums_of_parts([division.stacked(tensor) for tensor, division in pairs])
+            return _reduce_scatter_between_workers(
+                [division.stacked(tensor) for tensor, division in pairs]
+            )
         parts = [[d.part(tensor, number) for number in range(d.count)] for tensor, d in pairs]
         sent = iter(of_all_replicas([part for tensor in parts for part in tensor]))
         received = [[next(sent) for _ in tensor] for tensor in parts]
+        here = this_local_replica()
         return [tf.add_n(tensor[here]) for tensor in received]
 
 
-def _sums_of_parts(parts):
+def _reduce_scatter_between_workers(parts):
     """Returns this replica's part of sums over the replicas of the job.
 
     Args:
         parts: tensors of shape (N, …), a part for each of N replicas.
     """
-    ranks, groups = _replicas_by_rank(tf.distribute.get_strategy()), _buckets(parts)
-    sent = [
-        tf.concat([tf.reshape(parts[number], (len(ranks), -1)) for number in group], 1)
-        for group in groups
-    ]
+    ranks, buckets = _replicas_by_rank(tf.distribute.get_strategy()), _buckets(parts)
+    sent = [tf.concat([tf.reshape(each, (len(ranks), -1)) for each in b], 1) for b in buckets]
     if not _are_in_order(ranks):
         sent = [tf.gather(each, ranks) for each in sent]
     # TensorFlow has no reduce-scatter for CPUs.
-    received = [tf.reduce_sum(each, 0) for each in _exchanged(all_to_all, sent)]
-    return _taken_apart(groups, received, [tuple(each.shape[1:]) for each in parts])
+    sums = [tf.reduce_sum(each, 0) for each in _exchanged(all_to_all, sent)]
+    return _taken_apart(sums, [[each.shape[1:] for each in bucket] for bucket in buckets])
 
 
 def sum_over_workers(tensors):
@@ -90,10 +98,10 @@ def sum_over_workers(tensors):
     Called in replica context, by all replicas. All of these receive the same bits.
     """
     with tf.name_scope(SCOPE):
-        groups = _buckets(tensors)
-        sent = [_concatenated([tensors[number] for number in group]) for group in groups]
-        received = _exchanged(sums_on_workers, sent)
-        return _taken_apart(groups, received, [tuple(each.shape) for each in tensors])
+        buckets = _buckets(tensors)
+        sent = [_concatenated(bucket) for bucket in buckets]
+        sums = _exchanged(all_reduce_between_workers, sent)
+        return _taken_apart(sums, [[each.shape for each in bucket] for bucket in buckets])
 
 
 def of_all_replicas(tensors):
@@ -113,17 +121,16 @@ def gather_parts(tensors):
     strategy = tf.distribute.get_strategy()
     if not is_multi_worker(strategy):
         return of_all_replicas(tensors)
-    ranks, groups = _replicas_by_rank(strategy), _buckets(tensors)
-    sent = [_concatenated([tensors[number] for number in group]) for group in groups]
-    found = [None] * len(tensors)
-    for group, gathered in zip(groups, _exchanged(all_gather, sent), strict=True):
+    ranks, buckets, found = _replicas_by_rank(strategy), _buckets(tensors), []
+    sent = [_concatenated(bucket) for bucket in buckets]
+    for bucket, gathered in zip(buckets, _exchanged(all_gather, sent), strict=True):
         by_rank = tf.reshape(gathered, (len(ranks), -1))
         if not _are_in_order(ranks):
             by_rank = tf.gather(by_rank, [ranks.index(number) for number in range(len(ranks))])
-        shapes = [tuple(tensors[number].shape) for number in group]
-        parts = tf.split(by_rank, [math.prod(shape) for shape in shapes], 1)
-        for number, (rows, *others), part in zip(group, shapes, parts, strict=True):
-            found[number] = [tf.reshape(part, (len(ranks) * rows, *others))]
+        parts = tf.split(by_rank, [math.prod(tensor.shape) for tensor in bucket], 1)
+        for tensor, part in zip(bucket, parts, strict=True):
+            rows, *others = tensor.shape
+            found.append([tf.reshape(part, (len(ranks) * rows, *others))])
     return found
 
 
@@ -154,7 +161,7 @@ def _are_in_order(ranks):
 
 def _exchanged(exchange, tensors):
     """Returns this replica's results of a collective for each tensor."""
-    here = this_replica() % num_local_replicas(tf.distribute.get_strategy())
+    here = this_local_replica()
     return [results[here] for results in _merged(exchange, tensors)]
 
 
@@ -243,7 +250,7 @@ def gathered_on_workers(strategy, copies):
     """
 
     def parts():
-        own = copies[this_replica() % num_local_replicas(strategy)]
+        own = copies[this_local_replica()]
         return gather_parts([tf.convert_to_tensor(own)])[0]
 
     return [strategy.experimental_local_results(each)[0] for each in run_once(strategy, parts)]
@@ -254,28 +261,24 @@ def _called(function, tensors, _):
 
 
 def _buckets(tensors):
-    """Returns lists of numbers of successive tensors of one type that are sent together."""
+    """Returns lists of successive tensors of one type that are sent together."""
     buckets, size = [], 0
-    for number, tensor in enumerate(tensors):
+    for tensor in tensors:
         own = tensor.shape.num_elements() * tensor.dtype.size
-        is_alike = buckets and tensors[buckets[-1][-1]].dtype == tensor.dtype
+        is_alike = buckets and buckets[-1][-1].dtype == tensor.dtype
         if is_alike and size + own <= _BUCKET_BYTES:
-            buckets[-1].append(number)
+            buckets[-1].append(tensor)
             size += own
         else:
-            buckets.append([number])
+            buckets.append([tensor])
             size = own
     return buckets
 
 
-def _taken_apart(groups, packed, shapes):
-    """Returns the tensors of these shapes, of which each group is one packed vector."""
-    found = [None] * len(shapes)
-    for group, vector in zip(groups, packed, strict=True):
-        parts = _split([shapes[number] for number in group], [vector])
-        for number, part in zip(group, parts, strict=True):
-            found[number] = part
-    return found
+def _taken_apart(vectors, shapes):
+    """Returns the tensors of which each bucket is one vector, given the shapes in each bucket."""
+    pairs = zip(vectors, shapes, strict=True)
+    return [part for vector, of_bucket in pairs for part in _split(of_bucket, [vector])]
 
 
 def _all_reduced(tensors, call):

@@ -25,7 +25,7 @@ from kdist.compat.tensorflow import first_replica, record_read, run_once, unreco
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import sum_over_workers
-from kdist.training.scopes import is_multi_worker, outside_any_scope, this_replica
+from kdist.training.scopes import is_multi_worker, outside_any_scope, this_local_replica
 from kdist.training.sharding.parts import (
     Shard,
     is_large,
@@ -128,11 +128,11 @@ def initialize(variable: keras.Variable, value) -> bool:
 
 def _send_from_first_worker(shard, strategy):
     """Assigns the first worker's parts on all workers, which may have drawn other numbers."""
-    first = first_replica(strategy)
+    is_first = first_replica(strategy) == 0
 
     def send():
-        copy = shard.copies[this_replica() - first]
-        (value,) = sum_over_workers([copy if first == 0 else tf.zeros_like(copy)])
+        copy = shard.copies[this_local_replica()]
+        (value,) = sum_over_workers([copy if is_first else tf.zeros_like(copy)])
         copy.assign(value)
 
     run_once(strategy, send)
