@@ -3,6 +3,7 @@
   python -m benchmarks.sharding                    # a transformer with 12 blocks on 2 devices
   python -m benchmarks.sharding --devices=4 --depth=4
   kdist launch --workers=2 -- python -m benchmarks.sharding --devices=1 --shards=optimizer
+  python -m benchmarks.sharding --logical_gpu_megabytes=8000    # 2 devices that share one GPU
 
 The models train in the same processes, in turns, so that the ratios of their step times hardly
 depend on what else the machine does. A ratio above 1 means that sharded steps are slower. The bytes
@@ -13,6 +14,7 @@ the gradients in all. Sharded weights are gathered twice: 3 (N - 1) on the N dev
 process, and their gradients are all-reduced between P processes: 2 (P - 1).
 """
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -25,6 +27,13 @@ from kdist.layout import SHARDS
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("devices", 2, "Devices of each process; logical CPUs without GPUs.", 1, 16)
+flags.DEFINE_integer(
+    "logical_gpu_megabytes",
+    None,
+    "Memory of each device. The first GPU is divided into --devices of them, to see the memory "
+    "that a replica takes: their speed is not that of several GPUs.",
+    lower_bound=1,
+)
 flags.DEFINE_multi_enum("shards", ["optimizer", "weights"], SHARDS, "What replicas divide.")
 flags.DEFINE_integer("depth", 12, "Number of blocks of the transformer.", lower_bound=1)
 flags.DEFINE_integer("width", 128, "Features of a token, a multiple of 4.", lower_bound=4)
@@ -45,11 +54,12 @@ def main(_):
     rows = FLAGS.local_batch_size * FLAGS.devices * workers
     random = np.random.default_rng(0)
     data = random.integers(0, 1000, (rows, FLAGS.tokens)), random.integers(0, 10, rows)
-    models, sent = {}, {}
+    models, sent, peaks = {}, {}, {}
     strategy = create_strategy(cluster)
     for shard in (None, *FLAGS.shards):
         divide(strategy, shard)
-        models[shard], sent[shard] = first_step(strategy, data)
+        with peak_memory() as peaks[shard]:
+            models[shard], sent[shard] = first_step(strategy, data)
     seconds = {shard: [] for shard in models}
     for _turn in range(FLAGS.turns):
         for shard, model in models.items():
@@ -62,10 +72,10 @@ def main(_):
     parameters = sum(weight.shape.num_elements() for weight in models[None].trainable_variables)
     print(f"{FLAGS.depth} blocks of width {FLAGS.width}, {parameters:,} parameters, Adam")
     print(
-        "| shard | step ms | weights MB per device | optimizer MB per device | MB between devices "
-        "| formula MB |"
+        "| shard | step ms | weights MB per device | optimizer MB per device | peak MB per device "
+        "| MB between devices | formula MB |"
     )
-    print("|--|--:|--:|--:|--:|--:|")
+    print("|--|--:|--:|--:|--:|--:|--:|")
     for shard, model in models.items():
         held = state_bytes(model).values()
         weights, slots = max(each.weights for each in held), max(each.optimizer for each in held)
@@ -73,9 +83,10 @@ def main(_):
         if shard == "weights":
             copies = 3 * (FLAGS.devices - 1) * workers + 2 * (workers - 1)
         formula = copies * 4 * parameters
+        peak = f"{max(peaks[shard]) / 1e6:.2f}" if peaks[shard] else "–"
         print(
             f"| {shard} | {1000 * statistics.median(seconds[shard]):.1f} | {weights / 1e6:.2f} | "
-            f"{slots / 1e6:.2f} | {sent[shard]} | {formula / 1e6:.2f} |"
+            f"{slots / 1e6:.2f} | {peak} | {sent[shard]} | {formula / 1e6:.2f} |"
         )
     for shard in FLAGS.shards:
         ratios = [a / b for a, b in zip(seconds[shard], seconds[None], strict=True)]
@@ -88,8 +99,15 @@ def main(_):
 
 def create_strategy(cluster):
     """Returns the strategy of this process. A process joins a job once, with one strategy."""
+    import tensorflow as tf
+
     import kdist
 
+    if FLAGS.logical_gpu_megabytes:
+        tf.config.set_logical_device_configuration(
+            tf.config.list_physical_devices("GPU")[0],
+            [tf.config.LogicalDeviceConfiguration(FLAGS.logical_gpu_megabytes)] * FLAGS.devices,
+        )
     name = "mirrored" if cluster.is_alone else "multi_worker"
     return kdist.create_strategy(name, FLAGS.devices, shard=FLAGS.shards[0])
 
@@ -97,6 +115,22 @@ def create_strategy(cluster):
 def divide(strategy, shard):
     """Sets what the replicas of a strategy divide."""
     strategy.layout = dataclasses.replace(strategy.layout, shard=shard)
+
+
+@contextlib.contextmanager
+def peak_memory():
+    """Yields a list; at the end it has the bytes that each GPU held beyond those it held before."""
+    import tensorflow as tf
+
+    gpus = [device.name.rsplit("device:")[-1] for device in tf.config.list_logical_devices("GPU")]
+    before = []
+    for gpu in gpus:
+        tf.config.experimental.reset_memory_stats(gpu)
+        before.append(tf.config.experimental.get_memory_info(gpu)["current"])
+    added: list[int] = []
+    yield added
+    for gpu, bytes_before in zip(gpus, before, strict=True):
+        added.append(tf.config.experimental.get_memory_info(gpu)["peak"] - bytes_before)
 
 
 def first_step(strategy, data):

@@ -70,7 +70,7 @@ def all_parts(tiny: bool, pythons: Mapping[str, str], device: str) -> list[Part]
             parts.append(_module("check", "What works: kdist check", 180, "kdist", "check"))
             parts.append(_equality("float64", tiny, device))
         if model == "transformer":
-            parts += [_profile(tiny), _serving(tiny), _tune(tiny)]
+            parts += [_profile(tiny), _sharding(tiny), _serving(tiny), _tune(tiny)]
     return parts
 
 
@@ -129,6 +129,14 @@ def for_slowest_row(part: Part, rows: Sequence[Mapping], tiny: bool) -> Part:
     only = [str(each) for each in spec.VARIANTS["kdist"]].index(variant)
     task = spec.Task("kdist", model, tiny, only, profile=True)
     return dataclasses.replace(part, command=[*part.command[:-1], task.to_json()])
+
+
+def _sharding(tiny):
+    size = ["--depth=1", "--width=16", "--tokens=8", "--turns=1"]
+    if not tiny:
+        size = ["--width=768", "--tokens=128", "--turns=3", "--logical_gpu_megabytes=9000"]
+    title = "Sharded replicas on logical GPUs of one card: memory, not speed"
+    return _module("sharding", title, 240, "benchmarks.sharding", *size)
 
 
 def _serving(tiny):
