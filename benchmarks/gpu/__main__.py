@@ -44,6 +44,9 @@ _INTERRUPTED = "interrupted"
 flags.DEFINE_list("only", [], "Names of parts, or what they start with; all by default.")
 flags.DEFINE_boolean("list", False, "Print the names of the parts and exit.")
 flags.DEFINE_float("minutes", 25, "Time for all parts. Others run in the next call.", 0.1)
+flags.DEFINE_integer(
+    "max_variants", None, "Most telling variants that each training measures; all by default.", 1
+)
 flags.DEFINE_float("limit_seconds", None, "Time limit of each part; by default its own.", 1)
 flags.DEFINE_boolean("again", False, "Also run parts that are done at this commit.")
 flags.DEFINE_boolean("tiny", False, "Small sizes on the CPU. The figures mean nothing.")
@@ -96,7 +99,7 @@ def _chosen():
             print(f"{library} is omitted: {pythons[library]} lacks {' or '.join(packages)}")
             del pythons[library]
     device = "CPU" if FLAGS.tiny else "GPU"
-    every = parts.all_parts(FLAGS.tiny, pythons, device)
+    every = parts.all_parts(FLAGS.tiny, pythons, device, FLAGS.max_variants)
     chosen = [part for part in every if not FLAGS.only or part.name.startswith(tuple(FLAGS.only))]
     if not chosen:
         names = ", ".join(part.name for part in every)

@@ -47,13 +47,16 @@ class Part:
     seconds: float
 
 
-def all_parts(tiny: bool, pythons: Mapping[str, str], device: str) -> list[Part]:
+def all_parts(
+    tiny: bool, pythons: Mapping[str, str], device: str, most: int | None = None
+) -> list[Part]:
     """Returns all parts in the order in which they run.
 
     Args:
         tiny: run small sizes on the CPU.
         pythons: "torch" and "jax" -> an interpreter that imports the library. Others are omitted.
         device: "GPU" or "CPU", of the equality suite.
+        most: largest number of variants in each part that trains. Defaults to all.
     """
     # Right numbers before fast ones.
     parts = [
@@ -61,11 +64,11 @@ def all_parts(tiny: bool, pythons: Mapping[str, str], device: str) -> list[Part]
         _module("driver", "NVML and nvidia-smi", 90, "benchmarks.gpu.driver"),
     ]
     for model in spec.SIZES:
-        parts.append(_training("kdist", model, tiny, sys.executable))
+        parts.append(_training("kdist", model, tiny, sys.executable, most))
         for rival in _RIVALS:
             python = sys.executable if rival == "keras" else pythons.get(rival)
             if python:
-                parts.append(_training(rival, model, tiny, python))
+                parts.append(_training(rival, model, tiny, python, most))
         if model == "resnet50":
             parts.append(_module("check", "What works: kdist check", 180, "kdist", "check"))
             parts.append(_equality("float64", tiny, device))
@@ -78,9 +81,9 @@ def _module(name, title, seconds, *arguments):
     return Part(name, title, [sys.executable, "-m", *arguments], seconds)
 
 
-def _training(library, model, tiny, python):
+def _training(library, model, tiny, python, most):
     module = "torch_training" if library == "torch" else "keras_training"
-    task = spec.Task(library, model, tiny)
+    task = spec.Task(library, model, tiny, most=most)
     command = [python, "-m", f"benchmarks.gpu.{module}", task.to_json()]
     return Part(f"train-{model}-{library}", f"Training: {model}, {library}", command, 300)
 

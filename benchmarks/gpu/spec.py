@@ -107,6 +107,7 @@ class Task:
         model: a name in `SIZES`.
         tiny: measure small sizes on the CPU; the figures mean nothing.
         only: index of the one variant to measure, in `VARIANTS`; None measures all.
+        most: largest number of variants to measure, the most telling ones; None measures all.
         profile: print the kernels that take longest instead of speed.
     """
 
@@ -114,6 +115,7 @@ class Task:
     model: str
     tiny: bool = False
     only: int | None = None
+    most: int | None = None
     profile: bool = False
 
     @property
@@ -132,7 +134,8 @@ class Task:
         chosen = VARIANTS[self.library]
         if self.only is not None:
             chosen = chosen[self.only : self.only + 1]
-        return [each for each in chosen if len(self.size.shape) == 3 or not each.reads]
+        chosen = [each for each in chosen if len(self.size.shape) == 3 or not each.reads]
+        return chosen[: self.most]
 
     def to_json(self) -> str:
         """Returns the task as a command line argument."""

@@ -493,6 +493,15 @@ def call_with_captures(function, arguments: Sequence[tf.Tensor], captures: Seque
         tf.config.optimizer.set_experimental_options(before)
 
 
+def yields_on_host(iterator) -> bool:
+    """Returns True if an iterator of `tf.data` yields batches in the memory of the host.
+
+    With `tf.data.experimental.prefetch_to_device`, they are in that of a GPU.
+    """
+    resource = getattr(iterator, "_iterator_resource", None)
+    return resource is not None and "GPU" not in resource.device.upper()
+
+
 def destroy_iterator(iterator):
     """Destroys an iterator of `tf.data`, which must not be used again.
 

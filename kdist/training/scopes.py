@@ -21,6 +21,16 @@ def num_local_replicas(strategy: tf.distribute.Strategy) -> int:
     return len(strategy.extended.worker_devices) if several else 1
 
 
+def computes_on_gpus(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if the replicas of this process compute on GPUs."""
+    if has_parameter_servers(strategy):  # Replicas are in other processes.
+        return False
+    try:
+        return any("GPU" in device.upper() for device in strategy.extended.worker_devices)
+    except RuntimeError:  # TensorFlow's default strategy, which uses the first GPU.
+        return bool(tf.config.list_logical_devices("GPU"))
+
+
 def this_replica() -> int:
     """Returns the index of this replica in the job, from 0, in replica context."""
     return int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))

@@ -116,12 +116,13 @@ class StepClock:
         return times
 
 
-def fetch(iterator, since):
+def fetch(iterator, since, device=None):
     """Returns (the next batch of an iterator, seconds by which it arrived later than `since`).
 
     Args:
         iterator: iterator over a dataset.
         since: `tf.timestamp()` of the moment from which the batch could have been used.
+        device: device of the iterator, where the batch stays. By default TensorFlow may copy it.
     """
     batch = next(iterator)
     parts = [x for x in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(x)]
@@ -130,7 +131,8 @@ def fetch(iterator, since):
         arrived = tf.timestamp()
         waited = tf.maximum(arrived - since, 0.0)
     # The step begins afterwards; else the time is read whenever its operations leave a thread free.
-    with tf.control_dependencies([arrived]):
+    place = tf.device(device) if device else contextlib.nullcontext()
+    with tf.control_dependencies([arrived]), place:
         return tf.nest.map_structure(identity, batch, expand_composites=True), waited
 
 
@@ -139,11 +141,11 @@ def identity(part):
     return tf.identity(part) if tf.is_tensor(part) else part
 
 
-def fetch_now(iterator):
+def fetch_now(iterator, device=None):
     """Returns `fetch` with the current time as `since`."""
     since = tf.timestamp()
     with tf.control_dependencies([since]):
-        return fetch(iterator, since)
+        return fetch(iterator, since, device)
 
 
 def step_end_time(variables, otherwise):

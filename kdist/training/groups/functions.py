@@ -14,7 +14,7 @@ import time
 import tensorflow as tf
 
 from kdist.compat.keras import reduce_per_replica
-from kdist.compat.tensorflow import function_of_its_own, run_once
+from kdist.compat.tensorflow import function_of_its_own, run_once, yields_on_host
 from kdist.training.groups import clock as clocks
 from kdist.training.groups.inputs import open_rows, with_open_rows, without_slice
 from kdist.training.groups.loop import LazyLogs
@@ -24,7 +24,12 @@ from kdist.training.local_sgd import LocalStep
 from kdist.training.parameter_server.central_step import CentralStep
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
 from kdist.training.replica.reduction import attributes_of_replica
-from kdist.training.replica.row_shares import BatchDivision, DifferentRowsError, is_distributed
+from kdist.training.replica.row_shares import (
+    BatchDivision,
+    DifferentRowsError,
+    in_page_locked_memory,
+    is_distributed,
+)
 from kdist.training.replica.shared_trace import SharedTrace
 from kdist.training.replica.step import (
     KnownRowsError,
@@ -32,6 +37,7 @@ from kdist.training.replica.step import (
     WholeBatchError,
 )
 from kdist.training.scopes import (
+    computes_on_gpus,
     is_multi_worker,
     num_local_replicas,
     shares_storage,
@@ -56,6 +62,7 @@ _NEEDS_WHOLE_BATCH = (
     'gather_batch="step" needs the whole batch, and each worker or replica reads its own part of '
     "the data. Pass a tf.data.Dataset that is not distributed, or use gather_batch=True"
 )
+_HOST = "CPU:0"
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
@@ -98,6 +105,7 @@ class StepFunction:
             votes = trainer.training_state.votes if monitor else None
             self._totals = MetricTotals(trainer, monitor, votes)
         self._replicated = ReplicatedStep(trainer, step, accumulators, micro_steps, rounds)
+        self._for_gpus = computes_on_gpus(trainer.distribute_strategy) and not trainer.run_eagerly
         self._results = self._replicated.results
         self._replicated_step = self._compiled(self._replicated)
         traced = (lambda f: f) if trainer.run_eagerly else self._traced
@@ -127,15 +135,18 @@ class StepFunction:
         """
         length = group.length
         iterator, worker_slice = without_slice(group.iterator)
+        on_host = self._for_gpus and yields_on_host(iterator)
         with step_timeout_of(self._trainer.distribute_strategy):
             if group.may_run_out or not isinstance(iterator, _ITERATORS):
-                outputs, waited, length = self._until_exhausted(iterator, length, worker_slice)
+                outputs, waited, length = self._until_exhausted(
+                    iterator, length, worker_slice, on_host
+                )
                 group = dataclasses.replace(group, length=length)
             elif length == 1:
-                outputs, waited = self._run_one(iterator, self._count(1), worker_slice)
+                outputs, waited = self._run_one(iterator, self._count(1), worker_slice, on_host)
             else:
                 outputs, waited = self._run_loop(
-                    iterator, tf.constant(length), self._count(length), worker_slice
+                    iterator, tf.constant(length), self._count(length), worker_slice, on_host
                 )
         self._clock.note_input(waited)
         return GroupResult(group, self._logs(outputs))
@@ -189,19 +200,23 @@ class StepFunction:
     def _traced(self, python_function):
         return self._replicated.traced(_function(python_function))
 
-    def _only_step(self, batch, done, worker_slice, has_open_rows=()):
+    def _only_step(self, batch, done, worker_slice, on_host, has_open_rows=()):
         if not tf.executing_eagerly():
             batch = with_open_rows(batch, has_open_rows)
-        return self._end_of_group(self._step_on(batch, done, worker_slice))
+        return self._end_of_group(self._step_on(batch, done, worker_slice, on_host))
 
-    def _step_on(self, batch, done, worker_slice):
+    def _step_on(self, batch, done, worker_slice, on_host):
         """Runs a step and returns its outputs.
 
         Args:
             batch: a global batch, or this worker's slice of one.
             done: number of local steps of the round before this one; None without rounds.
             worker_slice: the `WorkerSlice` that `batch` is, or None.
+            on_host: whether the batch is in the host's memory, and GPUs compute.
         """
+        if on_host and self._replicated.is_undivided:
+            with tf.device(_HOST):
+                batch = in_page_locked_memory(batch)
         outputs = run_converted(self._trainer, self._replicated_step, batch, worker_slice)
         if self._rounds:
             self._rounds.end_of_step(done)
@@ -214,15 +229,16 @@ class StepFunction:
     # Each of the following returns (outputs of `_end_of_group`, seconds waited for input), and
     # the last one also the number of steps, which are fewer where the data end.
 
-    def _fetch_and_step(self, iterator, done, worker_slice):
-        batch, waited = clocks.fetch_now(iterator)
-        return self._only_step(batch, done, worker_slice), waited
+    def _fetch_and_step(self, iterator, done, worker_slice, on_host):
+        batch, waited = clocks.fetch_now(iterator, _HOST if on_host else None)
+        return self._only_step(batch, done, worker_slice, on_host), waited
 
-    def _loop(self, iterator, length, done, worker_slice):
+    def _loop(self, iterator, length, done, worker_slice, on_host):
         def step(number, waited, since, _=None):
-            batch, wait = clocks.fetch(iterator, since)
-            outputs = self._step_on(batch, None if done is None else done + number, worker_slice)
-            with tf.device("CPU:0"):
+            batch, wait = clocks.fetch(iterator, since, _HOST if on_host else None)
+            done_before = None if done is None else done + number
+            outputs = self._step_on(batch, done_before, worker_slice, on_host)
+            with tf.device(_HOST):
                 waited, arrived = waited + wait, since + wait
             ended = clocks.step_end_time(self._trainer.trainable_variables, arrived)
             return number + 1, waited, ended, outputs
@@ -236,23 +252,23 @@ class StepFunction:
         )
         return self._end_of_group(outputs), waited
 
-    def _run_each(self, iterator, length, done, worker_slice):
+    def _run_each(self, iterator, length, done, worker_slice, on_host):
         waited = 0.0
         for number in range(int(length)):
             outputs, wait = self._run_one(
-                iterator, None if done is None else done + number, worker_slice
+                iterator, None if done is None else done + number, worker_slice, on_host
             )
             waited += wait
         return outputs, waited
 
-    def _until_exhausted(self, iterator, length, worker_slice):
+    def _until_exhausted(self, iterator, length, worker_slice, on_host):
         # The batch is fetched before the step begins: inside one function, operations that need
         # no data (the step counter, weight decay) would still run after the last batch.
         outputs, waited, since, steps = None, 0.0, time.perf_counter(), 0
         has_open_rows = open_rows(getattr(iterator, "element_spec", ()))
         for batch in take_up_to(length, iterator):
             waited += time.perf_counter() - since
-            outputs = self._run_batch(batch, self._count(1), worker_slice, has_open_rows)
+            outputs = self._run_batch(batch, self._count(1), worker_slice, on_host, has_open_rows)
             since = time.perf_counter()
             steps += 1
         if outputs is None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from kdist.training.scopes import computes_on_gpus
+
 Number = Any  # an int where the batch's size is known before the step runs, else an int32 scalar
 
 
@@ -87,6 +89,7 @@ class BatchDivision:
         micro_steps: number of parts into which each replica's rows are divided.
         is_fixed: the tensors have no rows; every replica receives all of them.
         is_repeated: every replica receives all rows, and those of the first one count.
+        for_gpus: the rows are copied into page-locked memory.
     """
 
     sizes: tuple[Number, ...]
@@ -94,6 +97,7 @@ class BatchDivision:
     micro_steps: int
     is_fixed: bool = False
     is_repeated: bool = False
+    for_gpus: bool = False
 
     @classmethod
     def of(
@@ -134,7 +138,8 @@ class BatchDivision:
             rows, first = worker_slice.batch_rows, worker_slice.first_row
         sizes = [_size(rows, replica, replicas) for replica in range(replicas)]
         starts = [rows * replica // replicas - first for replica in range(replicas)]
-        return cls(tuple(sizes), tuple(starts), micro_steps)
+        for_gpus = computes_on_gpus(strategy) and not tf.executing_eagerly()
+        return cls(tuple(sizes), tuple(starts), micro_steps, for_gpus=for_gpus)
 
     def take(self, data, replica: int, micro_step: Number, hides_rows: bool = False):
         """Returns (rows of `data`, their `RowShare`) of a replica in a micro-step.
@@ -167,9 +172,31 @@ class BatchDivision:
             )
         with tf.device("CPU:0"):  # where the batch is; only a share is copied
             taken = keras.tree.map_structure(lambda leaf: _rows_of(leaf, first, shown), data)
+            if self.for_gpus:
+                taken = in_page_locked_memory(taken)
         if hides_rows or (isinstance(size, int) and size == 1):
             taken = with_unknown_rows(taken)  # else a constant per row and one for all look alike
         return taken, dataclasses.replace(share, tensors=_leaves(taken))
+
+
+def in_page_locked_memory(data):
+    """Returns a batch of the host whose dense tensors a GPU can read without waiting for the host.
+
+    It is called on the host's device inside a function. TensorFlow allocates the result of an
+    operation in page-locked memory if a GPU is to have it, but not the batches of `tf.data`. From
+    those it copies in small pieces, which begin when the GPU has ended the step before, and no
+    other work is sent to the GPU meanwhile: 11 ms for 77 MB on an H200, which takes 1.5 ms.
+    """
+
+    def copied(leaf):
+        is_dense = isinstance(leaf, tf.Tensor)
+        if not is_dense or not (
+            leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
+        ):
+            return leaf
+        return tf.raw_ops.Snapshot(input=leaf)
+
+    return keras.tree.map_structure(copied, data)
 
 
 def tensors_of(data):
