@@ -36,6 +36,9 @@ def build(name: str, size: spec.Size) -> keras.Model:
         return application(weights=None, input_shape=tuple(size.shape), classes=size.classes)
     layers = keras.layers
     inputs = keras.Input(size.shape, dtype="int32" if name == "transformer" else "float32")
+    if name == "pooling":
+        x = layers.GlobalAveragePooling2D()(inputs)
+        return keras.Model(inputs, layers.Dense(size.classes, "softmax", dtype="float32")(x))
     if name == "transformer":
         x = layers.Embedding(size.vocabulary, size.width)(inputs)
     else:

@@ -39,12 +39,14 @@ SIZES = {
     "transformer": Size(32, (512,)),
     "vit_b16": Size(64, (224, 224, 3)),
     "mobilenet_v2": Size(128, (224, 224, 3)),
+    "pooling": Size(128, (224, 224, 3)),  # hardly computes, so that a step copies its batch
 }
 TINY_SIZES = {
     "resnet50": Size(2, (32, 32, 3), 10),
     "transformer": Size(2, (16,), 10, 100, 16, 2),
     "vit_b16": Size(2, (32, 32, 3), 10, 100, 16, 2),
     "mobilenet_v2": Size(2, (32, 32, 3), 10),
+    "pooling": Size(2, (32, 32, 3), 10),
 }
 
 

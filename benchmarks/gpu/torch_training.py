@@ -56,8 +56,12 @@ def _measure(task, variant):
     torch.backends.cudnn.allow_tf32 = variant.precision != "float32"
     torch.backends.cudnn.benchmark = True
     size = task.size
-    if task.model in ("resnet50", "mobilenet_v2"):
-        model = getattr(torchvision.models, task.model)(num_classes=size.classes)
+    if task.model in ("resnet50", "mobilenet_v2", "pooling"):
+        model = (
+            nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, size.classes))
+            if task.model == "pooling"
+            else getattr(torchvision.models, task.model)(num_classes=size.classes)
+        )
         shape = (size.batch, size.shape[2], *size.shape[:2])
         values = torch.rand(shape).contiguous(memory_format=torch.channels_last)
         model = model.to(device, memory_format=torch.channels_last)

@@ -6,7 +6,10 @@ import pytest
 import tensorflow as tf
 
 import kdist
+from kdist.compat.tensorflow import collect_function_graphs, yields_on_host
 from kdist.testing import assert_same_weights
+from kdist.training.groups import functions
+from kdist.training.replica import row_shares
 from kdist.training.replica.row_shares import BatchDivision, WorkerSlice, number_of_rows
 
 
@@ -178,3 +181,67 @@ def test_divided_data_keeps_its_division():
     batch = next(iter(strategy.experimental_distribute_dataset(dataset.skip(1))))
     division = BatchDivision.of(batch, strategy)
     assert [int(size) for size in division.sizes] == [2, 2]
+
+
+def step_graph(devices, **options):
+    """Returns (weights after an epoch, nodes that copy a batch) of a model, as if on GPUs."""
+    strategy = kdist.create_strategy("mirrored" if devices > 1 else "one_device", devices)
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        inputs = {"x": keras.Input((3,)), "number": keras.Input((), dtype="int32")}
+        x = keras.layers.Concatenate()(
+            [inputs["x"], keras.layers.Embedding(9, 2)(inputs["number"])]
+        )
+        model = kdist.Model(inputs, keras.layers.Dense(1)(x))
+        model.compile("sgd", "mse", **options)
+    x = np.random.default_rng(0).random((10, 3)).astype("float32")
+    data = {"x": x, "number": np.arange(10) % 9}, np.ones(10, "float32")
+    with collect_function_graphs() as graphs_of_functions:
+        model.fit(*data, batch_size=4, verbose=0, shuffle=False)
+    graphs = [function.post_optimization_graph for function in graphs_of_functions]
+    nodes = [node for graph in graphs for node in graph.node]
+    nodes += [node for graph in graphs for part in graph.library.function for node in part.node_def]
+    return model.get_weights(), [node for node in nodes if node.op == "Snapshot"]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{}, {"steps_per_execution": 2}, {"jit_compile": True}], ids=str
+)
+def test_batches_for_gpus_are_copied_to_page_locked_memory(devices, options, monkeypatch):
+    expected, copies = step_graph(devices, **options)
+    assert not copies, "no GPU computes"
+    for module in (functions, row_shares):
+        monkeypatch.setattr(module, "computes_on_gpus", lambda strategy: True)
+    weights, copies = step_graph(devices, **options)
+    for one, other in zip(weights, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert {node.device.rpartition("device:")[2] for node in copies} == {"CPU:0"}
+    types = {tf.as_dtype(node.attr["T"].type) for node in copies}
+    assert types >= {tf.float32, tf.int64}
+
+
+def test_only_dense_numbers_are_copied_to_page_locked_memory():
+    batch = {
+        "text": tf.constant(["a", "b"]),
+        "ragged": tf.ragged.constant([[1], [2, 3]]),
+        "none": None,
+        "flags": tf.constant([True, False]),
+    }
+
+    @tf.function
+    def copied():
+        taken = row_shares.in_page_locked_memory(batch)
+        assert taken["flags"].op.type == "Snapshot"
+        return taken
+
+    taken = copied()
+    assert taken["none"] is None
+    assert taken["text"].numpy().tolist() == [b"a", b"b"]
+    assert taken["ragged"].to_list() == [[1], [2, 3]]
+    assert taken["flags"].numpy().tolist() == [True, False]
+
+
+def test_the_memory_of_an_iterators_batches():
+    assert yields_on_host(iter(tf.data.Dataset.range(3)))
+    assert not yields_on_host(iter([1, 2])), "it belongs to the program"
