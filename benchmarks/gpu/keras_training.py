@@ -116,7 +116,20 @@ def _batches(task, variant):
         values = generator.integers(0, size.vocabulary, shape).astype("int32")
     else:
         values = generator.random(shape, "float32")
-    return tf.data.Dataset.from_tensors((values, labels)).repeat().prefetch(2)
+    batches = tf.data.Dataset.from_tensors((values, labels)).repeat()
+    return _prefetched(tf, batches) if variant.prefetches else batches.prefetch(2)
+
+
+def _prefetched(tf, batches):
+    """Returns a dataset whose next batch is copied to the GPU during a step.
+
+    Copies from page-locked memory do not wait for the step. Of the operations of `tf.data`, only
+    `map_and_batch` allocates it: it makes a batch of one batch, whose first axis is then removed.
+    """
+    locked = tf.data.experimental.map_and_batch(lambda *batch: batch, 1, num_parallel_calls=1)
+    batches = batches.apply(locked).map(lambda *batch: [tf.squeeze(each, 0) for each in batch])
+    device = "/GPU:0" if _gpu_name() else "/CPU:0"
+    return batches.apply(tf.data.experimental.prefetch_to_device(device, 1))
 
 
 def _read_images(tf, size, generator):

@@ -60,6 +60,7 @@ class Variant:
         steps_per_call: steps in one call from Python.
         reads: whether each step decodes and augments JPEG images. Otherwise batches repeat.
         telemetry: whether kdist records the run.
+        prefetches: whether the next batch is copied to the GPU during a step, by `tf.data`.
     """
 
     precision: str
@@ -67,6 +68,7 @@ class Variant:
     steps_per_call: int = 1
     reads: bool = False
     telemetry: bool = False
+    prefetches: bool = False
 
     def __str__(self):
         words = [self.precision]
@@ -74,6 +76,7 @@ class Variant:
         words += [f"{self.steps_per_call} steps per call"] * (self.steps_per_call > 1)
         words += ["input pipeline"] * self.reads
         words += ["telemetry"] * self.telemetry
+        words += ["prefetched to the GPU"] * self.prefetches
         return ", ".join(words)
 
 
@@ -86,6 +89,7 @@ _RIVALS = (COMPILED, TF32, BFLOAT16)
 VARIANTS = {
     "kdist": (
         COMPILED,
+        Variant("bfloat16", True, prefetches=True),
         TF32,
         BFLOAT16,
         GROUPED,
