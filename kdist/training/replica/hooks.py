@@ -157,6 +157,8 @@ def install():
     KerasVariable._initialize = _whole(KerasVariable._initialize)
     key_of = TFOptimizer._var_key
     TFOptimizer._var_key = lambda self, variable: key_of(self, weights.stored(variable))
+    decays = BaseOptimizer._use_weight_decay
+    BaseOptimizer._use_weight_decay = lambda self, variable: decays(self, _native(variable))
     TFOptimizer.add_variable_from_reference = _whole_slots(TFOptimizer.add_variable_from_reference)
     for name, of_shards in _METHODS_ON_AVERAGES.items():
         method = getattr(keras.callbacks.SwapEMAWeights, name)
@@ -189,6 +191,15 @@ def _hook(owner, name, hook):
 
 
 # Outside of steps.
+
+
+def _native(variable):
+    """Returns TensorFlow's variable of a variable of Keras, and any other as it is.
+
+    `exclude_from_weight_decay(var_names=…)` searches the names of TensorFlow's variables, such as
+    `norm/scale:0`. The optimizer passes those of Keras, such as `scale`, in kdist's steps.
+    """
+    return weights.stored(variable)._value if isinstance(variable, KerasVariable) else variable
 
 
 def _on_shards(keras_function, of_shards):
