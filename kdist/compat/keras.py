@@ -105,6 +105,7 @@ FUNCTIONAL_MEMBERS = (
 OPTIMIZER_MEMBERS = (
     *("_clip_gradients", "_common_apply", "_distribution_strategy", "_get_variable_index"),
     *("_trainable_variables", "_trainable_variables_indices", "_untrack_variable", "_var_key"),
+    "_use_weight_decay",
 )
 # Variables of a built optimizer that are no slots.
 OPTIMIZER_STATE = (

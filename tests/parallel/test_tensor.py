@@ -26,10 +26,18 @@ TENSOR_4 = kdist.Layout(tensor=4)
 HYBRID = kdist.Layout(data=2, tensor=2)
 STAGES = kdist.Layout(pipeline=2, tensor=2)
 
+
+def adamw():
+    optimizer = keras.optimizers.AdamW(1e-3, weight_decay=5.0, epsilon=1e-3)
+    optimizer.exclude_from_weight_decay(var_names=["up/kernel", "norm"])
+    return optimizer
+
+
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.02),
     "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(1e-3, epsilon=1e-3),
+    "adamw": adamw,
 }
 
 
@@ -127,7 +135,7 @@ def trained(model, shape, rows=STEPS * BATCH):
 
 CASES = [
     ("mlp", TENSOR_4, "adam"),
-    ("mlp", STAGES, "adam"),
+    ("mlp", STAGES, "adamw"),
     ("cnn", HYBRID, "momentum"),
     ("transformer", TENSOR_2, "momentum"),
     ("transformer", HYBRID, "sgd"),

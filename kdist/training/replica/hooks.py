@@ -14,6 +14,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import tempfile
 import traceback
 import warnings
@@ -157,8 +158,7 @@ def install():
     KerasVariable._initialize = _whole(KerasVariable._initialize)
     key_of = TFOptimizer._var_key
     TFOptimizer._var_key = lambda self, variable: key_of(self, weights.stored(variable))
-    decays = BaseOptimizer._use_weight_decay
-    BaseOptimizer._use_weight_decay = lambda self, variable: decays(self, _native(variable))
+    BaseOptimizer._use_weight_decay = _as_on_one_device(BaseOptimizer._use_weight_decay)
     TFOptimizer.add_variable_from_reference = _whole_slots(TFOptimizer.add_variable_from_reference)
     for name, of_shards in _METHODS_ON_AVERAGES.items():
         method = getattr(keras.callbacks.SwapEMAWeights, name)
@@ -193,13 +193,25 @@ def _hook(owner, name, hook):
 # Outside of steps.
 
 
-def _native(variable):
-    """Returns TensorFlow's variable of a variable of Keras, and any other as it is.
+def _as_on_one_device(use_weight_decay):
+    """Returns Keras's `_use_weight_decay`, which finds a weight by the name it has on one device.
 
     `exclude_from_weight_decay(var_names=…)` searches the names of TensorFlow's variables, such as
-    `norm/scale:0`. The optimizer passes those of Keras, such as `scale`, in kdist's steps.
+    `norm/scale:0`. In kdist's steps, the optimizer passes variables of Keras, such as `scale`. A
+    part of a divided layer's weight is `up/shard_0/kernel:0`.
     """
-    return weights.stored(variable)._value if isinstance(variable, KerasVariable) else variable
+
+    @functools.wraps(use_weight_decay)
+    def as_on_one_device(optimizer, variable):
+        if isinstance(variable, KerasVariable):
+            variable = weights.stored(variable)._value
+        pattern = getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
+        name = re.sub(r"/shard_\d+/", "/", variable.name)
+        if pattern is not None and re.search(pattern, name):
+            return False
+        return use_weight_decay(optimizer, variable)
+
+    return as_on_one_device
 
 
 def _on_shards(keras_function, of_shards):
