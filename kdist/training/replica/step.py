@@ -297,7 +297,7 @@ class ReplicaStep:
         targets, flat = keras.tree.flatten(target), keras.tree.flatten(sources)
         if not all(isinstance(t, tf.Tensor) for t in targets):
             return gradient(target, sources, None)
-        to_variables = any(map(_is_variable, flat))
+        to_variables = any(map(self._is_weight, flat))
         terms, is_function = [], False
         for one in targets:
             function = self._function_of_target(one) if to_variables else None
@@ -348,7 +348,7 @@ class ReplicaStep:
     def _reduced_early(self, found, sources):
         """Returns gradients of a tape; those with respect to variables are of the global batch."""
         flat = keras.tree.flatten(found)
-        own = [g if _is_variable(s) else None for g, s in zip(flat, sources, strict=True)]
+        own = [g if self._is_weight(s) else None for g, s in zip(flat, sources, strict=True)]
         with self._colocation():
             own = self.reduced(self._scaled_by_rows(own, bool(self._scaled_by)))
         of_batch = Dependence(is_of_gradient=True, is_of_weights=True, is_reduced=True)
@@ -382,12 +382,19 @@ class ReplicaStep:
             None if degree is None else float(degree),
             axis,
             mixes_rows=mixes_rows and axis is not None,
+            is_over_rows=axis is None and is_recorded(),
         )
         self._noted(gradient, dependence)
         of_gradient = dataclasses.replace(
-            dependence, is_of_gradient=True, is_of_weights=_is_variable(source)
+            dependence, is_of_gradient=True, is_of_weights=self._is_weight(source)
         )
         self._gradient_dependence.note(gradient, of_gradient)
+
+    def _is_weight(self, source):
+        """Returns True for a variable, and for a tensor without rows, such as a copy of one."""
+        if _is_variable(source):
+            return True
+        return _is_in_graph(source) and self._dependence.of(source).axis is None
 
     def note_layer(self, inputs, outputs, is_of_keras=True):
         """Records that a layer computes each row of its outputs from the same row of its inputs.
