@@ -238,15 +238,51 @@ def test_files_and_models_for_serving(tmp_path):
         tf.train.Checkpoint(model=model).save(tmp_path / "checkpoint")
 
 
-def test_what_needs_whole_weights_is_refused():
+class OfValues(keras.Model):
+    """Names its weights by their values, which are variables where weights are whole."""
+
+    watches = False
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape(watch_accessed_variables=not self.watches) as tape:
+            if self.watches:
+                tape.watch([weight.value for weight in weights])
+            loss = self.compute_loss(x, y, self(x, training=True))
+        sources = weights if self.watches else [weight.value for weight in weights]
+        self.optimizer.apply(tape.gradient(loss, sources), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("watches", [False, True])
+def test_gradients_of_the_values_of_weights(watches):
+    x, y = vectors()
+    results = []
+    for replicas in (0, 2):
+        keras.utils.set_random_seed(5)
+        bases = (OfValues, model_class(replicas)) if replicas else (OfValues,)
+        with on(replicas):
+            inputs = keras.Input((WIDTH,))
+            hidden = layers.Dense(WIDTH, "relu")(inputs)
+            model = type("Own", bases, {"watches": watches})(inputs, layers.Dense(WIDTH)(hidden))
+            model.compile("sgd", "mse")
+        model.fit(x, y, batch_size=16, verbose=0)
+        results.append(model.get_weights())
+    assert_same_weights(*results, 1e-6)
+
+
+def test_what_needs_whole_weights_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Leave jit_compile"):
         deep(2, jit_compile=True)
     model = deep(2)
     x, _ = vectors()
     with model.distribute_strategy.scope(), tf.GradientTape() as tape:
         loss = tf.reduce_sum(model(x))
-    with pytest.raises(ValueError, match=r"kdist\.step"):
+    with pytest.raises(ValueError, match=r"kdist\.Model\.of.*kdist\.step"):
         tape.gradient(loss, model.trainable_variables)
+    with pytest.raises(ValueError, match=r"model\.export"):
+        tf.saved_model.save(model, tmp_path)
 
 
 class Assigning(kdist.Model):

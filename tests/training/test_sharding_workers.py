@@ -97,6 +97,10 @@ for case in cases:
         checkpoint = kdist.callbacks.Checkpoint(directory, STEPS_BETWEEN, keep=99)
         interrupt(lambda: train("", "clipped", [Stop(), checkpoint]))
         train(case, "clipped", [kdist.callbacks.Checkpoint(directory)])
+    elif case == "from a backup":
+        backup = lambda: keras.callbacks.BackupAndRestore(directory + "-4")
+        interrupt(lambda: train("", "clipped", [Stop(), backup()]))
+        train(case, "clipped", [backup()])
     elif case == "from one device":
         checkpoint = kdist.callbacks.Checkpoint(directory, resume=written)
         train(case, "clipped", [checkpoint])
@@ -151,7 +155,7 @@ def expected(program):
     ("workers", "devices", "shard", "cases"),
     [
         (2, 2, "gradients", ["clipped", "resumed", "moving average"]),
-        (2, 2, "weights", ["clipped", "resumed", "moving average"]),
+        (2, 2, "weights", ["clipped", "resumed", "from a backup", "moving average"]),
         (3, 1, "optimizer", ["from one device", "loss scale"]),
         *seldom([(2, 3, "weights", ["from one device", "loss scale"])]),
     ],
@@ -170,7 +174,7 @@ def test_processes_divide_state_and_train_as_one_device(
     assert all(results == found for results, *_ in rest)
     assert all(each[4] == drawn == [0] for each in rest)  # by the first worker
     for case in cases:
-        model = expected("clipped" if case in ("resumed", "from one device") else case)
+        model = expected("clipped" if case == "resumed" or "from" in case else case)
         slots = [variable.numpy() for variable in model.optimizer.variables]
         assert_same_weights(found[case]["weights"], model.get_weights(), 1e-6)
         assert_same_weights(found[case]["optimizer"], slots, 1e-6)

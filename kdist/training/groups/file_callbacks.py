@@ -10,8 +10,9 @@ from kdist.compat.keras import recompute_constants
 from kdist.training.broadcast import read_on_chief
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
-from kdist.training.sharding.optimizer_state import shards_of
-from kdist.training.sharding.parts import divides_over_workers
+from kdist.training.sharding.optimizer_state import shards_of, slots_of
+from kdist.training.sharding.parts import DividedCopies, divides_over_workers
+from kdist.training.sharding.weights import as_divided
 
 # Callbacks that only write.
 _WRITERS = (
@@ -140,12 +141,33 @@ def _on_chief(callback, call):
         call()
 
 
+def _read(value, strategy):
+    """Returns the array of a whole or divided variable, without the other workers."""
+    if isinstance(value, DividedCopies):
+        return value.whole()
+    return _copies(value, strategy)[0].numpy()
+
+
+def _assign(value, array, strategy):
+    """Assigns a whole or divided variable on this worker."""
+    if isinstance(value, DividedCopies):
+        value.assign(array)
+        return
+    for copy in _copies(value, strategy):
+        copy.assign(array)
+
+
+def _copies(value, strategy):
+    (variable,) = value.pieces
+    return strategy.experimental_local_results(variable.value)
+
+
 def _restore(callback, call):
     """Restores the chief's model from its files, and all others from the chief's model."""
     model = callback.model
     strategy = model.distribute_strategy
     metrics = {id(variable) for variable in model.metrics_variables}
-    copies = {}
+    values = {}
 
     def read():
         if not tf.io.gfile.exists(callback.backup_dir):
@@ -157,21 +179,19 @@ def _restore(callback, call):
                 f"BackupAndRestore cannot restore {callback.backup_dir}: {error}; remove the "
                 "directory to start from the beginning"
             ) from error
-        arrays = {name: copy[0].numpy() for name, copy in copies.items()}
+        arrays = {name: _read(value, strategy) for name, value in values.items()}
         return {"arrays": arrays, "epoch": model._initial_epoch}
 
     if model.optimizer is not None and not model.optimizer.built:
         with strategy.scope():  # all workers create its variables together
             model.optimizer.build(model.trainable_variables)
-    slots = (slot for optimizer in optimizers_of(model) for slot in optimizer.variables)
-    for number, variable in enumerate((*model.variables, *slots)):
-        if id(variable) not in metrics:
-            copies[str(number)] = strategy.experimental_local_results(variable.value)
+    weights = [as_divided(each) for each in model.variables if id(each) not in metrics]
+    slots = [slot for optimizer in optimizers_of(model) for slot in slots_of(optimizer)]
+    values = {str(number): value for number, value in enumerate([*weights, *slots])}
     with heartbeat.collective("restoring a backup"):
         found = read_on_chief(strategy, read, RuntimeError)
     for name, array in (found["arrays"] or {}).items():
-        for copy in copies[name]:
-            copy.assign(array)
+        _assign(values[name], array, strategy)
     if found["arrays"]:
         model._initial_epoch = found["epoch"]
         recompute_constants(model)

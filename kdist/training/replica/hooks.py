@@ -127,6 +127,7 @@ def hooks():
         (KerasVariable, "assign_sub", _assign_sub),
         *((DistributedVariable, name, _assign_raw) for name in _ASSIGNMENTS),
         (tf.GradientTape, "gradient", _tape_gradient),
+        (tf.GradientTape, "watch", _tape_watch),
         (tf.nn, "compute_average_loss", _average_loss),
         (tf.nn, "ctc_loss", _ctc_loss),
         (tf.compat.v1.nn, "ctc_loss", _ctc_loss),
@@ -656,6 +657,10 @@ def _tape_gradient(
         found = gradient(target, sources, output_gradients)
         return step.product_gradient(found, target, sources, output_gradients)
     return step.tape_gradient(gradient, target, sources)
+
+
+def _tape_watch(step, keras_function, tape, tensor):
+    return keras_function(tape, step.watched(tensor))
 
 
 def _apply(step, keras_function, optimizer, grads, trainable_variables=None):

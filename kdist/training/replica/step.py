@@ -325,6 +325,10 @@ class ReplicaStep:
             self._fall_back_on_changed_gradient(is_eager=True)
         return found
 
+    def watched(self, tensors):
+        """Returns what a tape watches if a program lets it watch `tensors`."""
+        return tensors
+
     def product_gradient(self, found, target, sources, output_gradients):
         """Returns the gradients of a tape, given those of the targets, and records their degree."""
         degrees = set()

@@ -12,6 +12,7 @@ loss scale or `gradient_accumulation_steps` is used, where replicas cannot excha
 """
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
@@ -28,7 +29,7 @@ from kdist.training.replica.step import ReplicaStep, scale_gradient
 from kdist.training.sharding.gathers import WeightGathers
 from kdist.training.sharding.optimizer_state import shards_of
 from kdist.training.sharding.parts import num_parts
-from kdist.training.sharding.weights import sharded_weights
+from kdist.training.sharding.weights import ShardedVariable, sharded_weights
 
 
 class ShardedStep(ReplicaStep):
@@ -45,6 +46,7 @@ class ShardedStep(ReplicaStep):
     def __init__(self, trainer, *others):
         super().__init__(*others)
         self._weights = WeightGathers(sharded_weights(trainer))
+        self._values: dict = {}  # id of a gathered tensor -> (the tensor, its weight)
         count = num_parts(trainer.distribute_strategy)
         self._part = self.replica % count
         self._is_within_worker = count < self.replicas
@@ -58,12 +60,32 @@ class ShardedStep(ReplicaStep):
 
     def sharded_value(self, variable):
         """Returns the whole value of a weight, which this replica gathers."""
-        return variable.recorded(self._weights.whole(variable), self)
+        value = variable.recorded(self._weights.whole(variable), self)
+        self._values[id(value)] = value, variable
+        return value
+
+    def watched(self, tensors):
+        """Returns what a tape watches: the part of a weight in place of its value."""
+        return keras.tree.map_structure(
+            lambda each: each.own_part(self) if isinstance(each, ShardedVariable) else each,
+            self._as_weights(tensors),
+        )
 
     def tape_gradient(self, gradient, target, sources):
-        """Returns the gradients of a tape, which read the weights that they need once more."""
-        compute = super().tape_gradient
-        return self._weights.gradient(lambda: compute(gradient, target, sources), target)
+        """Returns the gradients of a tape, which read the weights that they need once more.
+
+        Keras's `weight.value` is a variable where weights are whole. So the gradient with respect
+        to the value of a weight is that of the weight, wherever the weight was read.
+        """
+        compute = functools.partial(super().tape_gradient, gradient, target)
+        weights = self._as_weights(sources)
+        return self._weights.gradient(lambda: compute(weights), target)
+
+    def _as_weights(self, tensors):
+        """Returns a structure of tensors with the weights whose values they are."""
+        return keras.tree.map_structure(
+            lambda each: self._values.get(id(each), (each, each))[1], tensors
+        )
 
     def reduced_in_micro_step(self, optimizer, gradients, variables):
         """Returns this replica's parts of large gradients, if micro-steps add these up."""

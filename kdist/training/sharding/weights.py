@@ -57,10 +57,10 @@ class ShardedVariable(keras.Variable):
         step = steps.current()
         if step is None:
             raise ValueError(
-                f"a gradient with respect to {self.path!r} is computed outside of `fit` and of "
-                "steps of `kdist.session`, and the weight is divided over the devices by "
-                'shard="weights". Compute it in `train_step` or in a function that is decorated by '
-                '`@kdist.step(strategy)`, or use shard="optimizer"'
+                f'a gradient with respect to {self.path!r}, which shard="weights" divides over the '
+                "devices, is computed outside of kdist's steps. Train a kdist.Model, such as "
+                "kdist.Model.of(keras.saving.load_model(path)), or compute it in a function that "
+                'is decorated by `@kdist.step(strategy)`, or use shard="optimizer"'
             )
         return self.own_part(step).handle
 
@@ -69,6 +69,13 @@ class ShardedVariable(keras.Variable):
         part = self.own_part(step)
         record_read(whole, part.handle, part.dtype)
         return whole
+
+    def _export_to_saved_model_graph(self, *args, **kwargs):
+        raise ValueError(
+            f'{self.path!r} is divided over the devices by shard="weights", and TensorFlow cannot '
+            "write it to a SavedModel. Use model.export(path), or save a .keras file, load it "
+            "outside of the strategy's scope, and export that model"
+        )
 
     def own_part(self, step: "steps.ReplicaStep") -> tf.Variable:
         """Returns the variable of this replica's part."""
@@ -83,7 +90,8 @@ class ShardedVariable(keras.Variable):
         if steps.current() is not None:
             raise ValueError(
                 f"{self.path!r} is assigned within a step, and is divided over the devices by "
-                'shard="weights". Create it with trainable=False, or use shard="optimizer"'
+                'shard="weights". Create it by add_weight(trainable=False), which a layer with '
+                'trainable=False does not do, or use shard="optimizer"'
             )
         division = self.shard.division
         for number, copy in enumerate(self.shard.copies):
