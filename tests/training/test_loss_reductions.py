@@ -48,6 +48,24 @@ def signs_of_gradients(model, x, y):
     return tf.reduce_mean(squares(model, x + 0.1 * tf.sign(tape.gradient(loss, x)), y))
 
 
+def after_steps(number, of_copies):
+    """Returns the loss of weights after gradient steps on the same rows."""
+
+    def loss(model, x, y):
+        weights = model.trainable_variables
+        values = [tf.convert_to_tensor(weight) for weight in weights]
+        for _ in range(number):
+            with tf.GradientTape() as tape:
+                tape.watch(values)
+                outputs = model.stateless_call(values, [], x)[0] if of_copies else model(x)
+                error = tf.reduce_mean((outputs - y) ** 2)
+            gradients = tape.gradient(error, values if of_copies else weights)
+            values = [v - 0.1 * g for v, g in zip(values, gradients, strict=True)]
+        return tf.reduce_mean((model.stateless_call(values, [], 0.5 * x)[0] - y) ** 2)
+
+    return loss
+
+
 def mask_of(x):
     return tf.cast(x[:, :1] > 0, x.dtype)
 
@@ -952,3 +970,24 @@ def test_layers_whose_shapes_depend_on_the_rows_are_not_reported(make):
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match="loss_reduction"):
         kdist.Model(*[keras.Input((1,))] * 2).compile("sgd", loss_reduction="median")
+
+
+@pytest.mark.parametrize(("steps", "of_copies"), [(1, False), (1, True), (2, True)])
+def test_a_loss_of_weights_after_gradient_steps(steps, of_copies):
+    """Each replica would take the steps on its own rows, as MAML does not."""
+    warns = "combines rows" if steps > 1 else None
+    assert_equal(own_step(after_steps(steps, of_copies)), warns=warns)
+
+
+def test_gradients_of_copies_that_are_changed():
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            values = [tf.convert_to_tensor(weight) for weight in self.trainable_variables]
+            tape.watch(values)
+            loss = tf.reduce_mean((self.stateless_call(values, [], x)[0] - y) ** 2)
+        gradients = [g / (tf.norm(g) + 1e-3) for g in tape.gradient(loss, values)]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"done": tf.zeros([])}
+
+    assert_equal(train_step)
