@@ -189,12 +189,11 @@ def in_page_locked_memory(data):
     """
 
     def copied(leaf):
-        is_dense = isinstance(leaf, tf.Tensor)
-        if not is_dense or not (
-            leaf.dtype.is_floating or leaf.dtype.is_integer or leaf.dtype.is_bool
-        ):
+        if not isinstance(leaf, tf.Tensor):
             return leaf
-        return tf.raw_ops.Snapshot(input=leaf)
+        kind = leaf.dtype
+        is_number = kind.is_floating or kind.is_integer or kind.is_bool
+        return tf.raw_ops.Snapshot(input=leaf) if is_number else leaf
 
     return keras.tree.map_structure(copied, data)
 

@@ -386,6 +386,7 @@ class ReplicaStep:
             None if degree is None else float(degree),
             axis,
             mixes_rows=mixes_rows and axis is not None,
+            # What another tape differentiates may be computed from it, such as a changed weight.
             is_over_rows=axis is None and is_recorded(),
         )
         self._noted(gradient, dependence)
