@@ -48,6 +48,7 @@ def test_optimizer_state(name):
 
 PARAMETERS_OF_HOOKED = {
     "gradient": ["self", "target", "sources", "output_gradients", "unconnected_gradients"],
+    "watch": ["self", "tensor"],
     f"{tf.nn.__name__}.ctc_loss": [
         "labels",
         "logits",
