@@ -991,3 +991,29 @@ def test_gradients_of_copies_that_are_changed():
         return {"done": tf.zeros([])}
 
     assert_equal(train_step)
+
+
+def without_own_row(y, outputs):
+    """Compares each row with all others; the row itself is left out."""
+    pairs = keras.ops.matmul(outputs, keras.ops.transpose(outputs))
+    own = keras.ops.eye(keras.ops.shape(pairs)[0]) > 0
+    return keras.ops.mean(keras.ops.logsumexp(keras.ops.where(own, -np.inf, pairs), axis=1))
+
+
+def softmax_over_rows(y, outputs):
+    """Chooses the row of each of two classes."""
+    targets = keras.ops.concatenate([y > 0, y <= 0], 1)
+    both = keras.ops.concatenate([outputs, -2 * outputs], 1)
+    return keras.losses.categorical_crossentropy(targets, both, from_logits=True, axis=0)
+
+
+@pytest.mark.parametrize("loss", [without_own_row, softmax_over_rows])
+@pytest.mark.parametrize("data", [(X, Y), (X_STATIC, Y_STATIC)], ids=["22 rows", "24 rows"])
+def test_losses_over_rows_and_their_logs(loss, data):
+    strategy = kdist.create_strategy("mirrored", 2)
+    (weights, logs), (expected, expected_logs) = (
+        trained(kind, None, s, data, loss=loss, logs=True)
+        for kind, s in ((kdist.Model, strategy), (keras.Model, None))
+    )
+    assert_same_weights(weights, expected, 1e-6)
+    np.testing.assert_allclose(logs["loss"], expected_logs["loss"], 1e-6)

@@ -197,12 +197,14 @@ class FunctionOfBatch(NamedTuple):
 
     def replica_value(self):
         """Returns the scalar of the whole batch, to be differentiated like a mean over rows."""
-        parts = [
-            # The slope may be infinite, as that of a root at 0.
-            tf.reduce_sum(tf.math.multiply_no_nan(factor, term - tf.stop_gradient(term)))
-            for factor, term, _ in self.terms
-        ]
-        return tf.add_n([self.value, *parts])
+
+        def part(factor, term):
+            # Rows that are left out may be infinite, and the slope, as that of a root at 0.
+            is_finite = tf.math.is_finite(term)
+            zero = tf.where(is_finite, term - tf.stop_gradient(term), tf.zeros_like(term))
+            return tf.reduce_sum(tf.math.multiply_no_nan(factor, zero))
+
+        return tf.add_n([self.value, *(part(factor, term) for factor, term, _ in self.terms)])
 
 
 def find_function(

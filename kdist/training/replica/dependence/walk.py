@@ -240,6 +240,10 @@ class BatchDependence:
             return self._product(tensor, kind, inputs)
         if kind in rules.RULES:
             return rules.RULES[kind](tensor, inputs)
+        if kind == "SoftmaxCrossEntropyWithLogits" and any(
+            map(self._ends_with_rows, tensor.op.inputs, inputs)
+        ):
+            return UNKNOWN_OVER_ROWS  # a softmax over the rows of each class
         if kind in kinds.SUMS:
             return Dependence(
                 rules.sum_degree(tensor, inputs), rules.broadcast_axis(tensor, inputs)
@@ -433,6 +437,12 @@ class BatchDependence:
         if shape.elements and shape.elements[0].degree == 1:
             return True
         return tensors.first_number(operand) == -1
+
+    def _ends_with_rows(self, matrix, dependence):
+        """Returns True if the rows of the batch are on the second of two axes."""
+        if dependence.axis == SOME_AXIS:
+            return matrix.shape[0] not in (None, self._rows)
+        return dependence.axis == 1
 
     def _shape(self, tensor, dependence):
         rank = tensor.shape.rank
