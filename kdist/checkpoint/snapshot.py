@@ -24,7 +24,7 @@ from kdist.checkpoint.files import CheckpointError
 from kdist.compat.keras import recompute_constants
 from kdist.compat.tensorflow import first_replica
 from kdist.parallel.tensor.shards import plain_slots, plain_variables
-from kdist.training.divided_variable import DividedVariable
+from kdist.training.divided_variable import DividedVariable, local_copies
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.replica.reduction import sums_over_replicas
 from kdist.training.scopes import is_multi_worker, num_local_replicas, this_replica
@@ -56,14 +56,14 @@ def capture(model: keras.Model, is_kept: bool = True) -> dict[str, np.ndarray]:
     arrays = {}
     for name, division in shared.items():
         if is_kept or division.is_divided_over_workers:
-            array = division.concatenate([_copies(piece)[0].numpy() for piece in division.pieces])
+            array = division.local_value()
             if is_kept:
                 arrays[name] = array
     pieces = [piece for division in own.values() for piece in division.pieces]
     if is_multi_worker(model.distribute_strategy):
         values = iter(_per_replica(model.distribute_strategy, pieces))
     else:
-        values = ([copy.numpy() for copy in _copies(piece)] for piece in pieces)
+        values = ([copy.numpy() for copy in local_copies(piece)] for piece in pieces)
     for name, division in own.items():
         rows = zip(*(next(values) for _ in division.pieces), strict=True)
         arrays[name] = np.stack([division.concatenate(row) for row in rows])
@@ -83,15 +83,13 @@ def restore(model: keras.Model, arrays: Mapping[str, np.ndarray]):
     replicas = model.distribute_strategy.num_replicas_in_sync
     _check(arrays, shared, own)
     for name, division in shared.items():
-        for piece, part in zip(division.pieces, division.parts(arrays[name]), strict=True):
-            for copy in _copies(piece):
-                copy.assign(part)
+        division.assign_local(arrays[name])
     first = _first_replica(model.distribute_strategy)
     for name, division in own.items():
         rows = _for_replicas(arrays[name], replicas, is_sum=name.startswith("metrics/"))
         values = zip(*(division.parts(row) for row in rows[first:]), strict=True)
         for piece, parts in zip(division.pieces, values, strict=True):
-            for copy, part in zip(_copies(piece), parts, strict=False):
+            for copy, part in zip(local_copies(piece), parts, strict=False):
                 copy.assign(part)
     recompute_constants(model)
 
@@ -124,12 +122,6 @@ def _named(kind, divisions):
     return {f"{kind}/{number}": division for number, division in enumerate(divisions)}
 
 
-def _copies(variable):
-    """Returns the TensorFlow variables of this process's replicas of a Keras variable."""
-    value = variable.value
-    return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
-
-
 def _per_replica(strategy, variables):
     """Returns one array (R, …) per variable, with a row per replica of the job."""
     replicas = strategy.num_replicas_in_sync
@@ -139,7 +131,7 @@ def _per_replica(strategy, variables):
         here = replica % num_local_replicas(strategy)
         rows = []
         for variable in variables:
-            value = tf.identity(_copies(variable)[here])
+            value = tf.identity(local_copies(variable)[here])
             zeros = tf.zeros_like(value)
             rows.append(tf.stack([value if r == replica else zeros for r in range(replicas)]))
         return rows

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,16 @@ class DividedVariable:
         for piece, part in zip(self.pieces, self.parts(value), strict=True):
             piece.assign(part)
 
+    def local_value(self) -> np.ndarray:
+        """Returns the value of the plain variable, read from the first copies of this process."""
+        return self.concatenate([local_copies(piece)[0].numpy() for piece in self.pieces])
+
+    def assign_local(self, value: np.ndarray):
+        """Assigns all copies of this process their part of a plain variable's value."""
+        for piece, part in zip(self.pieces, self.parts(value), strict=True):
+            for copy in local_copies(piece):
+                copy.assign(part)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the plain variable."""
@@ -57,3 +68,9 @@ class DividedVariable:
     def path(self) -> str:
         """Path of the plain variable, for messages."""
         return re.sub("shard_0[/_]", "", self.pieces[0].path)
+
+
+def local_copies(variable: keras.Variable) -> Sequence[tf.Variable]:
+    """Returns the TensorFlow variables of this process's replicas of a Keras variable."""
+    value = variable.value
+    return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)

@@ -12,6 +12,7 @@ import kdist
 from kdist.checkpoint import CheckpointFiles
 from kdist.run_directory import checkpoint_name
 from kdist.testing import assert_same_weights
+from kdist.training.groups.file_callbacks import with_shared_slots
 from tests.forked import python_tasks
 from tests.tiers import seldom
 
@@ -208,6 +209,16 @@ def test_processes_divide_state_and_train_as_one_device(
         model = program.compiled(kdist.Model, "clipped")
     program.fit(model, [kdist.callbacks.Checkpoint(tmp_path / "later", resume=of_job)])
     assert_same_weights(model.get_weights(), expected("clipped").get_weights(), 1e-6)
+
+
+def test_workers_that_divide_nothing_save_and_restore_as_keras_does(tmp_path):
+    extended = types.SimpleNamespace(worker_devices=("CPU:0",))
+    workers = types.SimpleNamespace(num_replicas_in_sync=2, extended=extended)
+    callbacks = [
+        keras.callbacks.BackupAndRestore(tmp_path),
+        keras.callbacks.ModelCheckpoint(tmp_path / "model.keras", save_freq=2),
+    ]
+    assert with_shared_slots(callbacks, workers) == callbacks
 
 
 def test_weights_need_several_devices_of_each_process():

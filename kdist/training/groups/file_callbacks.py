@@ -11,7 +11,7 @@ from kdist.training.broadcast import read_on_chief
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
 from kdist.training.sharding.optimizer_state import shards_of, slots_of
-from kdist.training.sharding.parts import DividedCopies, divides_over_workers
+from kdist.training.sharding.parts import divides_over_workers
 from kdist.training.sharding.weights import as_divided
 
 # Callbacks that only write.
@@ -141,27 +141,6 @@ def _on_chief(callback, call):
         call()
 
 
-def _read(value, strategy):
-    """Returns the array of a whole or divided variable, without the other workers."""
-    if isinstance(value, DividedCopies):
-        return value.whole()
-    return _copies(value, strategy)[0].numpy()
-
-
-def _assign(value, array, strategy):
-    """Assigns a whole or divided variable on this worker."""
-    if isinstance(value, DividedCopies):
-        value.assign(array)
-        return
-    for copy in _copies(value, strategy):
-        copy.assign(array)
-
-
-def _copies(value, strategy):
-    (variable,) = value.pieces
-    return strategy.experimental_local_results(variable.value)
-
-
 def _restore(callback, call):
     """Restores the chief's model from its files, and all others from the chief's model."""
     model = callback.model
@@ -179,7 +158,7 @@ def _restore(callback, call):
                 f"BackupAndRestore cannot restore {callback.backup_dir}: {error}; remove the "
                 "directory to start from the beginning"
             ) from error
-        arrays = {name: _read(value, strategy) for name, value in values.items()}
+        arrays = {name: value.local_value() for name, value in values.items()}
         return {"arrays": arrays, "epoch": model._initial_epoch}
 
     if model.optimizer is not None and not model.optimizer.built:
@@ -191,7 +170,7 @@ def _restore(callback, call):
     with heartbeat.collective("restoring a backup"):
         found = read_on_chief(strategy, read, RuntimeError)
     for name, array in (found["arrays"] or {}).items():
-        _assign(values[name], array, strategy)
+        values[name].assign_local(array)
     if found["arrays"]:
         model._initial_epoch = found["epoch"]
         recompute_constants(model)

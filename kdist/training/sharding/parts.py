@@ -182,9 +182,12 @@ def num_parts(strategy: tf.distribute.Strategy) -> int:
     """Returns the number of replicas that divide state: those of the job, or of this process.
 
     Each process holds all weights, as callbacks read them, and some processes save files alone.
+    Without divided state it is 1.
     """
-    within_process = sharded_state(strategy) == "weights"
-    return num_local_replicas(strategy) if within_process else strategy.num_replicas_in_sync
+    state = sharded_state(strategy)
+    if state is None:
+        return 1
+    return num_local_replicas(strategy) if state == "weights" else strategy.num_replicas_in_sync
 
 
 def divides_over_workers(strategy: tf.distribute.Strategy) -> bool:
