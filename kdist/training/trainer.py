@@ -660,6 +660,7 @@ class Trainer(TensorFlowTrainer):
             shuffle=shuffle,
             **data,
         )
+        groups.reset()  # as in Keras, where a `PyDataset` shuffles before the first epoch, too
         if reader is not None:
             groups.begin_at(start, reader.length)
         elif not is_pipeline:

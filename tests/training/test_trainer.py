@@ -235,6 +235,44 @@ def test_validation_evaluates_on_the_whole_of_its_data(strategy):
     assert history["val_loss"][-1] == pytest.approx(loss, rel=1e-5)
 
 
+class Shuffled(keras.utils.PyDataset):
+    """Batches that are shuffled at the end of each epoch, as in Keras's own examples."""
+
+    def __init__(self):
+        super().__init__()
+        (self.x, self.y), self.rng = arrays(47), np.random.default_rng(1)
+        self.order, self.ends = np.arange(47), 0
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, batch):
+        rows = self.order[10 * batch : 10 * batch + 10]
+        return self.x[rows], self.y[rows]
+
+    def on_epoch_end(self):
+        self.rng.shuffle(self.order)
+        self.ends += 1
+
+
+def test_a_py_dataset_is_told_of_the_ends_that_keras_tells(mirrored):
+    def trained(model):
+        data, validation = Shuffled(), Shuffled()
+        history = model.fit(
+            data, epochs=3, shuffle=False, validation_data=validation, verbose=0
+        ).history
+        predictions = model.predict(data, verbose=0)
+        return history, predictions, data.ends, validation.ends
+
+    expected = trained(linear(keras.Model))
+    with mirrored.scope():
+        found = trained(linear())
+    assert found[2:] == expected[2:]
+    np.testing.assert_allclose(found[1], expected[1], rtol=1e-4)
+    for name, values in expected[0].items():
+        np.testing.assert_allclose(found[0][name], values, rtol=1e-4)
+
+
 def padded(number, batch):
     """Yields batches of equal size, with padding in the last one that would change every metric."""
     x, y = arrays(number)
