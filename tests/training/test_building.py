@@ -171,6 +171,29 @@ def test_unseeded_numbers_differ_between_rows_and_steps(name):
     np.testing.assert_array_equal(again, first)
 
 
+class Projection(keras.layers.Layer):
+    """Random Fourier features: an integer as seed makes the projection a constant."""
+
+    def call(self, x):
+        return keras.ops.cos(x @ keras.random.normal((x.shape[1], 8), seed=1337))
+
+
+def test_numbers_with_an_integer_as_seed_are_constants_on_all_replicas(mirrored):
+    def trained(model_class):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input(X.shape[1:])
+        model = model_class(inputs, keras.layers.Dense(1)(Projection()(inputs)))
+        model.compile("adam", "mse")
+        history = model.fit(X, X[:, :1], batch_size=6, shuffle=False, epochs=2, verbose=0).history
+        return history["loss"], model.predict(X, verbose=0)
+
+    expected = trained(keras.Model)
+    with mirrored.scope():
+        found = trained(kdist.Model)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-6)
+
+
 def test_fit_draws_no_seeds_that_keras_does_not_draw(mirrored):
     keras.utils.set_random_seed(0)
     with mirrored.scope():

@@ -89,6 +89,9 @@ _METHODS_ON_AVERAGES = {
     "_tf_finalize_ema_values": OptimizerShards.reset_averages,
 }
 
+# Functions of `keras.random` whose first argument is a shape.
+_OF_SHAPE = ("beta", "binomial", "gamma", "normal", "randint", "truncated_normal", "uniform")
+
 # oneDNN computes 16 channels at a time with AVX-512, and 8 with AVX2.
 _FEW_CHANNELS = 16
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
@@ -120,6 +123,7 @@ def hooks():
         (keras.layers.BatchNormalization, "call", _batch_norm),
         (keras.layers.BatchNormalization, "_moments", _masked_moments),
         *((keras.layers.Layer, name, _on_own_losses) for name in _METHODS_ON_LOSSES),
+        *((random_module, name, _random) for name in _OF_SHAPE),
         (random_module, "draw_seed", _seed),
         (image_module, "draw_seed", _seed),
         (KerasVariable, "_direct_assign", _assign),
@@ -488,9 +492,26 @@ def _masked_moments(step, keras_function, layer, inputs, mask):
     return tf.squeeze(mean), tf.squeeze(step.note_mean(squares / number))
 
 
+class _SeedOfConstant(int):
+    """Seed of random numbers that are equal in all steps and on all replicas."""
+
+
+def _random(step, keras_function, shape, *args, seed=None, **kwargs):
+    """Draws random numbers: with an integer as seed and a shape without rows, a constant.
+
+    An example is the projection of random Fourier features. Where TensorFlow knows the number of
+    rows, a shape does not tell what it belongs to, and rows get the same numbers on each replica.
+    """
+    has_rows = any(map(tf.is_tensor, [shape] if tf.is_tensor(shape) else shape))
+    if isinstance(seed, int) and not has_rows:
+        seed = _SeedOfConstant(seed)
+    return keras_function(shape, *args, seed=seed, **kwargs)
+
+
 def _seed(step, keras_function, seed):
     drawn = unseeded.draw(keras_function, seed)
-    return step.seed(drawn) if step.seeds_differ else drawn
+    differs = step.seeds_differ and not isinstance(seed, _SeedOfConstant)
+    return step.seed(drawn) if differs else drawn
 
 
 def _assign(step, keras_function, variable, value):
