@@ -53,6 +53,12 @@ def three_times(x):
     return tf.while_loop(lambda n, _: n < 3, lambda n, y: (n + 1, 0.5 * y + x), (0, x))[1]
 
 
+def deviations_of_groups(x):
+    """Returns the standard deviations in groups of four rows, as StyleGAN's discriminator does."""
+    groups = tf.math.reduce_std(tf.reshape(x, (4, -1, 8)), 0)
+    return tf.concat([x, tf.tile(tf.reduce_mean(groups, 1, keepdims=True), (4, 1))], 1)
+
+
 ACROSS = {
     "mean broadcast to rows": lambda x: tf.broadcast_to(tf.reduce_mean(x), tf.shape(x)) + 0 * x,
     "tiled mean": lambda x: tf.tile(tf.reduce_mean(x, 0, keepdims=True), [number_of(x), 1]),
@@ -82,7 +88,18 @@ ACROSS = {
     "scanned rows by Keras": lambda x: ops.scan(lambda before, row: (before + row,) * 2, x[0], x)[
         1
     ],
+    "running averages by Keras": lambda x: ops.scan(
+        lambda before, row: (0.5 * before + row,) * 2, ops.zeros(8), x, reverse=True
+    )[1],
     "rows in a loop": lambda x: x * in_a_loop(x),
+    "a loop with a step per row": lambda x: tf.while_loop(
+        lambda n, _: n < number_of(x), lambda n, y: (n + 1, 0.9 * y), (0, x)
+    )[1],
+    "standard deviations of groups": deviations_of_groups,
+    "two halves of the batch": lambda x: tf.concat(
+        [tf.subtract(*tf.unstack(tf.reshape(x, (2, -1, 8))))] * 2, 0
+    ),
+    "elements of several rows": lambda x: tf.transpose(tf.reshape(x, (4, -1))),
     "weights by position": lambda x: x * tf.cast(tf.range(number_of(x)), "float32")[:, None],
     "codes of positions": lambda x: (
         x + tf.gather(tf.sin(tf.range(64.0))[:, None], tf.range(number_of(x)))
@@ -288,6 +305,8 @@ BY_ROW = {
     "sums of each row of a sparse tensor": lambda x: tf.sparse.reduce_sum(
         tf.sparse.from_dense(x), 1
     ),
+    "tiled rows that are divided again": lambda x: tf.reshape(tf.tile(x, [3, 1]), (3, -1, 8))[1],
+    "all in one": lambda x: tf.reshape(tf.reshape(x, (1, -1, 8)) * 2.0, (-1, 8)),
     "steps of a sequence": lambda x: tf.reshape(
         tf.reshape(tf.transpose(of_pairs(x), (1, 0, 2)), (-1, 2)) * 2.0, (4, -1, 2)
     )[0],
@@ -318,6 +337,7 @@ POSITIONS = [
     "sums of pairs of rows",
     "chosen by the number of rows",
     "repeated rows",
+    "a loop with a step per row",
 ]
 
 

@@ -548,6 +548,26 @@ def test_statistics_are_the_mean_of_all_replicas(mirrored):
     np.testing.assert_allclose(normalise.moving_mean.numpy(), [0.5, 0.5])
 
 
+def float8(model_class=kdist.Model, **options):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4,))
+    model = model_class(inputs, keras.layers.Dense(3, dtype="float8_from_float32")(inputs))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05), loss, **options)
+    model.fit(*arrays(40), batch_size=10, shuffle=False, epochs=2, verbose=0)
+    return model.layers[-1]
+
+
+def test_scales_of_float8_are_those_of_the_batch(mirrored):
+    expected = float8(keras.Model)
+    with mirrored.scope():
+        layer = float8()
+        with pytest.raises(ValueError, match="accumulate"):
+            float8(accumulate=2)
+    for own, others in zip(layer.variables, expected.variables, strict=True):
+        np.testing.assert_allclose(own.numpy(), others.numpy(), rtol=1e-2, atol=1e-9)
+
+
 @pytest.mark.parametrize("accumulate", [0, -1, 1.5, "2"])
 def test_accumulate_must_be_positive(accumulate):
     with pytest.raises(ValueError, match="accumulate must be a positive integer"):

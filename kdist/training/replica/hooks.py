@@ -76,12 +76,8 @@ _WARNED: weakref.WeakSet = weakref.WeakSet()
 _METHODS_ON_LOSSES = ("add_loss", "_get_own_losses", "_clear_losses")
 
 # Layers each of whose outputs follows from one row, which their operations do not show.
-_BY_ROW = (
-    keras.layers.BatchNormalization,
-    keras.layers.Bidirectional,
-    keras.layers.RNN,
-    keras.layers.TimeDistributed,
-)
+_RECURRENT = (keras.layers.Bidirectional, keras.layers.RNN)
+_BY_ROW = (keras.layers.BatchNormalization, keras.layers.TimeDistributed, *_RECURRENT)
 
 # Methods of `SwapEMAWeights` that exchange weights with their moving averages.
 _METHODS_ON_AVERAGES = {
@@ -410,7 +406,8 @@ def _layer(step, keras_function, layer, *args, **kwargs):
     if isinstance(layer, _BY_ROW):
         parts = [type(part).__module__ for part in layer._flatten_layers()]
         is_of_keras = all(module.startswith("keras.") for module in parts)
-        step.note_layer([args, kwargs], outputs, is_of_keras)
+        step_axis = 1 if isinstance(layer, _RECURRENT) else None
+        step.note_layer([args, kwargs], outputs, is_of_keras, step_axis)
     return outputs
 
 

@@ -401,7 +401,7 @@ class ReplicaStep:
             return True
         return _is_in_graph(source) and self._dependence.of(source).axis is None
 
-    def note_layer(self, inputs, outputs, is_of_keras=True):
+    def note_layer(self, inputs, outputs, is_of_keras=True, step_axis=None):
         """Records that a layer computes each row of its outputs from the same row of its inputs.
 
         BatchNormalization combines rows with their means, on purpose. Loops hide what they compute.
@@ -411,19 +411,22 @@ class ReplicaStep:
             outputs: structure of tensors.
             is_of_keras: whether the layer and its parts, such as a cell, are Keras's own. Others
                 may combine rows. Defaults to True.
+            step_axis: axis along which the layer passes a state from one step to the next. Defaults
+                to None.
         """
         if not is_of_keras and any(map(self.mixes_rows, keras.tree.flatten(outputs))):
             return
         sources = list(filter(_is_in_graph, keras.tree.flatten(inputs)))
         found = [self._dependence.of(source) for source in sources]
         is_by_row = all(f.is_fixed or (f.is_by_row and f.degree == 0) for f in found)
+        mixes_rows = step_axis is not None and any(f.axis == step_axis for f in found)
         sizes = {source.shape[0] for source in sources if source.shape.rank}
         for tensor in filter(_is_in_graph, keras.tree.flatten(outputs)):
             if is_by_row and tensor.shape.rank and tensor.shape[0] in sizes:
                 self._noted(tensor, ROWS)
             else:
                 as_found = self._dependence.of(tensor)
-                self._noted(tensor, dataclasses.replace(as_found, mixes_rows=False))
+                self._noted(tensor, dataclasses.replace(as_found, mixes_rows=mixes_rows))
 
     def note_value_of_each_row(self, source, values):
         """Records that `values` has one element for each row of `source`, and returns it.
@@ -809,6 +812,10 @@ class ReplicaStep:
     def _gradients(self, optimizer, gradients, variables):
         is_scaled = self.is_scaled_by(optimizer)
         whole = [g if self._are_whole_slices(g) else None for g in gradients]
+        for place, variable in enumerate(variables):
+            value = gradients[place]
+            if value is not None and getattr(variable, "overwrite_with_gradient", False):
+                whole[place] = self._largest(value)
         gradients = [g if w is None else None for g, w in zip(gradients, whole, strict=True)]
         gradients = [
             g if g is None else _with_shape_of(variable, g)
@@ -907,6 +914,18 @@ class ReplicaStep:
             received = [[next(sums) for _ in tensors] for tensors in sent]
             gradients = [_with_tensors(g, r) for g, r in zip(gradients, received, strict=True)]
         return [g.joined() if isinstance(g, SplitSlices) else g for g in gradients]
+
+    def _largest(self, value):
+        """Returns the maximum over replicas of what replaces a variable, as a scale of float8."""
+        if self._accumulators is not None:
+            raise ValueError(
+                "float8 and accumulate cannot be combined: the scales of float8 are those of whole "
+                "batches. Compile without accumulate, or choose another dtype policy"
+            )
+        places = tf.one_hot(self.replica, self.replicas, dtype=value.dtype)
+        places = tf.reshape(places, [-1, *[1] * value.shape.rank])
+        (values,) = self.reduced([tf.math.multiply_no_nan(value, places)])
+        return tf.reduce_max(values, axis=0)
 
     def zero_gradient_if_empty(self, gradient):
         """Returns the gradient, or zero (not infinity × 0) if this replica has no rows."""

@@ -135,18 +135,30 @@ def _uses_positions(tensor, kind, inputs):
 
 
 def _passes_rows_on(operation, inputs):
-    """Returns True for a loop over rows that passes what it computes from one to the next."""
+    """Returns True for a loop over rows that passes what it computes from one to the next.
+
+    It does so in a tensor, or as Keras's `scan` in a list that it also reads.
+    """
     lists = [place for place, given in enumerate(operation.inputs) if given.dtype == tf.variant]
     rows = {place for place in lists if inputs[place].axis == 0}
     if not rows:
         return False
     body = operation.graph._get_function(operation.get_attr("body").name).graph
     places = {tensor.name: place for place, tensor in enumerate(body.inputs)}
+    is_read = {
+        place
+        for operation in body.get_operations()
+        if operation.type == "TensorListGetItem"
+        for place in tensors.inputs_of(operation.inputs[0], places)
+    }
     sources = [tensors.inputs_of(output, places) for output in body.outputs]
     for _ in sources:  # over several iterations
         sources = [found.union(*(sources[place] for place in found)) for found in sources]
     return any(
-        place in found and found & rows and output is not given and place not in lists
+        place in found
+        and found & rows
+        and output is not given
+        and (place in is_read or place not in lists)
         for place, (found, output, given) in enumerate(
             zip(sources, body.outputs, body.inputs, strict=True)
         )

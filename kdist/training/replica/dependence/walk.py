@@ -206,6 +206,7 @@ class BatchDependence:
             mixing.mixes_rows(tensor, kind, inputs)
             or self._mixes_rows_inside(tensor.op, inputs)
             or self._has_constants_of_rows(tensor, kind, inputs)
+            or self._divides_into_groups(tensor, kind, inputs)
             or mixing.loses_degree(result, inputs)
         )
         return dataclasses.replace(
@@ -378,11 +379,20 @@ class BatchDependence:
             (goes_on,) = self._outputs(condition, given)
             if goes_on.is_over_rows or any(output.mixes_rows for output in outputs):
                 return True
+            counts = goes_on.counts_rows or self._may_be_compared(operation, condition)
+            if counts and any(map(_changes_rows, given, body.inputs, body.outputs)):
+                return True
             given = [
                 after if before.is_fixed else before
                 for before, after in zip(given, outputs, strict=True)
             ]
         return False
+
+    def _may_be_compared(self, loop, condition):
+        """Returns True if a constant in a loop's condition may be the known number of rows."""
+        constants = [*loop.inputs, *(o.outputs[0] for o in condition.get_operations() if o.outputs)]
+        values = [tensors.static_value(tensor) for tensor in constants if not tensor.shape.rank]
+        return (self._rows or 0) > 1 and self._rows in [v for v in values if v is not None]
 
     def _outputs(self, graph, inputs):
         """Returns the dependences of the outputs of a function, given those of its inputs."""
@@ -428,6 +438,12 @@ class BatchDependence:
             and not tensors.repeats_along(operands[n], place)
             for n, place in places
         )
+
+    def _divides_into_groups(self, tensor, kind, inputs):
+        """Returns True for a reshape of the rows to a fixed number of groups."""
+        if kind != "Reshape" or not inputs[0].is_by_row or not tensor.shape.rank:
+            return False
+        return tensor.shape[0] not in (None, 1) and not self._begins_with_rows(tensor, inputs[1])
 
     def _begins_with_rows(self, tensor, shape):
         """Returns True if the first axis after a reshape is that of rows, or of parts of these."""
@@ -490,6 +506,14 @@ class BatchDependence:
         sizes = tensor.shape.as_list()
         fits = [axis for axis, size in enumerate(sizes) if size is None or size == self._rows]
         return fits[0] if len(fits) == 1 else SOME_AXIS
+
+
+def _changes_rows(dependence, before, after):
+    """Returns True if a loop computes a tensor with rows from that of the step before.
+
+    Lists may receive one row in each step.
+    """
+    return dependence.axis is not None and before.dtype != tf.variant and before is not after
 
 
 def _key(tensor, frame):
