@@ -548,6 +548,28 @@ def test_statistics_are_the_mean_of_all_replicas(mirrored):
     np.testing.assert_allclose(normalise.moving_mean.numpy(), [0.5, 0.5])
 
 
+def of_sparse_codes(model_class=kdist.Model):
+    """Returns losses and weights after a sparse layer of preprocessing within the model."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((5,), dtype="int32")
+    codes = keras.layers.IntegerLookup(vocabulary=[*range(7)], output_mode="count", sparse=True)
+    model = model_class(inputs, keras.layers.Dense(2)(codes(inputs)))
+    model.compile(keras.optimizers.Adam(0.05, epsilon=1e-3), "mse")
+    generator = np.random.default_rng(0)
+    x, y = generator.integers(0, 7, (47, 5)), generator.normal(size=(47, 2))
+    history = model.fit(x, y, batch_size=10, shuffle=False, epochs=2, verbose=0).history
+    return history["loss"], model.get_weights()
+
+
+@pytest.mark.filterwarnings("error:.*every replica computes the whole batch")
+def test_rows_of_sparse_codes_stay_apart(mirrored):
+    losses, weights = of_sparse_codes(keras.Model)
+    with mirrored.scope():
+        own_losses, own_weights = of_sparse_codes()
+    np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
+    assert_same_weights(own_weights, weights, 1e-5)
+
+
 def float8(model_class=kdist.Model, **options):
     keras.utils.set_random_seed(3)
     inputs = keras.Input((4,))

@@ -3,25 +3,31 @@
 Keras's optimizers square the slices of a gradient before they add up those of one index. Therefore
 the slices must be those that one device has. A table that is looked up at words has one slice per
 word of each row: replicas' slices are concatenated. A table that is looked up at positions, which
-do not depend on the batch, has one slice per position: replicas' slices are added up.
+do not depend on the batch, has one slice per position: replicas' slices are added up. A table by
+which a sparse tensor is multiplied has one slice per distinct column: replicas' slices of one
+column are added up.
 """
 
 import dataclasses
 
 import tensorflow as tf
 
+from kdist.training.replica.dependence.kinds import UNIQUE
+
 
 @dataclasses.dataclass(frozen=True)
 class SplitSlices:
-    """A gradient in parts: values whose indices do not depend on the batch, and all others.
+    """A gradient in parts, by the indices of its lookups.
 
     Attributes:
         fixed: (indices, values) of each lookup at indices that do not depend on the batch.
+        distinct: `tf.IndexedSlices` of each lookup at indices that differ from each other.
         others: the rest as `tf.IndexedSlices`, or None.
         dense_shape: shape of the table.
     """
 
     fixed: tuple
+    distinct: tuple
     others: tf.IndexedSlices | None
     dense_shape: tf.Tensor | None
 
@@ -33,33 +39,38 @@ class SplitSlices:
             gradient: the gradient.
             is_fixed: function that returns True if indices do not depend on the batch.
         """
-        lookups = _lookups(gradient.indices)
-        kinds = [is_fixed(indices) for indices in lookups]
-        if not any(kinds):
-            return cls((), gradient, gradient.dense_shape)
-        if all(kinds) and len(lookups) == 1:
-            return cls(((gradient.indices, gradient.values),), None, gradient.dense_shape)
-        sizes = [tf.size(indices) for indices in lookups]
-        values = tf.split(gradient.values, sizes, num=len(sizes))
-        parts = list(zip(kinds, lookups, values, strict=True))
-        fixed = tuple((indices, part) for kind, indices, part in parts if kind)
-        others = [(indices, part) for kind, indices, part in parts if not kind]
-        return cls(fixed, _joined(others, gradient.dense_shape), gradient.dense_shape)
+        lookups, shape = _lookups(gradient.indices), gradient.dense_shape
+        if len(lookups) == 1:
+            values = [gradient.values]
+        else:
+            sizes = [tf.size(indices) for indices in lookups]
+            values = tf.split(gradient.values, sizes, num=len(sizes))
+        fixed, distinct, others = [], [], []
+        for indices, part in zip(lookups, values, strict=True):
+            if is_fixed(indices):
+                fixed.append((indices, part))
+            elif _are_distinct(indices):
+                distinct.append(tf.IndexedSlices(part, indices, shape))
+            else:
+                others.append((indices, part))
+        whole = gradient if len(others) == len(lookups) else _joined(others, shape)
+        return cls(tuple(fixed), tuple(distinct), whole, shape)
 
     def tensors(self) -> list:
         """Returns what is summed over replicas: values, and `tf.IndexedSlices` if there are any."""
-        values = [values for _, values in self.fixed]
-        return values if self.others is None else [*values, self.others]
+        slices = [*self.distinct, *([] if self.others is None else [self.others])]
+        return [values for _, values in self.fixed] + slices
 
     def with_tensors(self, tensors) -> "SplitSlices":
         """Returns the same gradient with other values, in the order of `tensors`."""
         tensors = list(tensors)
         fixed = tuple((indices, tensors.pop(0)) for indices, _ in self.fixed)
-        return SplitSlices(fixed, tensors[0] if tensors else None, self.dense_shape)
+        distinct = tuple(tensors.pop(0) for _ in self.distinct)
+        return SplitSlices(fixed, distinct, tensors[0] if tensors else None, self.dense_shape)
 
     def joined(self) -> tf.IndexedSlices:
         """Returns the gradient as one `tf.IndexedSlices`."""
-        parts = list(self.fixed)
+        parts = [*self.fixed, *map(_summed, self.distinct)]
         if self.others is not None:
             parts.append((self.others.indices, self.others.values))
         return _joined(parts, self.dense_shape)
@@ -72,8 +83,26 @@ def sum_of_steps(gradients) -> SplitSlices:
         (indices, tf.add_n([gradient.fixed[number][1] for gradient in gradients]))
         for number, (indices, _) in enumerate(first.fixed)
     )
+    distinct = tuple(
+        _joined([(s.indices, s.values) for s in lookup], first.dense_shape)
+        for lookup in zip(*(gradient.distinct for gradient in gradients), strict=True)
+    )
     others = [(g.others.indices, g.others.values) for g in gradients if g.others is not None]
-    return SplitSlices(fixed, _joined(others, first.dense_shape), first.dense_shape)
+    return SplitSlices(fixed, distinct, _joined(others, first.dense_shape), first.dense_shape)
+
+
+def _summed(slices):
+    """Returns (indices, values) with one slice for each distinct index."""
+    indices, places = tf.unique(slices.indices)
+    return indices, tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+
+
+def _are_distinct(indices):
+    """Returns True if indices are the distinct ones among others."""
+    while hasattr(indices, "graph") and indices.op.type in ("Cast", "Identity", "Reshape"):
+        indices = indices.op.inputs[0]
+    is_unique = hasattr(indices, "graph") and indices.op.type in UNIQUE
+    return is_unique and indices.value_index == 0
 
 
 def _lookups(indices):
