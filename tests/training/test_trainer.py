@@ -570,6 +570,30 @@ def test_rows_of_sparse_codes_stay_apart(mirrored):
     assert_same_weights(own_weights, weights, 1e-5)
 
 
+class Scale(keras.layers.Layer):
+    """Scales columns by a weight whose copies TensorFlow would add up."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[1:], initializer="ones", aggregation="sum")
+
+    def call(self, x):
+        return self.scale * x
+
+
+def test_an_update_of_a_weight_with_an_aggregation_is_made_once(mirrored):
+    def trained(model_class):
+        inputs = keras.Input((4,))
+        model = model_class(inputs, keras.layers.Dense(3, kernel_initializer="ones")(Scale()(inputs)))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        x, _ = arrays(40)
+        model.fit(x, x[:, :3], batch_size=10, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    expected = trained(keras.Model)
+    with mirrored.scope():
+        assert_same_weights(trained(kdist.Model), expected, 1e-5)
+
+
 def float8(model_class=kdist.Model, **options):
     keras.utils.set_random_seed(3)
     inputs = keras.Input((4,))

@@ -522,7 +522,7 @@ def _assign(step, keras_function, variable, value):
     native = variable._value
     if metric is None and not step.is_normalizing:
         value = step.state_of_batch(variable, tf.convert_to_tensor(value, native.dtype))
-    if step.has_copies and _is_kept_on_first_replica(native):
+    if step.has_copies and _is_assigned_on_each(native, step.applying):
         step.local(native).assign(tf.cast(value, native.dtype))
     else:
         with step.assigning():
@@ -536,6 +536,8 @@ def _assign_raw(step, function, native, value, *args, **kwargs):
         variable = steps.RawVariable(native)
         step.note_written(variable)
         value = step.state_of_batch(variable, tf.convert_to_tensor(value, native.dtype))
+    if step.applying and step.has_copies and _is_assigned_on_each(native, True):
+        return getattr(step.local(native), function.__name__)(value, *args, **kwargs)
     return function(native, value, *args, **kwargs)
 
 
@@ -596,11 +598,15 @@ def _users_line():
     return "this program"
 
 
-def _is_kept_on_first_replica(native):
-    return (
-        isinstance(native, tf.distribute.DistributedValues)
-        and native.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
-    )
+def _is_assigned_on_each(native, is_updating):
+    """Returns True if each replica assigns its own copy, where TensorFlow would combine values.
+
+    It would keep that of the first replica, or add up updates, which are equal on all replicas.
+    """
+    if not isinstance(native, tf.distribute.DistributedValues):
+        return False
+    aggregation, kinds = native.aggregation, tf.VariableAggregation
+    return aggregation == kinds.ONLY_FIRST_REPLICA or (is_updating and aggregation != kinds.NONE)
 
 
 # Optimizers.
