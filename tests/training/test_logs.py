@@ -52,6 +52,12 @@ def test_is_a_dict_with_all_values():
     assert list(logs) == ["accuracy", "loss", "lr"]
 
 
+def test_an_epoch_has_no_logs_that_a_callback_added_to_a_step():
+    logs = LazyLogs(lambda: {"loss": 2.0}, lambda: {"loss": 3.0})
+    logs["mine"] = 1.0
+    assert logs.of_epoch() == {"loss": 3.0}
+
+
 def test_truth_value_does_not_read():
     reader = Reader()
     logs = LazyLogs(reader)

@@ -166,9 +166,9 @@ class LazyLogs(dict):
     def of_epoch(self) -> dict:
         """Returns the epoch's logs: results of metrics instead of a step's logs of these names.
 
-        Keras does the same.
+        Keras does the same, and ignores what callbacks added to the logs of the step.
         """
-        logs, read = dict(self), self._read_metrics
+        logs, read = self._fill()._as_read, self._read_metrics
         results = pythonify_logs(read()) if read else logs
         return results if results.keys() == logs.keys() else logs
 
@@ -177,7 +177,8 @@ class LazyLogs(dict):
             read, self._read = self._read, None
             super().clear()
             with heartbeat.collective("reading logs"):  # waits for other workers
-                super().update(pythonify_logs(read()))
+                self._as_read = pythonify_logs(read())
+            super().update(self._as_read)
         return self
 
     def __bool__(self):
