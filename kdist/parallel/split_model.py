@@ -103,8 +103,7 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
     copy = Model.of(_copy(model, "", places, divisions, strategy))
     copy.__class__ = _split_class(type(copy))  # type: ignore[arg-type]
     copy.places, copy.divisions = places, divisions
-    copy.set_weights(model.get_weights())
-    recompute_constants(copy)
+    _copy_state(copy, model)
     return copy
 
 
@@ -117,8 +116,6 @@ def _copy(model, prefix, places, divisions, strategy):
     stages = {name: place // width for name, place in here.items() if place is not None}
     divided = divided_outputs(list(nodes_of(graph)), graph.outputs, how, stages)
 
-    copied_layers = []
-
     def copy_operation(operation):
         name = prefix + operation.name
         if is_nested(operation):
@@ -128,16 +125,11 @@ def _copy(model, prefix, places, divisions, strategy):
                 return shard_layer(
                     operation, divisions[name], strategy, places[name], operation.name in divided
                 )
-            copy = _copy_built(operation, name, places[name])
-        if isinstance(operation, keras.layers.Layer):
-            copied_layers.append((copy, operation))
-        return copy
+            return _copy_built(operation, name, places[name])
 
     inputs = _copy_inputs(model)
     copy = keras.models.clone_model(model, inputs, clone_function=copy_operation)
     _uncompile(copy)
-    for layer, original in copied_layers:
-        _copy_trainable(layer, original)
     graph = functional_graph(copy)
     graph.__class__ = _placed_class(type(graph))
     graph.calls_on = functools.partial(_call_on, strategy, here, divided)
@@ -303,19 +295,11 @@ def merged(model: keras.Model, device: str | None = None) -> keras.Model:
 
 
 def _merged(model, device):
-    originals = operations_by_name(model)
-    kinds = {type(each) for each in originals.values() if not is_nested(each)}
+    kinds = {type(each) for each in operations_by_name(model).values() if not is_nested(each)}
     custom = {kind.__name__: kind for kind in kinds if kind.__module__.partition(".")[0] != "keras"}
     with tf.device(device):
         plain = _plain_class(type(model)).from_config(model.get_config(), custom_objects=custom)
-        for division, variable in zip(plain_variables(model), plain.variables, strict=True):
-            variable.assign(division.whole())
-        recompute_constants(plain)
-    for name, copy in operations_by_name(plain).items():
-        if isinstance(originals[name], ShardedLayer):
-            copy.trainable = originals[name].trainable
-        elif isinstance(copy, keras.layers.Layer) and not is_nested(copy):
-            _copy_trainable(copy, originals[name])
+        _copy_state(plain, model)
     return plain
 
 
@@ -394,11 +378,43 @@ def _copy_built(operation, name: str, place: int):
     return copy
 
 
-def _copy_trainable(copy: keras.layers.Layer, layer: keras.layers.Layer):
-    """Sets the trainability of a layer's copy and of its weights to that of the original."""
-    copy.trainable = layer.trainable
-    for new, original in zip(copy.weights, layer.weights, strict=True):
-        new.trainable = original.trainable
+def _copy_state(copy: keras.Model, model: keras.Model):
+    """Sets what a model's configuration lacks in a copy: variables, trainability, dtype policies.
+
+    One of the models may be split. Raises ValueError if a layer's copy has other variables.
+    """
+    originals = {"": model, **operations_by_name(model)}
+    # Keras's setter of `trainable` changes all layers inside, so that these follow their model.
+    for name, operation in {"": copy, **operations_by_name(copy)}.items():
+        if not isinstance(operation, keras.layers.Layer):
+            continue
+        pair = (operation, originals[name])
+        # A layer may create layers in each call, so that one of two has more.
+        for layer, original in zip(*map(_with_inner_layers, pair), strict=False):
+            layer.trainable, layer.dtype_policy = original.trainable, original.dtype_policy
+        if not is_nested(operation):
+            _copy_variables(name, *pair)
+    recompute_constants(copy)
+
+
+def _with_inner_layers(layer):
+    """Returns a layer and the layers in it; only itself if it is divided, or a nested model."""
+    is_alone = is_nested(layer) or isinstance(layer, ShardedLayer)
+    return [layer] if is_alone else layer._flatten_layers()
+
+
+def _copy_variables(name, copy, layer):
+    """Sets values and trainability of the variables of a layer's copy, including seed states."""
+    ours, originals = list(plain_variables(copy)), list(plain_variables(layer))
+    if len(ours) != len(originals):
+        raise ValueError(
+            f"{name!r} has {len(originals)} variables and its copy has {len(ours)}. Return all "
+            f"arguments of {type(layer).__name__} from its get_config"
+        )
+    for variable, original in zip(ours, originals, strict=True):
+        variable.assign(original.whole())
+        for piece in variable.pieces:
+            piece.trainable = original.pieces[0].trainable
 
 
 def _uncompile(model: keras.Model):

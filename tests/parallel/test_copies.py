@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.parallel import device, split, stage
+from kdist.parallel import device, merged, split, stage
 
 TWO = kdist.Layout(branch=2)
 layers = keras.layers
@@ -94,6 +94,61 @@ def test_what_is_not_trained(how):
     model = split_in(TWO, plain)
     names = [variable.path for variable in plain.trainable_variables]
     assert [variable.path for variable in model.trainable_variables] == names
+
+
+class Normalized(keras.Model):
+    """A model of its own class, used as a layer, with a weight and a layer of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = layers.BatchNormalization(name="norm")
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+        self.norm.build(shape)
+
+    def call(self, x, training=None):
+        return self.scale * self.norm(x, training=training)
+
+
+def fine_tuned():
+    """A frozen model in a model, a frozen layer in a layer, and dropout, in float16."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        up, own, other = (
+            layers.Dense(4, name="up"),
+            Normalized(name="own"),
+            Normalized(name="other"),
+        )
+        base = keras.Sequential([keras.Input((4,)), up, own], name="base")
+        model = chain(base, layers.Dropout(0.5, name="drop"), layers.Dense(4, name="down"), other)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    base.trainable = other.norm.trainable = False
+    up.trainable = True
+    return model
+
+
+def kept(model):
+    """Returns what a copy keeps of layers, of layers in them, and of variables."""
+    inner = [each for each in model._flatten_layers() if not isinstance(each, layers.InputLayer)]
+    flags = [(each.name, each.trainable, each.dtype_policy.name) for each in inner]
+    return flags, [(v.name, v.trainable, v.numpy().tolist()) for v in model.variables]
+
+
+def test_a_copy_has_the_state_of_the_original():
+    plain = fine_tuned()
+    model = split_in(TWO, plain)
+    copies = [model, merged(model)]
+    for copy in copies:
+        assert kept(copy) == kept(plain)
+    for each in (plain, *copies):
+        each.get_layer("base").trainable = True
+    for copy in copies:
+        assert kept(copy) == kept(plain)
+    with model.distribute_strategy.scope():
+        model.compile("sgd", "mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 def test_a_nested_model_that_is_cut_takes_its_inputs_in_their_order():
