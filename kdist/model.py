@@ -25,6 +25,7 @@ from kdist.compat.keras import (
     TensorFlowTrainer,
     check_is_tensorflow,
     cloning_module,
+    copy_flags,
     recompute_constants,
     save_as,
 )
@@ -238,6 +239,10 @@ def _copy_into_scope(model):
         if not copy.built:
             copy.build_from_config(model.get_build_config())
         copy.set_weights(model.get_weights())
+        copy_flags(copy._flatten_layers(), model._flatten_layers())
+        for variable, original in zip(copy.variables, model.variables, strict=True):
+            variable.assign(original.numpy())  # also of seed states, which are no weights
+            variable.trainable = original.trainable
         recompute_constants(copy)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(

@@ -181,6 +181,17 @@ def recompute_constants(model):
             layer.finalize_state()
 
 
+def copy_flags(copies, originals):
+    """Sets trainability and dtype policies of layers to those of other layers.
+
+    Args:
+        copies: layers, each before the layers in it, since Keras's setter changes all of these.
+        originals: as many layers, or more or fewer if calls of layers create layers.
+    """
+    for copy, original in zip(copies, originals, strict=False):
+        copy.trainable, copy.dtype_policy = original.trainable, original.dtype_policy
+
+
 def saved_name(keras_class: type) -> str:
     """Returns the name of a class in files."""
     own = f"{keras_class.__module__}.{keras_class.__name__}"

@@ -17,7 +17,7 @@ import warnings
 import keras
 import tensorflow as tf
 
-from kdist.compat.keras import recompute_constants, save_as, saved_name
+from kdist.compat.keras import copy_flags, recompute_constants, save_as, saved_name
 from kdist.model import Model
 from kdist.parallel.device_groups import GroupStrategy
 from kdist.parallel.pipeline import step
@@ -384,14 +384,11 @@ def _copy_state(copy: keras.Model, model: keras.Model):
     One of the models may be split. Raises ValueError if a layer's copy has other variables.
     """
     originals = {"": model, **operations_by_name(model)}
-    # Keras's setter of `trainable` changes all layers inside, so that these follow their model.
     for name, operation in {"": copy, **operations_by_name(copy)}.items():
         if not isinstance(operation, keras.layers.Layer):
             continue
         pair = (operation, originals[name])
-        # A layer may create layers in each call, so that one of two has more.
-        for layer, original in zip(*map(_with_inner_layers, pair), strict=False):
-            layer.trainable, layer.dtype_policy = original.trainable, original.dtype_policy
+        copy_flags(*map(_with_inner_layers, pair))
         if not is_nested(operation):
             _copy_variables(name, *pair)
     recompute_constants(copy)

@@ -96,6 +96,7 @@ def test_what_is_not_trained(how):
     assert [variable.path for variable in model.trainable_variables] == names
 
 
+@keras.saving.register_keras_serializable("test_copies")
 class Normalized(keras.Model):
     """A model of its own class, used as a layer, with a weight and a layer of its own."""
 
@@ -136,10 +137,11 @@ def kept(model):
     return flags, [(v.name, v.trainable, v.numpy().tolist()) for v in model.variables]
 
 
-def test_a_copy_has_the_state_of_the_original():
+def test_a_copy_has_the_state_of_the_original(mirrored):
     plain = fine_tuned()
     model = split_in(TWO, plain)
-    copies = [model, merged(model)]
+    with mirrored.scope():
+        copies = [model, merged(model), kdist.Model.of(plain)]
     for copy in copies:
         assert kept(copy) == kept(plain)
     for each in (plain, *copies):
