@@ -28,6 +28,7 @@ from kdist.compat.keras import (
     copy_flags,
     recompute_constants,
     save_as,
+    sharing_functions,
 )
 from kdist.training.trainer import Trainer, readable_without_kdist
 
@@ -228,6 +229,7 @@ def _trained_by_kdist(keras_class):
     return save_as(keras_class, f"{keras_class.__module__}.{keras_class.__name__}")(derived)
 
 
+@sharing_functions()
 def _copy_into_scope(model):
     if not model.built:
         raise ValueError(

@@ -17,7 +17,13 @@ import warnings
 import keras
 import tensorflow as tf
 
-from kdist.compat.keras import copy_flags, recompute_constants, save_as, saved_name
+from kdist.compat.keras import (
+    copy_flags,
+    recompute_constants,
+    save_as,
+    saved_name,
+    sharing_functions,
+)
 from kdist.model import Model
 from kdist.parallel.device_groups import GroupStrategy
 from kdist.parallel.pipeline import step
@@ -294,6 +300,7 @@ def merged(model: keras.Model, device: str | None = None) -> keras.Model:
     return outside_any_scope(lambda: _merged(model, device))
 
 
+@sharing_functions()
 def _merged(model, device):
     kinds = {type(each) for each in operations_by_name(model).values() if not is_nested(each)}
     custom = {kind.__name__: kind for kind in kinds if kind.__module__.partition(".")[0] != "keras"}
@@ -350,6 +357,7 @@ def _copy_input(tensor):
     return type(layer).from_config(layer.get_config()).output
 
 
+@sharing_functions()
 def _copy_built(operation, name: str, place: int):
     """Returns a copy of an operation; if it is a layer, the copy is built.
 

@@ -153,6 +153,28 @@ def test_a_copy_has_the_state_of_the_original(mirrored):
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+def test_functions_of_lambda_layers(mirrored):
+    """Python lambdas with names of their module, local functions, and those in other layers."""
+
+    def doubled(x, times):
+        return times * x
+
+    plain = chain(
+        layers.Reshape((2, 2), name="pairs"),
+        layers.TimeDistributed(layers.Lambda(lambda x: np.pi * x), name="each"),
+        layers.Lambda(doubled, lambda shape: shape, arguments={"times": 2.0}, name="doubled"),
+        layers.Flatten(name="flat"),
+    )
+    model = split_in(TWO, plain)
+    with mirrored.scope():
+        copies = [model, merged(model), kdist.Model.of(plain)]
+    x, _ = examples()
+    expected = plain.predict(x, verbose=0)
+    for copy in copies:
+        np.testing.assert_allclose(copy.predict(x, verbose=0), expected, atol=1e-6)
+    assert model.get_config() == plain.get_config()
+
+
 def test_a_nested_model_that_is_cut_takes_its_inputs_in_their_order():
     def plain_of(order):
         a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
