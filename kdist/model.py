@@ -184,6 +184,11 @@ def _clones_train_alike(name):
 
     @functools.wraps(keras_function)
     def clone(model, *args, **kwargs):
+        if getattr(model, "is_split", False):
+            raise TypeError(
+                f"{model.name!r} is split, and its layers cannot be cloned. Clone the plain model: "
+                "kdist.parallel.merged(model)"
+            )
         copy = keras_function(model, *args, **kwargs)
         return Model.of(copy) if isinstance(model, Model) else copy
 

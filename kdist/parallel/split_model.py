@@ -83,8 +83,8 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
     Raises:
         ValueError: if the strategy has no device groups, or the placement does not fit the model
             or the layout.
-        TypeError: if the model is neither functional nor Sequential, it overrides a method such as
-            `train_step` or `call`, or a layer cannot be divided in this way.
+        TypeError: if the model is neither functional nor Sequential, is already split, or overrides
+            a method such as `train_step` or `call`, or a layer cannot be divided in this way.
 
     Example:
         layout = kdist.Layout(pipeline=2, micro_batches=4)
@@ -99,6 +99,9 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
             "split needs the scope of a strategy with groups of devices: "
             "`with kdist.create_strategy(kdist.Layout(pipeline=2)).scope():`"
         )
+    for each in (model, *filter(is_nested, operations_by_name(model).values())):
+        _check_model(each)
+    _check_no_common_weights(model)
     placement = layer_placement(model, placement)
     places = places_by_name(model, placement, strategy.layout)
     divisions = divisions_by_name(model, placement, strategy.layout)
@@ -115,7 +118,6 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
 
 def _copy(model, prefix, places, divisions, strategy):
     """Returns a copy of a model that creates and calls its layers on their devices."""
-    _check_model(model)
     graph, width = functional_graph(model), strategy.layout.tensor
     here = {each.name: places.get(prefix + each.name) for each in graph.operations}
     how = {name: divisions[prefix + name] for name in here if prefix + name in divisions}
@@ -303,7 +305,7 @@ def merged(model: keras.Model, device: str | None = None) -> keras.Model:
 @sharing_functions()
 def _merged(model, device):
     kinds = {type(each) for each in operations_by_name(model).values() if not is_nested(each)}
-    custom = {kind.__name__: kind for kind in kinds if kind.__module__.partition(".")[0] != "keras"}
+    custom = {kind.__name__: kind for kind in kinds if not _is_keras(kind)}
     with tf.device(device):
         plain = _plain_class(type(model)).from_config(model.get_config(), custom_objects=custom)
         _copy_state(plain, model)
@@ -332,7 +334,11 @@ def _named_as(keras_class, derived):
 
 
 def _check_model(model: keras.Model):
-    """Raises TypeError if the class of a model overrides a method such as `train_step`."""
+    """Raises TypeError if a model is split, or its class overrides a method like `train_step`."""
+    if getattr(functional_graph(model), "is_placed", False):
+        raise TypeError(
+            f"{model.name!r} is already split. Split the plain model: kdist.parallel.merged(model)"
+        )
     for name in _OVERRIDES:
         method = getattr(type(model), name, None)
         if method is not None and method.__module__.partition(".")[0] not in ("keras", "kdist"):
@@ -340,6 +346,21 @@ def _check_model(model: keras.Model):
                 f"{model.name!r} has a {name} of its own, which a split model cannot keep. Move "
                 "what it does into layers, losses or metrics"
             )
+
+
+def _check_no_common_weights(model: keras.Model):
+    """Raises ValueError if two layers, or one layer in two nested models, have the same weight."""
+    owners: dict[int, str] = {}
+    for name, operation in operations_by_name(model).items():
+        if is_nested(operation):
+            continue
+        for weight in getattr(operation, "weights", ()):
+            if (owner := owners.setdefault(id(weight), name)) != name:
+                raise ValueError(
+                    f"{owner!r} and {name!r} have the same weight {weight.path}, and their copies "
+                    "would have one each. Use one layer of one model for both: "
+                    "keras.layers.ReversibleEmbedding is an embedding and its output layer"
+                )
 
 
 def _copy_inputs(model: keras.Model):
@@ -362,16 +383,19 @@ def _copy_built(operation, name: str, place: int):
     """Returns a copy of an operation; if it is a layer, the copy is built.
 
     `name` is its name in the placement, and `place` the number of its device, which is also the
-    current device for new variables. Raises ValueError if the copy has another name, or its weights
-    would be created later or elsewhere.
+    current device for new variables. Raises ValueError if it cannot be copied by its configuration,
+    or its weights would be created later or elsewhere.
     """
-    copy = type(operation).from_config(operation.get_config())
+    try:
+        copy = type(operation).from_config(operation.get_config())
+    except NotImplementedError as error:
+        raise _not_copied(name, operation, "it has arguments and no get_config") from error
+    except (TypeError, ValueError) as error:
+        if _is_keras(type(operation)):  # the reason is a layer inside
+            raise
+        raise _not_copied(name, operation, error.__context__ or error) from error
     if copy.name != operation.name:
-        raise ValueError(
-            f"the copy of {operation.name!r} has the name {copy.name!r}, because "
-            f"{type(operation).__name__}.get_config omits the name. Begin it with "
-            "super().get_config()"
-        )
+        raise _not_copied(name, operation, f"its copy has the name {copy.name!r}")
     if isinstance(operation, _TABLES):
         raise ValueError(
             f"{name!r} uses a lookup table, which cannot be copied. Do this in the data pipeline"
@@ -384,6 +408,20 @@ def _copy_built(operation, name: str, place: int):
                 "build(input_shape), so that they are on its device"
             )
     return copy
+
+
+def _not_copied(name: str, operation, reason) -> ValueError:
+    """Returns the error for an operation that its configuration does not describe."""
+    kind = type(operation).__name__
+    return ValueError(
+        f"{name!r} cannot be copied: {reason}. Accept **kwargs in {kind}.__init__, pass them to "
+        f"super().__init__(**kwargs), and let {kind}.get_config return all other arguments in "
+        "addition to super().get_config()"
+    )
+
+
+def _is_keras(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "keras"
 
 
 def _copy_state(copy: keras.Model, model: keras.Model):
@@ -412,10 +450,8 @@ def _copy_variables(name, copy, layer):
     """Sets values and trainability of the variables of a layer's copy, including seed states."""
     ours, originals = list(plain_variables(copy)), list(plain_variables(layer))
     if len(ours) != len(originals):
-        raise ValueError(
-            f"{name!r} has {len(originals)} variables and its copy has {len(ours)}. Return all "
-            f"arguments of {type(layer).__name__} from its get_config"
-        )
+        reason = f"it has {len(originals)} variables, and its copy has {len(ours)}"
+        raise _not_copied(name, layer, reason)
     for variable, original in zip(ours, originals, strict=True):
         variable.assign(original.whole())
         for piece in variable.pieces:

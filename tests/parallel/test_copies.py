@@ -231,15 +231,59 @@ class BuiltInCall(layers.Layer):
         return self.inner(x)
 
 
-class Nameless(layers.Layer):
+class Closed(layers.Layer):
+    """Accepts no name, and no other arguments of Keras's."""
+
     def __init__(self):
         super().__init__()
 
+    def call(self, x):
+        return x
+
+
+class Nameless(Closed):
     def get_config(self):
         return {}
 
+
+class Forgetful(layers.Layer):
+    """Has a weight that its copy lacks."""
+
+    def __init__(self, biased=False, **kwargs):
+        super().__init__(**kwargs)
+        self.bias = self.add_weight(shape=(4,), name="bias") if biased else None
+
+    def get_config(self):
+        return {"name": self.name}
+
     def call(self, x):
         return x
+
+
+class WithFunction(Forgetful):
+    get_config = layers.Layer.get_config
+
+
+class TiedHead(layers.Layer):
+    """Returns the products with the rows of another layer's kernel."""
+
+    def __init__(self, other, **kwargs):
+        super().__init__(**kwargs)
+        self.other = other
+
+    def call(self, x):
+        return x @ keras.ops.transpose(self.other.kernel)
+
+
+def tied():
+    first = layers.Dense(4, name="first")
+    return chain(first, TiedHead(first, name="tied"))
+
+
+def in_two_models():
+    shared = layers.Dense(4, name="shared")
+    ones = [keras.Sequential([keras.Input((4,)), shared], name=name) for name in ("one", "two")]
+    return chain(*ones)
 
 
 def lookup():
@@ -256,13 +300,26 @@ def lookup():
             {"late": device(1), "head": device(0)},
             "'late' creates its weights",
         ),
-        (lambda: chain(Nameless()), None, "get_config omits the name"),
+        (lambda: chain(Closed()), None, "unexpected keyword argument.* Closed.__init__"),
+        (lambda: chain(Nameless()), None, "'nameless' cannot be copied: its copy has the name"),
+        (lambda: chain(Forgetful(True, name="less")), None, "'less' .* its copy has 0"),
+        (lambda: chain(WithFunction(print, name="of")), None, "'of' .* no get_config"),
+        (tied, None, "'first' and 'tied' have the same weight first/kernel"),
+        (in_two_models, None, "'one/shared' and 'two/shared' have the same weight"),
         (lookup, None, "'lookup' uses a lookup table"),
     ],
 )
 def test_layers_that_cannot_be_copied(build, placement, message):
     with pytest.raises(ValueError, match=message):
         split_in(TWO, build(), placement)
+
+
+def test_a_split_model_is_copied_when_it_is_merged():
+    model = split_in(TWO, chain(layers.Dense(4, name="up")))
+    with pytest.raises(TypeError, match="already split.*merged"):
+        split_in(TWO, model)
+    with pytest.raises(TypeError, match="is split.*merged"):
+        keras.models.clone_model(model)
 
 
 def test_a_model_that_is_not_split_in_a_layout_that_splits():
