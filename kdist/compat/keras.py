@@ -202,7 +202,7 @@ _copied_lambdas: contextvars.ContextVar = contextvars.ContextVar("copied_lambdas
 
 @contextlib.contextmanager
 def sharing_functions():
-    """Lets copies of `Lambda` layers by their configuration have the functions of the originals.
+    """Returns a context in which copies of `Lambda` layers have the functions of the originals.
 
     Keras writes a Python lambda to the configuration as bytecode, which lacks the names of its
     module, and which `from_config` refuses to run. It looks up other functions in modules only.
