@@ -102,9 +102,9 @@ def _take_cpus(number):
                 return _numbered("CPU", number)
             raise RuntimeError(
                 f"{number} CPU devices requested, but TensorFlow has already started with "
-                f"{existing}, and their number can no longer change. Create the strategy before "
-                "anything else uses TensorFlow (in a notebook: restart the kernel), or request "
-                f"{existing}"
+                f"{existing}, and their number can no longer change. Create the strategy, or call "
+                f"kdist.devices.find_devices({number}), before anything else uses TensorFlow, such "
+                f"as a model (in a notebook: restart the kernel); or request {existing}"
             ) from error
     return _numbered("CPU", number)
 

@@ -25,8 +25,10 @@ from kdist.compat.keras import (
     TensorFlowTrainer,
     check_is_tensorflow,
     cloning_module,
+    copy_flags,
     recompute_constants,
     save_as,
+    sharing_functions,
 )
 from kdist.training.trainer import Trainer, readable_without_kdist
 
@@ -182,6 +184,11 @@ def _clones_train_alike(name):
 
     @functools.wraps(keras_function)
     def clone(model, *args, **kwargs):
+        if getattr(model, "is_split", False):
+            raise TypeError(
+                f"{model.name!r} is split, and its layers cannot be cloned. Clone the plain model: "
+                "kdist.parallel.merged(model)"
+            )
         copy = keras_function(model, *args, **kwargs)
         return Model.of(copy) if isinstance(model, Model) else copy
 
@@ -227,6 +234,7 @@ def _trained_by_kdist(keras_class):
     return save_as(keras_class, f"{keras_class.__module__}.{keras_class.__name__}")(derived)
 
 
+@sharing_functions()
 def _copy_into_scope(model):
     if not model.built:
         raise ValueError(
@@ -238,6 +246,10 @@ def _copy_into_scope(model):
         if not copy.built:
             copy.build_from_config(model.get_build_config())
         copy.set_weights(model.get_weights())
+        copy_flags(copy._flatten_layers(), model._flatten_layers())
+        for variable, original in zip(copy.variables, model.variables, strict=True):
+            variable.assign(original.numpy())  # also of seed states, which are no weights
+            variable.trainable = original.trainable
         recompute_constants(copy)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ValueError(

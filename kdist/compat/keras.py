@@ -8,6 +8,10 @@ and most callbacks require TensorFlow. Builders, pipelines, and schedules work o
 and JAX (`pip install 'kdist[jax]'`), and `kdist.parallel.Mesh` on JAX.
 """
 
+import contextlib
+import contextvars
+import functools
+
 import keras
 from keras.src import api_export
 from keras.src import export as export_module
@@ -179,6 +183,59 @@ def recompute_constants(model):
     for layer in model._flatten_layers():
         if isinstance(layer, Normalization):
             layer.finalize_state()
+
+
+def copy_flags(copies, originals):
+    """Sets trainability and dtype policies of layers to those of other layers.
+
+    Args:
+        copies: layers, each before the layers in it, since Keras's setter changes all of these.
+        originals: as many layers, or more or fewer if calls of layers create layers.
+    """
+    for copy, original in zip(copies, originals, strict=False):
+        copy.trainable, copy.dtype_policy = original.trainable, original.dtype_policy
+
+
+# `Lambda` layers that are being copied, by id; None outside of `sharing_functions`.
+_copied_lambdas: contextvars.ContextVar = contextvars.ContextVar("copied_lambdas", default=None)
+
+
+@contextlib.contextmanager
+def sharing_functions():
+    """Returns a context in which copies of `Lambda` layers have the functions of the originals.
+
+    Keras writes a Python lambda to the configuration as bytecode, which lacks the names of its
+    module, and which `from_config` refuses to run. It looks up other functions in modules only.
+    """
+    token = _copied_lambdas.set({})
+    try:
+        yield
+    finally:
+        _copied_lambdas.reset(token)
+
+
+def _share_functions(cls):
+    keras_get_config, keras_from_config = cls.get_config, cls.from_config.__func__
+
+    @functools.wraps(keras_get_config)
+    def get_config(self):
+        if (copied := _copied_lambdas.get()) is None:
+            return keras_get_config(self)
+        copied[id(self)] = self
+        return {**super(cls, self).get_config(), "original": id(self)}
+
+    @functools.wraps(keras_from_config)
+    def from_config(cls, config, *args, **kwargs):
+        if "original" not in config:
+            return keras_from_config(cls, config, *args, **kwargs)
+        own = {name: value for name, value in config.items() if name != "original"}
+        layer = _copied_lambdas.get()[config["original"]]
+        return cls(layer.function, layer._output_shape, layer.mask, layer.arguments, **own)
+
+    cls.get_config, cls.from_config = get_config, classmethod(from_config)
+
+
+_share_functions(keras.layers.Lambda)
 
 
 def saved_name(keras_class: type) -> str:

@@ -17,7 +17,13 @@ import warnings
 import keras
 import tensorflow as tf
 
-from kdist.compat.keras import recompute_constants, save_as, saved_name
+from kdist.compat.keras import (
+    copy_flags,
+    recompute_constants,
+    save_as,
+    saved_name,
+    sharing_functions,
+)
 from kdist.model import Model
 from kdist.parallel.device_groups import GroupStrategy
 from kdist.parallel.pipeline import step
@@ -77,8 +83,8 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
     Raises:
         ValueError: if the strategy has no device groups, or the placement does not fit the model
             or the layout.
-        TypeError: if the model is neither functional nor Sequential, it overrides a method such as
-            `train_step` or `call`, or a layer cannot be divided in this way.
+        TypeError: if the model is neither functional nor Sequential, is already split, or overrides
+            a method such as `train_step` or `call`, or a layer cannot be divided in this way.
 
     Example:
         layout = kdist.Layout(pipeline=2, micro_batches=4)
@@ -93,6 +99,9 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
             "split needs the scope of a strategy with groups of devices: "
             "`with kdist.create_strategy(kdist.Layout(pipeline=2)).scope():`"
         )
+    for each in (model, *filter(is_nested, operations_by_name(model).values())):
+        _check_model(each)
+    _check_no_common_weights(model)
     placement = layer_placement(model, placement)
     places = places_by_name(model, placement, strategy.layout)
     divisions = divisions_by_name(model, placement, strategy.layout)
@@ -103,21 +112,17 @@ def split(model: keras.Model, placement: Placement) -> "SplitModel":
     copy = Model.of(_copy(model, "", places, divisions, strategy))
     copy.__class__ = _split_class(type(copy))  # type: ignore[arg-type]
     copy.places, copy.divisions = places, divisions
-    copy.set_weights(model.get_weights())
-    recompute_constants(copy)
+    _copy_state(copy, model)
     return copy
 
 
 def _copy(model, prefix, places, divisions, strategy):
     """Returns a copy of a model that creates and calls its layers on their devices."""
-    _check_model(model)
     graph, width = functional_graph(model), strategy.layout.tensor
     here = {each.name: places.get(prefix + each.name) for each in graph.operations}
     how = {name: divisions[prefix + name] for name in here if prefix + name in divisions}
     stages = {name: place // width for name, place in here.items() if place is not None}
     divided = divided_outputs(list(nodes_of(graph)), graph.outputs, how, stages)
-
-    copied_layers = []
 
     def copy_operation(operation):
         name = prefix + operation.name
@@ -128,16 +133,11 @@ def _copy(model, prefix, places, divisions, strategy):
                 return shard_layer(
                     operation, divisions[name], strategy, places[name], operation.name in divided
                 )
-            copy = _copy_built(operation, name, places[name])
-        if isinstance(operation, keras.layers.Layer):
-            copied_layers.append((copy, operation))
-        return copy
+            return _copy_built(operation, name, places[name])
 
     inputs = _copy_inputs(model)
     copy = keras.models.clone_model(model, inputs, clone_function=copy_operation)
     _uncompile(copy)
-    for layer, original in copied_layers:
-        _copy_trainable(layer, original)
     graph = functional_graph(copy)
     graph.__class__ = _placed_class(type(graph))
     graph.calls_on = functools.partial(_call_on, strategy, here, divided)
@@ -302,20 +302,13 @@ def merged(model: keras.Model, device: str | None = None) -> keras.Model:
     return outside_any_scope(lambda: _merged(model, device))
 
 
+@sharing_functions()
 def _merged(model, device):
-    originals = operations_by_name(model)
-    kinds = {type(each) for each in originals.values() if not is_nested(each)}
-    custom = {kind.__name__: kind for kind in kinds if kind.__module__.partition(".")[0] != "keras"}
+    kinds = {type(each) for each in operations_by_name(model).values() if not is_nested(each)}
+    custom = {kind.__name__: kind for kind in kinds if not _is_keras(kind)}
     with tf.device(device):
         plain = _plain_class(type(model)).from_config(model.get_config(), custom_objects=custom)
-        for division, variable in zip(plain_variables(model), plain.variables, strict=True):
-            variable.assign(division.whole())
-        recompute_constants(plain)
-    for name, copy in operations_by_name(plain).items():
-        if isinstance(originals[name], ShardedLayer):
-            copy.trainable = originals[name].trainable
-        elif isinstance(copy, keras.layers.Layer) and not is_nested(copy):
-            _copy_trainable(copy, originals[name])
+        _copy_state(plain, model)
     return plain
 
 
@@ -341,7 +334,11 @@ def _named_as(keras_class, derived):
 
 
 def _check_model(model: keras.Model):
-    """Raises TypeError if the class of a model overrides a method such as `train_step`."""
+    """Raises TypeError if a model is split, or its class overrides a method like `train_step`."""
+    if getattr(functional_graph(model), "is_placed", False):
+        raise TypeError(
+            f"{model.name!r} is already split. Split the plain model: kdist.parallel.merged(model)"
+        )
     for name in _OVERRIDES:
         method = getattr(type(model), name, None)
         if method is not None and method.__module__.partition(".")[0] not in ("keras", "kdist"):
@@ -349,6 +346,21 @@ def _check_model(model: keras.Model):
                 f"{model.name!r} has a {name} of its own, which a split model cannot keep. Move "
                 "what it does into layers, losses or metrics"
             )
+
+
+def _check_no_common_weights(model: keras.Model):
+    """Raises ValueError if two layers, or one layer in two nested models, have the same weight."""
+    owners: dict[int, str] = {}
+    for name, operation in operations_by_name(model).items():
+        if is_nested(operation):
+            continue
+        for weight in getattr(operation, "weights", ()):
+            if (owner := owners.setdefault(id(weight), name)) != name:
+                raise ValueError(
+                    f"{owner!r} and {name!r} have the same weight {weight.path}, and their copies "
+                    "would have one each. Use one layer of one model for both: "
+                    "keras.layers.ReversibleEmbedding is an embedding and its output layer"
+                )
 
 
 def _copy_inputs(model: keras.Model):
@@ -366,20 +378,24 @@ def _copy_input(tensor):
     return type(layer).from_config(layer.get_config()).output
 
 
+@sharing_functions()
 def _copy_built(operation, name: str, place: int):
     """Returns a copy of an operation; if it is a layer, the copy is built.
 
     `name` is its name in the placement, and `place` the number of its device, which is also the
-    current device for new variables. Raises ValueError if the copy has another name, or its weights
-    would be created later or elsewhere.
+    current device for new variables. Raises ValueError if it cannot be copied by its configuration,
+    or its weights would be created later or elsewhere.
     """
-    copy = type(operation).from_config(operation.get_config())
+    try:
+        copy = type(operation).from_config(operation.get_config())
+    except NotImplementedError as error:
+        raise _not_copied(name, operation, "it has arguments and no get_config") from error
+    except (TypeError, ValueError) as error:
+        if _is_keras(type(operation)):  # the reason is a layer inside
+            raise
+        raise _not_copied(name, operation, error.__context__ or error) from error
     if copy.name != operation.name:
-        raise ValueError(
-            f"the copy of {operation.name!r} has the name {copy.name!r}, because "
-            f"{type(operation).__name__}.get_config omits the name. Begin it with "
-            "super().get_config()"
-        )
+        raise _not_copied(name, operation, f"its copy has the name {copy.name!r}")
     if isinstance(operation, _TABLES):
         raise ValueError(
             f"{name!r} uses a lookup table, which cannot be copied. Do this in the data pipeline"
@@ -394,11 +410,52 @@ def _copy_built(operation, name: str, place: int):
     return copy
 
 
-def _copy_trainable(copy: keras.layers.Layer, layer: keras.layers.Layer):
-    """Sets the trainability of a layer's copy and of its weights to that of the original."""
-    copy.trainable = layer.trainable
-    for new, original in zip(copy.weights, layer.weights, strict=True):
-        new.trainable = original.trainable
+def _not_copied(name: str, operation, reason) -> ValueError:
+    """Returns the error for an operation that its configuration does not describe."""
+    kind = type(operation).__name__
+    return ValueError(
+        f"{name!r} cannot be copied: {reason}. Accept **kwargs in {kind}.__init__, pass them to "
+        f"super().__init__(**kwargs), and let {kind}.get_config return all other arguments in "
+        "addition to super().get_config()"
+    )
+
+
+def _is_keras(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "keras"
+
+
+def _copy_state(copy: keras.Model, model: keras.Model):
+    """Sets what a model's configuration lacks in a copy: variables, trainability, dtype policies.
+
+    One of the models may be split. Raises ValueError if a layer's copy has other variables.
+    """
+    originals = {"": model, **operations_by_name(model)}
+    for name, operation in {"": copy, **operations_by_name(copy)}.items():
+        if not isinstance(operation, keras.layers.Layer):
+            continue
+        pair = (operation, originals[name])
+        copy_flags(*map(_with_inner_layers, pair))
+        if not is_nested(operation):
+            _copy_variables(name, *pair)
+    recompute_constants(copy)
+
+
+def _with_inner_layers(layer):
+    """Returns a layer and the layers in it; only itself if it is divided, or a nested model."""
+    is_alone = is_nested(layer) or isinstance(layer, ShardedLayer)
+    return [layer] if is_alone else layer._flatten_layers()
+
+
+def _copy_variables(name, copy, layer):
+    """Sets values and trainability of the variables of a layer's copy, including seed states."""
+    ours, originals = list(plain_variables(copy)), list(plain_variables(layer))
+    if len(ours) != len(originals):
+        reason = f"it has {len(originals)} variables, and its copy has {len(ours)}"
+        raise _not_copied(name, layer, reason)
+    for variable, original in zip(ours, originals, strict=True):
+        variable.assign(original.whole())
+        for piece in variable.pieces:
+            piece.trainable = original.pieces[0].trainable
 
 
 def _uncompile(model: keras.Model):

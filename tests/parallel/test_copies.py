@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import kdist
-from kdist.parallel import device, split, stage
+from kdist.parallel import device, merged, split, stage
 
 TWO = kdist.Layout(branch=2)
 layers = keras.layers
@@ -96,6 +96,85 @@ def test_what_is_not_trained(how):
     assert [variable.path for variable in model.trainable_variables] == names
 
 
+@keras.saving.register_keras_serializable("test_copies")
+class Normalized(keras.Model):
+    """A model of its own class, used as a layer, with a weight and a layer of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.norm = layers.BatchNormalization(name="norm")
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones", name="scale")
+        self.norm.build(shape)
+
+    def call(self, x, training=None):
+        return self.scale * self.norm(x, training=training)
+
+
+def fine_tuned():
+    """A frozen model in a model, a frozen layer in a layer, and dropout, in float16."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        up, own, other = (
+            layers.Dense(4, name="up"),
+            Normalized(name="own"),
+            Normalized(name="other"),
+        )
+        base = keras.Sequential([keras.Input((4,)), up, own], name="base")
+        model = chain(base, layers.Dropout(0.5, name="drop"), layers.Dense(4, name="down"), other)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    base.trainable = other.norm.trainable = False
+    up.trainable = True
+    return model
+
+
+def kept(model):
+    """Returns what a copy keeps of layers, of layers in them, and of variables."""
+    inner = [each for each in model._flatten_layers() if not isinstance(each, layers.InputLayer)]
+    flags = [(each.name, each.trainable, each.dtype_policy.name) for each in inner]
+    return flags, [(v.name, v.trainable, v.numpy().tolist()) for v in model.variables]
+
+
+def test_a_copy_has_the_state_of_the_original(mirrored):
+    plain = fine_tuned()
+    model = split_in(TWO, plain)
+    with mirrored.scope():
+        copies = [model, merged(model), kdist.Model.of(plain)]
+    for copy in copies:
+        assert kept(copy) == kept(plain)
+    for each in (plain, *copies):
+        each.get_layer("base").trainable = True
+    for copy in copies:
+        assert kept(copy) == kept(plain)
+    with model.distribute_strategy.scope():
+        model.compile("sgd", "mse")
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+
+
+def test_functions_of_lambda_layers(mirrored):
+    """Python lambdas with names of their module, local functions, and those in other layers."""
+
+    def doubled(x, times):
+        return times * x
+
+    plain = chain(
+        layers.Reshape((2, 2), name="pairs"),
+        layers.TimeDistributed(layers.Lambda(lambda x: np.pi * x), name="each"),
+        layers.Lambda(doubled, lambda shape: shape, arguments={"times": 2.0}, name="doubled"),
+        layers.Flatten(name="flat"),
+    )
+    model = split_in(TWO, plain)
+    with mirrored.scope():
+        copies = [model, merged(model), kdist.Model.of(plain)]
+    x, _ = examples()
+    expected = plain.predict(x, verbose=0)
+    for copy in copies:
+        np.testing.assert_allclose(copy.predict(x, verbose=0), expected, atol=1e-6)
+    assert model.get_config() == plain.get_config()
+
+
 def test_a_nested_model_that_is_cut_takes_its_inputs_in_their_order():
     def plain_of(order):
         a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
@@ -152,15 +231,59 @@ class BuiltInCall(layers.Layer):
         return self.inner(x)
 
 
-class Nameless(layers.Layer):
+class Closed(layers.Layer):
+    """Accepts no name, and no other arguments of Keras's."""
+
     def __init__(self):
         super().__init__()
 
+    def call(self, x):
+        return x
+
+
+class Nameless(Closed):
     def get_config(self):
         return {}
 
+
+class Forgetful(layers.Layer):
+    """Has a weight that its copy lacks."""
+
+    def __init__(self, biased=False, **kwargs):
+        super().__init__(**kwargs)
+        self.bias = self.add_weight(shape=(4,), name="bias") if biased else None
+
+    def get_config(self):
+        return {"name": self.name}
+
     def call(self, x):
         return x
+
+
+class WithFunction(Forgetful):
+    get_config = layers.Layer.get_config
+
+
+class TiedHead(layers.Layer):
+    """Returns the products with the rows of another layer's kernel."""
+
+    def __init__(self, other, **kwargs):
+        super().__init__(**kwargs)
+        self.other = other
+
+    def call(self, x):
+        return x @ keras.ops.transpose(self.other.kernel)
+
+
+def tied():
+    first = layers.Dense(4, name="first")
+    return chain(first, TiedHead(first, name="tied"))
+
+
+def in_two_models():
+    shared = layers.Dense(4, name="shared")
+    ones = [keras.Sequential([keras.Input((4,)), shared], name=name) for name in ("one", "two")]
+    return chain(*ones)
 
 
 def lookup():
@@ -177,13 +300,26 @@ def lookup():
             {"late": device(1), "head": device(0)},
             "'late' creates its weights",
         ),
-        (lambda: chain(Nameless()), None, "get_config omits the name"),
+        (lambda: chain(Closed()), None, "unexpected keyword argument.* Closed.__init__"),
+        (lambda: chain(Nameless()), None, "'nameless' cannot be copied: its copy has the name"),
+        (lambda: chain(Forgetful(True, name="less")), None, "'less' .* its copy has 0"),
+        (lambda: chain(WithFunction(print, name="of")), None, "'of' .* no get_config"),
+        (tied, None, "'first' and 'tied' have the same weight first/kernel"),
+        (in_two_models, None, "'one/shared' and 'two/shared' have the same weight"),
         (lookup, None, "'lookup' uses a lookup table"),
     ],
 )
 def test_layers_that_cannot_be_copied(build, placement, message):
     with pytest.raises(ValueError, match=message):
         split_in(TWO, build(), placement)
+
+
+def test_a_split_model_is_copied_when_it_is_merged():
+    model = split_in(TWO, chain(layers.Dense(4, name="up")))
+    with pytest.raises(TypeError, match="already split.*merged"):
+        split_in(TWO, model)
+    with pytest.raises(TypeError, match="is split.*merged"):
+        keras.models.clone_model(model)
 
 
 def test_a_model_that_is_not_split_in_a_layout_that_splits():

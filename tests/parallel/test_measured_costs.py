@@ -8,6 +8,7 @@ import tensorflow as tf
 import kdist
 from kdist import Layout
 from kdist.parallel import measure_costs, split, stage, suggest
+from kdist.parallel.search.costs import ModelWork
 
 layers = keras.layers
 
@@ -79,6 +80,24 @@ def test_the_model_stays_as_it_was():
     assert sum(costs.values()) > 0
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def recurrent(batch_size, stateful):
+    inputs = keras.Input(batch_shape=(batch_size, 4, 5))
+    x = layers.LSTM(6, stateful=stateful, name="recurrent")(inputs)
+    model = keras.Model(inputs, layers.Dense(3, name="head", trainable=False)(x))
+    model.get_layer("recurrent").cell.bias.trainable = False
+    return model
+
+
+def test_inputs_with_a_batch_size_of_their_own():
+    fixed = recurrent(10, stateful=True)
+    expected = ModelWork(recurrent(None, stateful=False)).operation_costs()
+    for ours, theirs in zip(ModelWork(fixed).operation_costs(), expected, strict=True):
+        assert ours.seconds == pytest.approx(theirs.seconds, rel=0.2)  # it also writes states
+        assert ours.kept_bytes == theirs.kept_bytes
+    costs = measure_costs(fixed, repeats=1)
+    assert set(suggest(fixed, Layout(pipeline=2), costs=costs)) == {"recurrent", "head"}
 
 
 def test_what_cannot_be_measured():

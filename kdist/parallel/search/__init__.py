@@ -47,6 +47,8 @@ class Suggestion(dict[str, Stage | Device | Division]):
             suggestions.
 
     Example:
+        kdist.devices.find_devices(4)  # before the model, which starts TensorFlow
+        plain = kdist.models.lenet(input_shape=(28, 28, 1), num_classes=10)
         placement = kdist.parallel.suggest(plain, devices=4)
         with kdist.create_strategy(placement.layout).scope():
             model = kdist.parallel.split(plain, placement)
@@ -85,7 +87,8 @@ def suggest(
         memory_gb: GB (1e9 bytes) of each device. A placement that needs more is refused. None
             (default) for no limit.
         batch_size: examples per step over all replicas. Defaults to 32.
-        devices: number of devices.
+        devices: number of devices. Logical CPU devices must exist before the model, because
+            TensorFlow starts with it: call `kdist.devices.find_devices` first.
         costs: seconds of each operation's forward and backward pass, per example, as
             `kdist.parallel.measure_costs` returns. None (default) to compute them.
 

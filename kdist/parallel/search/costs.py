@@ -269,7 +269,8 @@ def measure_costs(model: keras.Model, batch_size: int = 32, repeats: int = 5) ->
 
     Args:
         model: built functional or Sequential model with inputs of known shapes.
-        batch_size: examples per call. Defaults to 32.
+        batch_size: examples per call. Defaults to 32. A batch size of the model's inputs, such as
+            `keras.Input(batch_shape=(8, 4))`, replaces it.
         repeats: timed calls, of which the median counts. Defaults to 5.
 
     Returns:
@@ -296,6 +297,8 @@ def measure_costs(model: keras.Model, batch_size: int = 32, repeats: int = 5) ->
 
 
 def _measure(graph, batch_size, repeats):
+    own_sizes = (tensor.shape[0] for tensor in graph.inputs)
+    batch_size = next(filter(None, own_sizes), batch_size)
     values = {id(tensor): _example(tensor, batch_size) for tensor in graph.inputs}
     costs: dict[str, float] = {}
     for node in nodes_of(graph):

@@ -162,7 +162,6 @@ def shard_layer(layer, how: str, strategy, first: int, stays_divided: bool) -> S
     copy = _SHARDED_CLASSES[type(layer)].from_config(layer.get_config())
     copy.shards = Shards(strategy, first, how, stays_divided)
     copy.build_from_config(layer.get_build_config())
-    copy.trainable = layer.trainable
     return copy
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.compat.keras import save_as, saved_name
+from kdist.parallel.placement import is_nested
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.optimizers import inner_optimizers
 
@@ -202,7 +203,7 @@ def _unique(divisions):
 def _divisions(layer, of_divided, of_whole):
     if isinstance(layer, ShardedLayer):
         yield from of_divided(layer)
-    elif isinstance(layer, keras.Model):
+    elif is_nested(layer):
         for inner in layer.layers:
             yield from _divisions(inner, of_divided, of_whole)
     else:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from kdist.compat.keras import copy_flags, sharing_functions
 from kdist.planner.workload import tracing
 from kdist.planner.workload.layers import LayerWork, Workload
 from kdist.planner.workload.tracing import TracedStep, base_tensor, layer_path, sublayers
@@ -69,7 +70,8 @@ def _two_steps(model, input_shapes):
     """Returns a number of examples, the step for it, and the step for one example more."""
     for batch in (2, 3):
         step, larger = (
-            TracedStep(model, _specs(model, input_shapes, n)) for n in (batch, batch + 1)
+            TracedStep(_with_batch(model, n), _specs(model, input_shapes, n))
+            for n in (batch, batch + 1)
         )
         if [op.type for op in step.operations] == [op.type for op in larger.operations]:
             return batch, step, larger
@@ -83,10 +85,10 @@ class _Reading:
     """A traced step, with the size of each tensor per example and for any batch."""
 
     def __init__(self, model, input_shapes):
-        self.model = model
         self.input_shapes = input_shapes
         batch, step, larger = _two_steps(model, input_shapes)
         self.step = step
+        self.model = model = step.model
         self._sizes: dict = {}  # bytes per example, and bytes for any batch
         self._flops: dict = {}  # per example
         for op, other in zip(step.operations, larger.operations, strict=True):
@@ -289,14 +291,37 @@ def _input_shapes(model, input_shape):
     return shapes
 
 
+@sharing_functions()
+def _with_batch(model, batch):
+    """Returns the model, or a copy for this number of examples if layers are stateful.
+
+    A stateful layer accepts no other number of examples than its states have.
+    """
+    if not any(getattr(layer, "stateful", False) for layer in sublayers(model)):
+        return model
+    inputs = [
+        keras.Input(batch_shape=(batch, *tensor.shape[1:]), dtype=tensor.dtype, name=tensor.name)
+        for tensor in model.inputs
+    ]
+    copy = keras.models.clone_model(model, _nested_like_inputs(model, inputs))
+    copy_flags(copy._flatten_layers(), model._flatten_layers())
+    for weight, original in zip(copy.weights, model.weights, strict=True):
+        weight.trainable = original.trainable
+    return copy
+
+
 def _specs(model, shapes, batch):
     """Returns the specs of the model's inputs for a batch, nested like these inputs."""
     specs = [
         tf.TensorSpec([batch, *shape], tensor.dtype, name=tensor.name)
         for tensor, shape in zip(model.inputs, shapes, strict=True)
     ]
+    return _nested_like_inputs(model, specs)
+
+
+def _nested_like_inputs(model, values):
     functional = getattr(model, "_functional", None) or model
-    return keras.tree.pack_sequence_as(functional._inputs_struct, specs)
+    return keras.tree.pack_sequence_as(functional._inputs_struct, values)
 
 
 def _largest(pairs):
