@@ -10,7 +10,7 @@ import pytest
 
 import kdist
 from kdist.checkpoint.snapshot import capture, restore
-from kdist.compat.keras import MULTI_OPTIMIZERS
+from kdist.compat.keras import MULTI_OPTIMIZERS, get_keras_mask
 from kdist.parallel import column, device, heads, row, split, stage
 from kdist.parallel.inspect.operation_devices import devices_of, operations_that_run
 from kdist.testing import assert_same_weights
@@ -291,6 +291,20 @@ def test_what_a_layer_is_given_counts(build, placement):
     assert_trains_alike(model, plain, shape)
     trainable = [bool(each.trainable_variables) for each in plain.layers]
     assert [bool(each.trainable_variables) for each in model.layers] == trainable
+
+
+def test_heads_leave_the_masks_that_the_plain_layer_leaves():
+    """It detaches those of its inputs, so that a sum with them, and its loss, are not masked."""
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(20, 8, mask_zero=True)(tokens)
+    y = layers.MultiHeadAttention(4, 3, name="it")(x, x)
+    plain = keras.Model(tokens, [x, y, layers.Add()([x, y])])
+    model = split_in(TENSOR_2, plain, {"it": heads()})
+    masked = [
+        [get_keras_mask(output) is not None for output in each(np.array([[3, 0, 0, 0, 0, 0]]))]
+        for each in (plain, model)
+    ]
+    assert masked == [[False, True, False]] * 2
 
 
 def test_penalties_are_computed_where_the_weights_are():
