@@ -216,6 +216,15 @@ def test_class_weights_and_a_loss_that_is_not_reduced():
     assert_trains_alike(model, plain, x, y)
 
 
+def test_fewer_rows_than_micro_batches_and_a_loss_that_is_not_reduced():
+    """A batch of 8 rows, and a last one of 3, which is fewer than the four micro-batches."""
+    plain = dense()
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction="none")
+    layout = kdist.Layout(data=2, pipeline=2, micro_batches=2)
+    model = split_in(layout, plain, DENSE, loss=loss)
+    assert_trains_alike(model, plain, *vectors(11), batch_size=8, epochs=1)
+
+
 @pytest.mark.parametrize(("data", "low"), [(1, "LSTM"), (2, "Dense")])
 def test_masks(data, low):
     """Sequences of unequal length, so that micro-batches of equal rows have unequal masks."""

@@ -132,7 +132,9 @@ class MicroBatchStep(_StepProxy):
         micro-batch is empty.
         """
         if loss.shape.rank:
-            return loss * tf.cast(self.micro_share.rows > 0, loss.dtype)
+            counted = loss * tf.cast(self.micro_share.rows > 0, loss.dtype)
+            self.note_parts(counted, loss)  # the factor looks as if it depended on the batch
+            return counted
         return self.note_mean(loss * tf.cast(self.micro_share.batch_fraction, loss.dtype))
 
     def batch_fraction(self, dtype):
