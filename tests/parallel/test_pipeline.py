@@ -37,7 +37,7 @@ def split_in(layout, plain, placement, **arguments):
     optimizer = arguments.pop("optimizer", OPTIMIZERS["momentum"])
     own = {
         name: arguments.pop(name)
-        for name in ("accumulate", "local_steps", "steps_per_execution")
+        for name in ("accumulate", "local_steps", "steps_per_execution", "loss_reduction")
         if name in arguments
     }
     with kdist.create_strategy(layout).scope():
@@ -274,6 +274,55 @@ def test_losses_of_layers(data):
     layout = kdist.Layout(data=data, pipeline=2, micro_batches=3)
     model = split_in(layout, plain, DENSE, loss=CROSSENTROPY)
     assert_trains_alike(model, plain, *vectors())
+
+
+class AddsSum(keras.layers.Layer):
+    """Adds sums over rows to the loss, one of them as values per row.
+
+    With `is_hidden`, the graph does not tell that the other one is a sum.
+    """
+
+    def __init__(self, is_hidden=False, **arguments):
+        super().__init__(**arguments)
+        self.is_hidden = is_hidden
+
+    def call(self, x):
+        total = 0.01 * keras.ops.sum(keras.ops.square(x))
+        if self.is_hidden:
+            total = keras.ops.sqrt(keras.ops.square(total) + 1e-12)
+        self.add_loss(total)
+        self.add_loss(0.01 * keras.ops.mean(keras.ops.abs(x), axis=-1))
+        return x
+
+    def get_config(self):
+        return {**super().get_config(), "is_hidden": self.is_hidden}
+
+
+def adds_sum(is_hidden=False):
+    layers = keras.layers
+    low = [layers.Dense(8, name="low"), AddsSum(is_hidden), layers.Dense(4, name="high")]
+    return keras.Sequential([keras.Input((6,)), *low])
+
+
+@pytest.mark.parametrize("data", [2, *seldom([1])])
+def test_losses_that_are_sums_over_rows(data):
+    """Of a layer, and of a function that reduces its values; the last batch has 3 rows."""
+    plain = adds_sum()
+    squares = lambda y, y_pred: 0.1 * keras.ops.sum(keras.ops.square(y - y_pred))  # noqa: E731
+    layout = kdist.Layout(data=data, pipeline=2, micro_batches=3)
+    model = split_in(layout, plain, DENSE, loss=squares, optimizer=OPTIMIZERS["adam"])
+    x, y = vectors(35)
+    assert_trains_alike(model, plain, x, np.eye(4)[y])
+
+
+def test_losses_that_may_be_means_or_sums():
+    plain, (x, y) = adds_sum(is_hidden=True), vectors(32)
+    y = np.eye(4)[y]
+    model = split_in(DENSE_IN, plain, DENSE, loss="mse", loss_reduction="sum")
+    assert_trains_alike(model, plain, x, y)
+    model = split_in(DENSE_IN, plain, DENSE, loss="mse")
+    with pytest.warns(UserWarning, match="may be a mean or a sum"):
+        model.fit(x, y, batch_size=BATCH, verbose=0)
 
 
 def test_a_nested_model_over_two_stages():

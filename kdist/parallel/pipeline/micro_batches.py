@@ -49,11 +49,13 @@ class MicroBatches:
         self._step = cast(steps.ReplicaStep, steps.current())
         self._divisors: list | None = None
         division = BatchDivision((number_of_rows(data),), (0,), number)
-        taken = [division.take(data, 0, micro_batch) for micro_batch in range(number)]
+        # A known number of rows would look like any constant in sums that are divided by it.
+        taken = [division.take(data, 0, each, hides_rows=True) for each in range(number)]
         self.parts = [part for part, _ in taken]
         for part in self.parts:
             self._step.note_parts(part, data)
         sizes = [share.rows for _, share in taken]
+        self._step.micro_batches = number
         self._step.micro_batch_rows = {size for size in sizes if isinstance(size, int)}
         self.steps = [MicroBatchStep(self._step, share, self._divisor) for _, share in taken]
 
@@ -107,6 +109,10 @@ class _DryRun(_StepProxy):
         self.divisors.append((tf.cast(divisor, loss.dtype), correction))
         return loss
 
+    def as_mean(self, value, is_loss=True):
+        """Returns `value`."""
+        return value
+
 
 class MicroBatchStep(_StepProxy):
     """The replica's step while a micro-batch passes through a stage.
@@ -142,8 +148,10 @@ class MicroBatchStep(_StepProxy):
         return self._step.batch_fraction(dtype) * tf.cast(self.micro_share.batch_fraction, dtype)
 
     def as_mean(self, value, is_loss=True):
-        """Returns `value`: a loss that a layer adds counts as a mean over the micro-batch."""
-        return value
+        """Returns the sum of a tensor, of which sums over rows make the `scaled` parts add up."""
+        total = tf.convert_to_tensor(value)
+        total = tf.reduce_sum(total) if total.shape.rank else total
+        return self.note_mean(steps.with_correct_sums(self, total, is_loss))
 
     def correct_sum(self, loss):
         """Returns a sum over rows such that the `scaled` parts add up to the replica's loss."""

@@ -14,9 +14,8 @@ Loss, gradients and metrics are those of all rows at once (see
 - BatchNormalization normalizes each micro-batch separately, and updates its statistics after each.
 - Dropout and other random layers draw numbers per micro-batch, which differ from those of a whole
   batch.
-- Losses that layers add (`add_loss`, `activity_regularizer`) are means over micro-batches, weighted
-  by their rows. The result is the same for a mean over rows, but not for a sum.
-- The same holds for losses that combine rows, such as Keras's `Dice` and `Tversky`.
+- Losses that combine rows, such as Keras's `Dice` and `Tversky`, are means over micro-batches,
+  weighted by their rows.
 """
 
 import dataclasses
@@ -155,9 +154,11 @@ class _PipelinedStep:
         """Returns the forward pass of a stage for its inputs."""
         stage, here, added = self._cut.stages[work.stage], dict(inputs), []
         masks = {key: get_keras_mask(tensor) for key, tensor in inputs.items()}
+        micro = self._micro.steps[work.micro_batch]
         for call in stage.calls:
             here.update(zip(call.outputs, call(here), strict=True))
-            added += call.added_losses()
+            with colocate_with_inputs():
+                added += map(micro.as_mean, call.added_losses())
         if work.stage == self._last:
             added = [loss for key, loss in inputs.items() if isinstance(key, tuple)] + added
             outputs = [here[key] for key in self._cut.outputs]
