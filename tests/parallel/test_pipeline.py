@@ -325,6 +325,25 @@ def test_losses_that_may_be_means_or_sums():
         model.fit(x, y, batch_size=BATCH, verbose=0)
 
 
+def compares_rows(y, y_pred):
+    scores = keras.ops.matmul(y_pred, keras.ops.transpose(y_pred))
+    return keras.ops.mean(keras.ops.logsumexp(scores, axis=-1))
+
+
+def test_losses_of_the_whole_batch():
+    """Micro-batches do not have it: gathering is refused, and a loss that compares rows warns."""
+    x, y = vectors(BATCH)
+    for gather in (True, "step"):
+        with pytest.raises(ValueError, match="micro_batches=3"):
+            with kdist.create_strategy(DENSE_IN).scope():
+                split(dense(), DENSE).compile("sgd", CROSSENTROPY, gather_batch=gather)
+    gathers = lambda y, y_pred: compares_rows(y, kdist.gather_batch(y_pred))  # noqa: E731
+    with pytest.raises(ValueError, match="micro_batches=1"):
+        split_in(DENSE_IN, dense(), DENSE, loss=gathers).fit(x, y, verbose=0)
+    with pytest.warns(UserWarning, match="combines rows.*micro_batches=1"):
+        split_in(DENSE_IN, dense(), DENSE, loss=compares_rows).fit(x, y, verbose=0)
+
+
 def test_a_nested_model_over_two_stages():
     layers = keras.layers
     a, b = keras.Input((8,)), keras.Input((6,))

@@ -153,6 +153,18 @@ class MicroBatchStep(_StepProxy):
         total = tf.reduce_sum(total) if total.shape.rank else total
         return self.note_mean(steps.with_correct_sums(self, total, is_loss))
 
+    def note_mean(self, value):
+        """Records that a value is a mean over rows; warns if these were combined before."""
+        if self._dependence.of(value).mixes_rows:
+            self._fall_back(
+                f"the loss {value.name!r} combines rows of the batch with each other. Use a "
+                "layout with micro_batches=1, or accept the loss of each micro-batch's rows by "
+                'compile(loss_reduction="mean")',
+                "Each micro-batch has its own rows only, so that the result is not that of one "
+                "device",
+            )
+        return self._step.note_mean(value)
+
     def correct_sum(self, loss):
         """Returns a sum over rows such that the `scaled` parts add up to the replica's loss."""
         return self._undo_scaling(self._step.correct_sum(loss))
@@ -165,7 +177,8 @@ class MicroBatchStep(_StepProxy):
         return self._undo_scaling(part * correction)
 
     def _undo_scaling(self, loss):
-        return tf.math.divide_no_nan(loss, tf.cast(self.micro_share.batch_fraction, loss.dtype))
+        fraction = tf.cast(self.micro_share.batch_fraction, loss.dtype)
+        return self._step.note_mean(tf.math.divide_no_nan(loss, fraction))
 
     @contextlib.contextmanager
     def running(self, is_repeated: bool = False):

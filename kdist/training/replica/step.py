@@ -726,12 +726,12 @@ class ReplicaStep:
                 `whole_loss`.
 
         Raises:
-            ValueError: this step has only some rows of the batch.
+            ValueError: the step has micro-steps or micro-batches.
         """
-        if self._accumulators is not None:
+        if self._accumulators is not None or self.micro_batches > 1:
             raise ValueError(
-                "gather_batch: with accumulate, a micro-step has only some rows of the batch. "
-                "Compile with accumulate=1"
+                "gather_batch: a micro-batch has only some rows of the batch. Compile with "
+                "accumulate=1, and use a layout with micro_batches=1"
             )
         self._gathers |= not is_whole_loss
 
