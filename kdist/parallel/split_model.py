@@ -125,9 +125,7 @@ def _copy(model, prefix, places, divisions, strategy):
             return _copy(operation, f"{name}/", places, divisions, strategy)
         with strategy.on(places[name]):
             if name in divisions:
-                return shard_layer(
-                    operation, divisions[name], strategy, places[name], operation.name in divided
-                )
+                return shard_layer(operation, divisions[name], strategy, places[name])
             copy = _copy_built(operation, name, places[name])
         if isinstance(operation, keras.layers.Layer):
             copied_layers.append((copy, operation))

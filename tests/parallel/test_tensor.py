@@ -307,6 +307,21 @@ def test_heads_leave_the_masks_that_the_plain_layer_leaves():
     assert masked == [[False, True, False]] * 2
 
 
+def test_models_that_extract_features():
+    """Keras's recipe with layers whose output stays divided; the next one has its input by name."""
+    inputs = keras.Input((12,))
+    x = layers.ReLU(name="relu")(layers.Dense(8, name="up")(inputs))
+    x = layers.Dense(8, name="down")(inputs=x)
+    plain = keras.Model(inputs, layers.Dense(3, activation="softmax", name="head")(x))
+    model = split_in(TENSOR_2, plain, {"up": column(), "down": row()})
+    compiled(plain)
+    x = examples((12,))[0][:BATCH]
+    for name in ("up", "relu", "down"):
+        features = [keras.Model(m.inputs, m.get_layer(name).output)(x) for m in (plain, model)]
+        np.testing.assert_allclose(*features, atol=1e-6)
+    assert_trains_alike(model, plain, (12,))
+
+
 def test_penalties_are_computed_where_the_weights_are():
     plain = dense(kernel_regularizer="l1")
     model = split_in(TENSOR_2, plain, {"it": column()})

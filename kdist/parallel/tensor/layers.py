@@ -157,14 +157,13 @@ class _Projection(keras.layers.Layer):
             division.assign(store[str(number)])
 
 
-def shard_layer(layer, how: str, strategy, first: int, stays_divided: bool) -> ShardedLayer:
+def shard_layer(layer, how: str, strategy, first: int) -> ShardedLayer:
     """Returns a built, divided copy of a layer that passes `check_division`. Its weights are zero.
 
     `first` is the number, within a group of the `GroupStrategy`, of the device of the first part.
-    The output is a tuple with one part per device if it `stays_divided`.
     """
     copy = _SHARDED_CLASSES[type(layer)].from_config(layer.get_config())
-    copy.shards = Shards(strategy, first, how, stays_divided)
+    copy.shards = Shards(strategy, first, how)
     copy.build_from_config(layer.get_build_config())
     copy.trainable = layer.trainable
     return copy
