@@ -418,6 +418,24 @@ def test_batch_norm_sees_micro_batches(rows):
     np.testing.assert_allclose(model.get_layer("norm").moving_mean, mean, atol=1e-6)
 
 
+class CountsSteps(keras.layers.Layer):
+    def build(self, shape):
+        self.steps = self.add_weight(name="steps", shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.steps.assign_add(1.0)
+        return x
+
+
+def test_a_layer_that_counts_steps_counts_micro_batches():
+    plain = dense()
+    plain = keras.Model(plain.inputs, CountsSteps(name="counts")(plain.outputs))
+    model = split_in(DENSE_IN, plain, DENSE, loss=CROSSENTROPY, metrics=["accuracy"])
+    with pytest.warns(UserWarning, match="counts/steps.*each of 3 micro-batches"):
+        model.fit(*vectors(BATCH), batch_size=BATCH, verbose=0)
+    assert model.get_layer("counts").steps.numpy() == 3
+
+
 def test_dropout_draws_for_each_micro_batch():
     """Equal rows have different masks, and gradients match the masks."""
     layers = keras.layers

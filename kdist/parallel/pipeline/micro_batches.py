@@ -17,6 +17,7 @@ checks here refuse models for which the second pass could differ or write again.
 """
 
 import contextlib
+import warnings
 from typing import cast
 
 import keras
@@ -57,7 +58,10 @@ class MicroBatches:
         sizes = [share.rows for _, share in taken]
         self._step.micro_batches = number
         self._step.micro_batch_rows = {size for size in sizes if isinstance(size, int)}
-        self.steps = [MicroBatchStep(self._step, share, self._divisor) for _, share in taken]
+        weights = {id(weight) for weight in model.weights}
+        self.steps = [
+            MicroBatchStep(self._step, share, self._divisor, weights) for _, share in taken
+        ]
 
     def concatenate(self, tensors):
         """Returns the micro-batches' tensors as one (B, …), without rows of empty micro-batches."""
@@ -120,14 +124,15 @@ class MicroBatchStep(_StepProxy):
     Losses are scaled by the fraction of the replica's rows in `micro_share`. A synchronized
     BatchNormalization weights replicas by their rows of the step, not of the micro-batch. `divisor`
     is a function of the number of a loss that returns (divisor of all of the replica's rows,
-    correction). `added_losses` are those that layers added for this micro-batch.
+    correction). `weights` are the ids of the model's. `added_losses` are those that layers added
+    for this micro-batch.
     """
 
-    def __init__(self, step, share: RowShare, divisor):
+    def __init__(self, step, share: RowShare, divisor, weights: set[int]):
         super().__init__(step)
         self.micro_share = share
         self.added_losses: list = []
-        self._divisor = divisor
+        self._divisor, self._weights = divisor, weights
         self._means = 0
         self._before: dict | None = None
 
@@ -224,6 +229,13 @@ class MicroBatchStep(_StepProxy):
     def note_written(self, variable: keras.Variable):
         """Records that a layer or a metric is about to write `variable`."""
         self._step.note_written(variable)
+        if id(variable) in self._weights and not self.is_normalizing:
+            warnings.warn(
+                f"a layer writes {variable.path!r} once in each of {self.micro_batches} "
+                "micro-batches. If it counts steps, such as for annealing, divide it by their "
+                "number, or use a layout with micro_batches=1",
+                stacklevel=2,
+            )
         if self._before is not None and id(variable) not in self._before:
             copy = self._step.local(variable._value)
             with colocate_with_inputs():
