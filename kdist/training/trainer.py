@@ -260,6 +260,13 @@ class Trainer(TensorFlowTrainer):
     def _check_is_split(self):
         if self._must_be_split():
             layout = self.distribute_strategy.layout
+            for layer in self._flatten_layers(include_self=False):
+                if getattr(layer, "is_split", False):
+                    raise ValueError(
+                        f"{self.name!r} trains the split model {layer.name!r} by a step of its "
+                        "own. Split models train only by their own fit: call compile and fit of "
+                        f"{layer.name!r}, or use a layout with only data parallelism"
+                    )
             raise ValueError(
                 f"the layout {layout} is for split models, and {self.name!r} is not split. Call "
                 "kdist.parallel.split(model, placement), or use a layout with only data parallelism"
