@@ -542,6 +542,17 @@ def test_a_recorded_step_trains_as_any_other():
 # What is refused.
 
 
+def test_layers_and_inputs_of_a_fixed_batch():
+    layers = keras.layers
+    inputs = keras.Input((7, 2), batch_size=6)
+    with kdist.create_strategy(DENSE_IN).scope():
+        x = layers.LSTM(4, stateful=True, name="low")(inputs)
+        plain = keras.Model(inputs, layers.Dense(3, name="high")(x))
+        with pytest.warns(UserWarning, match="batch of 6 rows.*micro_batches=1"):
+            with pytest.raises(ValueError, match="low.*stateful.*micro_batches=1"):
+                split(plain, DENSE)
+
+
 def test_a_ragged_tensor_between_stages():
     class Ragged(keras.layers.Layer):
         def call(self, x):

@@ -282,11 +282,27 @@ def _stateful_types(op_def, node_def, graph):
 
 
 def check_micro_batches(model: keras.Model, layout: Layout):
-    """Raises ValueError if a layer is synchronized over replicas whose micro-batches may differ."""
-    if layout.data == 1 or layout.micro_batches == 1:
+    """Raises ValueError if a layer needs the whole batch; warns if the inputs have a fixed one.
+
+    Layers that are synchronized over replicas need it because micro-batches may differ in size.
+    """
+    if layout.micro_batches == 1:
         return
+    for tensor in model.inputs:
+        if tensor.shape[0] is not None:
+            warnings.warn(
+                f"the input {tensor.name!r} has a fixed batch of {tensor.shape[0]} rows, and each "
+                "of its micro-batches has fewer. If the model fails, leave batch_size out of "
+                "keras.Input and use keras.ops.shape(x)[0], or use a layout with micro_batches=1",
+                stacklevel=3,
+            )
     for layer in model._flatten_layers():
-        if getattr(layer, "synchronized", False):
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                f"{layer.name!r} is stateful: it keeps a state for each row of a batch, and a "
+                "micro-batch has other rows. Use stateful=False, or a layout with micro_batches=1"
+            )
+        if layout.data > 1 and getattr(layer, "synchronized", False):
             raise ValueError(
                 f"{layer.name!r} is synchronized over replicas, whose micro-batches may differ in "
                 "size. Remove synchronized, or micro_batches"
