@@ -157,8 +157,8 @@ class Trainer(TensorFlowTrainer):
                 is not a non-negative integer, `local_slots`, `gather_batch`, or `loss_reduction`
                 is unknown, `local_steps` is set under a strategy in which replicas share
                 variables, `gather_batch` is True without a loss or set with `accumulate`,
-                `local_steps`, or micro-batches of a pipeline, `jit_compile` is True and replicas divide the weights, or the
-                layout is for split models and this one is not split.
+                `local_steps`, or micro-batches of a pipeline, `jit_compile` is True and replicas
+                divide the weights, or the layout is for split models and this one is not split.
             RuntimeError: a `keras.distribution` is set.
 
         Example:

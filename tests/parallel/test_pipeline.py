@@ -333,10 +333,11 @@ def compares_rows(y, y_pred):
 def test_losses_of_the_whole_batch():
     """Micro-batches do not have it: gathering is refused, and a loss that compares rows warns."""
     x, y = vectors(BATCH)
+    with kdist.create_strategy(DENSE_IN).scope():
+        model = split(dense(), DENSE)
     for gather in (True, "step"):
         with pytest.raises(ValueError, match="micro_batches=3"):
-            with kdist.create_strategy(DENSE_IN).scope():
-                split(dense(), DENSE).compile("sgd", CROSSENTROPY, gather_batch=gather)
+            model.compile("sgd", CROSSENTROPY, gather_batch=gather)
     gathers = lambda y, y_pred: compares_rows(y, kdist.gather_batch(y_pred))  # noqa: E731
     with pytest.raises(ValueError, match="micro_batches=1"):
         split_in(DENSE_IN, dense(), DENSE, loss=gathers).fit(x, y, verbose=0)
@@ -548,9 +549,11 @@ def test_layers_and_inputs_of_a_fixed_batch():
     with kdist.create_strategy(DENSE_IN).scope():
         x = layers.LSTM(4, stateful=True, name="low")(inputs)
         plain = keras.Model(inputs, layers.Dense(3, name="high")(x))
-        with pytest.warns(UserWarning, match="batch of 6 rows.*micro_batches=1"):
-            with pytest.raises(ValueError, match="low.*stateful.*micro_batches=1"):
-                split(plain, DENSE)
+        with (
+            pytest.warns(UserWarning, match="batch of 6 rows.*micro_batches=1"),
+            pytest.raises(ValueError, match="low.*stateful.*micro_batches=1"),
+        ):
+            split(plain, DENSE)
 
 
 def test_a_ragged_tensor_between_stages():

@@ -194,7 +194,7 @@ def masked_attention():
 
 
 def test_masks_that_attention_detaches():
-    """Keras's attention detaches the masks of its inputs, which other passes need or must not see."""
+    """Keras's attention detaches the masks of its inputs, for later layers as well."""
     tokens = rng().integers(1, 11, (16, 7)) * (np.arange(7) < rng().integers(1, 8, (16, 1)))
     data = tokens, rng().integers(0, 3, (16, 7))
     plain = masked_attention()
