@@ -87,6 +87,7 @@ class Heartbeat:
         self._activity: tuple[str | _Step, float] = "starting", time.monotonic()  # (what, since)
         self._durations = weakref.WeakKeyDictionary()
         self._reported = 0.0  # start time of the last step logged as slow
+        self._traced = 0.0  # start time of the last step that TensorFlow traced
         self._thread = None
         self._pipe = None
         self._receivers: list[Callable[[Beat], None]] = []
@@ -144,6 +145,10 @@ class Heartbeat:
         finally:
             self._activity = before[0], time.monotonic()
 
+    def note_tracing(self):
+        """Records that TensorFlow traces the running step, which may take long."""
+        self._traced = self._activity[1]
+
     def set_activity(self, activity: str):
         """Records an activity that is not a step."""
         self._activity = activity, time.monotonic()
@@ -162,10 +167,12 @@ class Heartbeat:
             return
         if beat.seconds > max(_MIN_SLOWDOWN * beat.usual_seconds, _MIN_SLOW_SECONDS):
             self._reported = since
+            tracing = ", as TensorFlow traces it for a batch of another size or kind"
             _logger.warning(
-                "%s for %.0f s so far; it usually takes %.2g s",
+                "%s for %.0f s so far%s; it usually takes %.2g s",
                 beat.doing,
                 beat.seconds,
+                tracing if self._traced == since else "",
                 beat.usual_seconds,
             )
 
@@ -232,7 +239,7 @@ def _pipe_from_environment():
 _process_heartbeat = Heartbeat()
 start, step = _process_heartbeat.start, _process_heartbeat.step
 collective, set_activity = _process_heartbeat.collective, _process_heartbeat.set_activity
-add_receiver = _process_heartbeat.add_receiver
+add_receiver, note_tracing = _process_heartbeat.add_receiver, _process_heartbeat.note_tracing
 
 
 class LivenessProbe:

@@ -130,9 +130,7 @@ def _copy(model, prefix, places, divisions, strategy):
             return _copy(operation, f"{name}/", places, divisions, strategy)
         with strategy.on(places[name]):
             if name in divisions:
-                return shard_layer(
-                    operation, divisions[name], strategy, places[name], operation.name in divided
-                )
+                return shard_layer(operation, divisions[name], strategy, places[name])
             return _copy_built(operation, name, places[name])
 
     inputs = _copy_inputs(model)

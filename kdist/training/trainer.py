@@ -22,6 +22,7 @@ from kdist.compat.keras import (
     train_validation_split,
 )
 from kdist.compat.tensorflow import run_once
+from kdist.layout import Layout
 from kdist.training import building, evaluator, local_sgd
 from kdist.training.broadcast import wait_for_workers
 from kdist.training.groups import inputs
@@ -142,7 +143,8 @@ class Trainer(TensorFlowTrainer):
                 over the rows of a batch: "mean" or "sum". Gradients of means are averaged over
                 replicas, those of sums are added up. Losses of `compile` and `add_loss` do not
                 need it. Defaults to "auto": kdist reads it from the step's graph. Where the graph
-                does not tell, every replica computes the whole batch, with a warning.
+                does not tell, every replica computes the whole batch, with a warning. A pipeline
+                warns, and counts it as a mean.
             share_trace: whether the replicas of a process share one trace of the forward and
                 backward passes, so that the first step on many devices takes less time. Replicas
                 trace their own where they meet in the passes, as in a synchronized BatchNorm, and
@@ -154,9 +156,9 @@ class Trainer(TensorFlowTrainer):
             ValueError: `accumulate` or `local_steps` is not a positive integer, `max_staleness`
                 is not a non-negative integer, `local_slots`, `gather_batch`, or `loss_reduction`
                 is unknown, `local_steps` is set under a strategy in which replicas share
-                variables, `gather_batch` is True without a loss or set with `accumulate` or
-                `local_steps`, `jit_compile` is True and replicas divide the weights, or the
-                layout is for split models and this one is not split.
+                variables, `gather_batch` is True without a loss or set with `accumulate`,
+                `local_steps`, or micro-batches of a pipeline, `jit_compile` is True and replicas
+                divide the weights, or the layout is for split models and this one is not split.
             RuntimeError: a `keras.distribution` is set.
 
         Example:
@@ -176,10 +178,12 @@ class Trainer(TensorFlowTrainer):
             )
         if gather_batch not in (False, True, "step"):
             raise ValueError(f'gather_batch must be True, False, or "step", got {gather_batch!r}')
-        if gather_batch and (accumulate > 1 or local_steps is not None):
+        micro_batches = getattr(self.distribute_strategy, "layout", Layout()).micro_batches
+        if gather_batch and (accumulate > 1 or local_steps is not None or micro_batches > 1):
             raise ValueError(
-                f"gather_batch={gather_batch!r} needs a whole batch in one step, which accumulate "
-                f"and local_steps divide; got accumulate={accumulate}, local_steps={local_steps}"
+                f"gather_batch={gather_batch!r} needs a whole batch in one step, which accumulate, "
+                f"local_steps, and micro_batches of a layout divide; got accumulate={accumulate}, "
+                f"local_steps={local_steps}, micro_batches={micro_batches}"
             )
         check_no_distribution()
         self._check_is_split()
@@ -256,6 +260,13 @@ class Trainer(TensorFlowTrainer):
     def _check_is_split(self):
         if self._must_be_split():
             layout = self.distribute_strategy.layout
+            for layer in self._flatten_layers(include_self=False):
+                if getattr(layer, "is_split", False):
+                    raise ValueError(
+                        f"{self.name!r} trains the split model {layer.name!r} by a step of its "
+                        "own. Split models train only by their own fit: call compile and fit of "
+                        f"{layer.name!r}, or use a layout with only data parallelism"
+                    )
             raise ValueError(
                 f"the layout {layout} is for split models, and {self.name!r} is not split. Call "
                 "kdist.parallel.split(model, placement), or use a layout with only data parallelism"

@@ -37,7 +37,7 @@ def split_in(layout, plain, placement, **arguments):
     optimizer = arguments.pop("optimizer", OPTIMIZERS["momentum"])
     own = {
         name: arguments.pop(name)
-        for name in ("accumulate", "local_steps", "steps_per_execution")
+        for name in ("accumulate", "local_steps", "steps_per_execution", "loss_reduction")
         if name in arguments
     }
     with kdist.create_strategy(layout).scope():
@@ -216,6 +216,15 @@ def test_class_weights_and_a_loss_that_is_not_reduced():
     assert_trains_alike(model, plain, x, y)
 
 
+def test_fewer_rows_than_micro_batches_and_a_loss_that_is_not_reduced():
+    """A batch of 8 rows, and a last one of 3, which is fewer than the four micro-batches."""
+    plain = dense()
+    loss = keras.losses.SparseCategoricalCrossentropy(reduction="none")
+    layout = kdist.Layout(data=2, pipeline=2, micro_batches=2)
+    model = split_in(layout, plain, DENSE, loss=loss)
+    assert_trains_alike(model, plain, *vectors(11), batch_size=8, epochs=1)
+
+
 @pytest.mark.parametrize(("data", "low"), [(1, "LSTM"), (2, "Dense")])
 def test_masks(data, low):
     """Sequences of unequal length, so that micro-batches of equal rows have unequal masks."""
@@ -265,6 +274,75 @@ def test_losses_of_layers(data):
     layout = kdist.Layout(data=data, pipeline=2, micro_batches=3)
     model = split_in(layout, plain, DENSE, loss=CROSSENTROPY)
     assert_trains_alike(model, plain, *vectors())
+
+
+class AddsSum(keras.layers.Layer):
+    """Adds sums over rows to the loss, one of them as values per row.
+
+    With `is_hidden`, the graph does not tell that the other one is a sum.
+    """
+
+    def __init__(self, is_hidden=False, **arguments):
+        super().__init__(**arguments)
+        self.is_hidden = is_hidden
+
+    def call(self, x):
+        total = 0.01 * keras.ops.sum(keras.ops.square(x))
+        if self.is_hidden:
+            total = keras.ops.sqrt(keras.ops.square(total) + 1e-12)
+        self.add_loss(total)
+        self.add_loss(0.01 * keras.ops.mean(keras.ops.abs(x), axis=-1))
+        return x
+
+    def get_config(self):
+        return {**super().get_config(), "is_hidden": self.is_hidden}
+
+
+def adds_sum(is_hidden=False):
+    layers = keras.layers
+    low = [layers.Dense(8, name="low"), AddsSum(is_hidden), layers.Dense(4, name="high")]
+    return keras.Sequential([keras.Input((6,)), *low])
+
+
+@pytest.mark.parametrize("data", [2, *seldom([1])])
+def test_losses_that_are_sums_over_rows(data):
+    """Of a layer, and of a function that reduces its values; the last batch has 3 rows."""
+    plain = adds_sum()
+    squares = lambda y, y_pred: 0.1 * keras.ops.sum(keras.ops.square(y - y_pred))  # noqa: E731
+    layout = kdist.Layout(data=data, pipeline=2, micro_batches=3)
+    model = split_in(layout, plain, DENSE, loss=squares, optimizer=OPTIMIZERS["adam"])
+    x, y = vectors(35)
+    assert_trains_alike(model, plain, x, np.eye(4)[y])
+
+
+def test_losses_that_may_be_means_or_sums():
+    plain, (x, y) = adds_sum(is_hidden=True), vectors(32)
+    y = np.eye(4)[y]
+    model = split_in(DENSE_IN, plain, DENSE, loss="mse", loss_reduction="sum")
+    assert_trains_alike(model, plain, x, y)
+    model = split_in(DENSE_IN, plain, DENSE, loss="mse")
+    with pytest.warns(UserWarning, match="may be a mean or a sum"):
+        model.fit(x, y, batch_size=BATCH, verbose=0)
+
+
+def compares_rows(y, y_pred):
+    scores = keras.ops.matmul(y_pred, keras.ops.transpose(y_pred))
+    return keras.ops.mean(keras.ops.logsumexp(scores, axis=-1))
+
+
+def test_losses_of_the_whole_batch():
+    """Micro-batches do not have it: gathering is refused, and a loss that compares rows warns."""
+    x, y = vectors(BATCH)
+    with kdist.create_strategy(DENSE_IN).scope():
+        model = split(dense(), DENSE)
+    for gather in (True, "step"):
+        with pytest.raises(ValueError, match="micro_batches=3"):
+            model.compile("sgd", CROSSENTROPY, gather_batch=gather)
+    gathers = lambda y, y_pred: compares_rows(y, kdist.gather_batch(y_pred))  # noqa: E731
+    with pytest.raises(ValueError, match="micro_batches=1"):
+        split_in(DENSE_IN, dense(), DENSE, loss=gathers).fit(x, y, verbose=0)
+    with pytest.warns(UserWarning, match="combines rows.*micro_batches=1"):
+        split_in(DENSE_IN, dense(), DENSE, loss=compares_rows).fit(x, y, verbose=0)
 
 
 def test_a_nested_model_over_two_stages():
@@ -339,6 +417,24 @@ def test_batch_norm_sees_micro_batches(rows):
         mean = 0.5 * mean + 0.5 * part.mean(0) if len(part) else mean
     model.fit(x, np.zeros((rows, 4)), batch_size=18, shuffle=False, verbose=0)
     np.testing.assert_allclose(model.get_layer("norm").moving_mean, mean, atol=1e-6)
+
+
+class CountsSteps(keras.layers.Layer):
+    def build(self, shape):
+        self.steps = self.add_weight(name="steps", shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.steps.assign_add(1.0)
+        return x
+
+
+def test_a_layer_that_counts_steps_counts_micro_batches():
+    plain = dense()
+    plain = keras.Model(plain.inputs, CountsSteps(name="counts")(plain.outputs))
+    model = split_in(DENSE_IN, plain, DENSE, loss=CROSSENTROPY, metrics=["accuracy"])
+    with pytest.warns(UserWarning, match="counts/steps.*each of 3 micro-batches"):
+        model.fit(*vectors(BATCH), batch_size=BATCH, verbose=0)
+    assert model.get_layer("counts").steps.numpy() == 3
 
 
 def test_dropout_draws_for_each_micro_batch():
@@ -445,6 +541,19 @@ def test_a_recorded_step_trains_as_any_other():
 
 
 # What is refused.
+
+
+def test_layers_and_inputs_of_a_fixed_batch():
+    layers = keras.layers
+    inputs = keras.Input((7, 2), batch_size=6)
+    with kdist.create_strategy(DENSE_IN).scope():
+        x = layers.LSTM(4, stateful=True, name="low")(inputs)
+        plain = keras.Model(inputs, layers.Dense(3, name="high")(x))
+        with (
+            pytest.warns(UserWarning, match="batch of 6 rows.*micro_batches=1"),
+            pytest.raises(ValueError, match="low.*stateful.*micro_batches=1"),
+        ):
+            split(plain, DENSE)
 
 
 def test_a_ragged_tensor_between_stages():

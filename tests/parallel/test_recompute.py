@@ -183,6 +183,28 @@ def test_masks(low):
     assert_recomputes_the_same(make, layout, tokens, y, metrics=["accuracy"])
 
 
+def masked_attention():
+    """Attention on the last two of three stages, to the same masked tokens."""
+    layers = keras.layers
+    inputs = keras.Input((7,), dtype="int32")
+    x = layers.Embedding(11, 8, mask_zero=True, name="embedding")(inputs)
+    y = layers.MultiHeadAttention(2, 4, name="high")(x, x)
+    y = layers.MultiHeadAttention(2, 4, name="top")(y, x)
+    return keras.Model(inputs, layers.Dense(3, activation="softmax", name="head")(y))
+
+
+def test_masks_that_attention_detaches():
+    """Keras's attention detaches the masks of its inputs, for later layers as well."""
+    tokens = rng().integers(1, 11, (16, 7)) * (np.arange(7) < rng().integers(1, 8, (16, 1)))
+    data = tokens, rng().integers(0, 3, (16, 7))
+    plain = masked_attention()
+    plain.compile(optimizer(), CROSSENTROPY)
+    layout = "pipeline=3,micro_batches=2,schedule=gpipe,recompute"
+    model, _ = trained(plain, layout, *data)
+    plain.fit(*data, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    assert_same_weights(model.get_weights(), plain.get_weights(), 1e-6)
+
+
 def test_mixed_precision_with_a_loss_scale():
     keras.config.set_dtype_policy("mixed_float16")
     try:

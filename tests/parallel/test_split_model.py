@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kdist
 from kdist.parallel import device, split, stage
@@ -237,6 +238,16 @@ def test_eager_and_compiled_steps_are_refused():
         model.compile("sgd", "mse", jit_compile=True)
     with pytest.raises(ValueError, match="debug the model before it is split"):
         model.compile("sgd", "mse", run_eagerly=True)
+
+
+def test_steps_of_programs_are_refused():
+    """A split model is a part of a model that trains it, such as a session's."""
+    model = split_in(LAYOUTS["two branches"])
+    step = kdist.step(model.distribute_strategy)(lambda batch: {})
+    data = tf.data.Dataset.from_tensors(examples()[0])
+    refused = pytest.raises(ValueError, match="only by their own fit")
+    with kdist.session(model, model.optimizer) as session, refused:
+        list(session.run(step, data, epochs=1))
 
 
 def test_another_strategy_is_refused(mirrored):

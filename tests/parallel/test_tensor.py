@@ -10,7 +10,7 @@ import pytest
 
 import kdist
 from kdist.checkpoint.snapshot import capture, restore
-from kdist.compat.keras import MULTI_OPTIMIZERS
+from kdist.compat.keras import MULTI_OPTIMIZERS, get_keras_mask
 from kdist.parallel import column, device, heads, row, split, stage
 from kdist.parallel.inspect.operation_devices import devices_of, operations_that_run
 from kdist.testing import assert_same_weights
@@ -291,6 +291,35 @@ def test_what_a_layer_is_given_counts(build, placement):
     assert_trains_alike(model, plain, shape)
     trainable = [bool(each.trainable_variables) for each in plain.layers]
     assert [bool(each.trainable_variables) for each in model.layers] == trainable
+
+
+def test_heads_leave_the_masks_that_the_plain_layer_leaves():
+    """It detaches those of its inputs, so that a sum with them, and its loss, are not masked."""
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(20, 8, mask_zero=True)(tokens)
+    y = layers.MultiHeadAttention(4, 3, name="it")(x, x)
+    plain = keras.Model(tokens, [x, y, layers.Add()([x, y])])
+    model = split_in(TENSOR_2, plain, {"it": heads()})
+    masked = [
+        [get_keras_mask(output) is not None for output in each(np.array([[3, 0, 0, 0, 0, 0]]))]
+        for each in (plain, model)
+    ]
+    assert masked == [[False, True, False]] * 2
+
+
+def test_models_that_extract_features():
+    """Keras's recipe with layers whose output stays divided; the next one has its input by name."""
+    inputs = keras.Input((12,))
+    x = layers.ReLU(name="relu")(layers.Dense(8, name="up")(inputs))
+    x = layers.Dense(8, name="down")(inputs=x)
+    plain = keras.Model(inputs, layers.Dense(3, activation="softmax", name="head")(x))
+    model = split_in(TENSOR_2, plain, {"up": column(), "down": row()})
+    compiled(plain)
+    x = examples((12,))[0][:BATCH]
+    for name in ("up", "relu", "down"):
+        features = [keras.Model(m.inputs, m.get_layer(name).output)(x) for m in (plain, model)]
+        np.testing.assert_allclose(*features, atol=1e-6)
+    assert_trains_alike(model, plain, (12,))
 
 
 def test_penalties_are_computed_where_the_weights_are():

@@ -17,6 +17,7 @@ checks here refuse models for which the second pass could differ or write again.
 """
 
 import contextlib
+import warnings
 from typing import cast
 
 import keras
@@ -49,13 +50,18 @@ class MicroBatches:
         self._step = cast(steps.ReplicaStep, steps.current())
         self._divisors: list | None = None
         division = BatchDivision((number_of_rows(data),), (0,), number)
-        taken = [division.take(data, 0, micro_batch) for micro_batch in range(number)]
+        # A known number of rows would look like any constant in sums that are divided by it.
+        taken = [division.take(data, 0, each, hides_rows=True) for each in range(number)]
         self.parts = [part for part, _ in taken]
         for part in self.parts:
             self._step.note_parts(part, data)
         sizes = [share.rows for _, share in taken]
+        self._step.micro_batches = number
         self._step.micro_batch_rows = {size for size in sizes if isinstance(size, int)}
-        self.steps = [MicroBatchStep(self._step, share, self._divisor) for _, share in taken]
+        weights = {id(weight) for weight in model.weights}
+        self.steps = [
+            MicroBatchStep(self._step, share, self._divisor, weights) for _, share in taken
+        ]
 
     def concatenate(self, tensors):
         """Returns the micro-batches' tensors as one (B, …), without rows of empty micro-batches."""
@@ -107,6 +113,10 @@ class _DryRun(_StepProxy):
         self.divisors.append((tf.cast(divisor, loss.dtype), correction))
         return loss
 
+    def as_mean(self, value, is_loss=True):
+        """Returns `value`."""
+        return value
+
 
 class MicroBatchStep(_StepProxy):
     """The replica's step while a micro-batch passes through a stage.
@@ -114,14 +124,15 @@ class MicroBatchStep(_StepProxy):
     Losses are scaled by the fraction of the replica's rows in `micro_share`. A synchronized
     BatchNormalization weights replicas by their rows of the step, not of the micro-batch. `divisor`
     is a function of the number of a loss that returns (divisor of all of the replica's rows,
-    correction). `added_losses` are those that layers added for this micro-batch.
+    correction). `weights` are the ids of the model's. `added_losses` are those that layers added
+    for this micro-batch.
     """
 
-    def __init__(self, step, share: RowShare, divisor):
+    def __init__(self, step, share: RowShare, divisor, weights: set[int]):
         super().__init__(step)
         self.micro_share = share
         self.added_losses: list = []
-        self._divisor = divisor
+        self._divisor, self._weights = divisor, weights
         self._means = 0
         self._before: dict | None = None
 
@@ -132,7 +143,9 @@ class MicroBatchStep(_StepProxy):
         micro-batch is empty.
         """
         if loss.shape.rank:
-            return loss * tf.cast(self.micro_share.rows > 0, loss.dtype)
+            counted = loss * tf.cast(self.micro_share.rows > 0, loss.dtype)
+            self.note_parts(counted, loss)  # the factor looks as if it depended on the batch
+            return counted
         return self.note_mean(loss * tf.cast(self.micro_share.batch_fraction, loss.dtype))
 
     def batch_fraction(self, dtype):
@@ -140,8 +153,22 @@ class MicroBatchStep(_StepProxy):
         return self._step.batch_fraction(dtype) * tf.cast(self.micro_share.batch_fraction, dtype)
 
     def as_mean(self, value, is_loss=True):
-        """Returns `value`: a loss that a layer adds counts as a mean over the micro-batch."""
-        return value
+        """Returns the sum of a tensor, of which sums over rows make the `scaled` parts add up."""
+        total = tf.convert_to_tensor(value)
+        total = tf.reduce_sum(total) if total.shape.rank else total
+        return self.note_mean(steps.with_correct_sums(self, total, is_loss))
+
+    def note_mean(self, value):
+        """Records that a value is a mean over rows; warns if these were combined before."""
+        if self._dependence.of(value).mixes_rows:
+            self._fall_back(
+                f"the loss {value.name!r} combines rows of the batch with each other. Use a "
+                "layout with micro_batches=1, or accept the loss of each micro-batch's rows by "
+                'compile(loss_reduction="mean")',
+                "Each micro-batch has its own rows only, so that the result is not that of one "
+                "device",
+            )
+        return self._step.note_mean(value)
 
     def correct_sum(self, loss):
         """Returns a sum over rows such that the `scaled` parts add up to the replica's loss."""
@@ -155,7 +182,8 @@ class MicroBatchStep(_StepProxy):
         return self._undo_scaling(part * correction)
 
     def _undo_scaling(self, loss):
-        return tf.math.divide_no_nan(loss, tf.cast(self.micro_share.batch_fraction, loss.dtype))
+        fraction = tf.cast(self.micro_share.batch_fraction, loss.dtype)
+        return self._step.note_mean(tf.math.divide_no_nan(loss, fraction))
 
     @contextlib.contextmanager
     def running(self, is_repeated: bool = False):
@@ -201,6 +229,13 @@ class MicroBatchStep(_StepProxy):
     def note_written(self, variable: keras.Variable):
         """Records that a layer or a metric is about to write `variable`."""
         self._step.note_written(variable)
+        if id(variable) in self._weights and not self.is_normalizing:
+            warnings.warn(
+                f"a layer writes {variable.path!r} once in each of {self.micro_batches} "
+                "micro-batches. If it counts steps, such as for annealing, divide it by their "
+                "number, or use a layout with micro_batches=1",
+                stacklevel=2,
+            )
         if self._before is not None and id(variable) not in self._before:
             copy = self._step.local(variable._value)
             with colocate_with_inputs():
@@ -247,11 +282,27 @@ def _stateful_types(op_def, node_def, graph):
 
 
 def check_micro_batches(model: keras.Model, layout: Layout):
-    """Raises ValueError if a layer is synchronized over replicas whose micro-batches may differ."""
-    if layout.data == 1 or layout.micro_batches == 1:
+    """Raises ValueError if a layer needs the whole batch; warns if the inputs have a fixed one.
+
+    Layers that are synchronized over replicas need it because micro-batches may differ in size.
+    """
+    if layout.micro_batches == 1:
         return
+    for tensor in model.inputs:
+        if tensor.shape[0] is not None:
+            warnings.warn(
+                f"the input {tensor.name!r} has a fixed batch of {tensor.shape[0]} rows, and each "
+                "of its micro-batches has fewer. If the model fails, leave batch_size out of "
+                "keras.Input and use keras.ops.shape(x)[0], or use a layout with micro_batches=1",
+                stacklevel=3,
+            )
     for layer in model._flatten_layers():
-        if getattr(layer, "synchronized", False):
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                f"{layer.name!r} is stateful: it keeps a state for each row of a batch, and a "
+                "micro-batch has other rows. Use stateful=False, or a layout with micro_batches=1"
+            )
+        if layout.data > 1 and getattr(layer, "synchronized", False):
             raise ValueError(
                 f"{layer.name!r} is synchronized over replicas, whose micro-batches may differ in "
                 "size. Remove synchronized, or micro_batches"

@@ -81,6 +81,7 @@ class StagePass:
     """Tensors of a micro-batch's forward pass through a stage."""
 
     inputs: dict  # on the stage's devices
+    masks: dict  # of the inputs; MultiHeadAttention detaches them from the tensors
     # tensor for later stages -> (its value, number of its device)
     sends: dict = dataclasses.field(default_factory=dict)
     outputs: list = dataclasses.field(default_factory=list)  # the model's; only for the last stage

@@ -14,9 +14,8 @@ Loss, gradients and metrics are those of all rows at once (see
 - BatchNormalization normalizes each micro-batch separately, and updates its statistics after each.
 - Dropout and other random layers draw numbers per micro-batch, which differ from those of a whole
   batch.
-- Losses that layers add (`add_loss`, `activity_regularizer`) are means over micro-batches, weighted
-  by their rows. The result is the same for a mean over rows, but not for a sum.
-- The same holds for losses that combine rows, such as Keras's `Dice` and `Tversky`.
+- Losses that combine rows, such as Keras's `Dice` and `Tversky`, are means over micro-batches,
+  weighted by their rows.
 """
 
 import dataclasses
@@ -129,13 +128,17 @@ class _PipelinedStep:
         with micro.running(is_repeated=work in self._repeated) as state:
             inputs = self._receive(work, {key: (values[key], at) for key, at in places.items()})
             result = self._compute(work, inputs)
+        for key, mask in result.masks.items():
+            if mask is not None and get_keras_mask(inputs[key]) is None:
+                set_keras_mask(values[key], None)  # detached, as for later layers of one device
         values.update((key, tensor) for key, (tensor, _) in result.sends.items())
         if work.stage == self._last:
             self._outputs[work.micro_batch] = result.outputs
             self._losses[work.micro_batch] = result.loss
         self._end(work, result.ends)
         if work in self._repeated:
-            result = StagePass(inputs, state=state)  # everything else is computed again
+            # Everything else is computed again.
+            result = StagePass(inputs, result.masks, state=state)
         self._passes[work.stage, work.micro_batch] = result
 
     def _input_places(self, work):
@@ -150,17 +153,21 @@ class _PipelinedStep:
     def _compute(self, work, inputs):
         """Returns the forward pass of a stage for its inputs."""
         stage, here, added = self._cut.stages[work.stage], dict(inputs), []
+        masks = {key: get_keras_mask(tensor) for key, tensor in inputs.items()}
+        micro = self._micro.steps[work.micro_batch]
         for call in stage.calls:
             here.update(zip(call.outputs, call(here), strict=True))
-            added += call.added_losses()
+            with colocate_with_inputs():
+                added += map(micro.as_mean, call.added_losses())
         if work.stage == self._last:
             added = [loss for key, loss in inputs.items() if isinstance(key, tuple)] + added
             outputs = [here[key] for key in self._cut.outputs]
-            return StagePass(inputs, outputs=outputs, loss=self._loss_of(work, outputs, added))
+            loss = self._loss_of(work, outputs, added)
+            return StagePass(inputs, masks, outputs=outputs, loss=loss)
         sends = {key: (here[key], place) for key, place in stage.outputs.items()}
         for index, loss in enumerate(added):
             sends["added", work.stage, index] = loss, stage.last_place
-        return StagePass(inputs, sends)
+        return StagePass(inputs, masks, sends)
 
     def _loss_of(self, work, outputs, added):
         """Returns a micro-batch's part of the replica's loss, with the losses that layers added."""
@@ -181,6 +188,9 @@ class _PipelinedStep:
         """
         key = work.stage, work.micro_batch
         first, places = self._passes[key], self._input_places(work)
+        for name, mask in first.masks.items():
+            if mask is not None:
+                set_keras_mask(first.inputs[name], mask)
         kept = {name: (tensor, places[name]) for name, tensor in first.inputs.items()}
         inputs = self._receive(work, kept)
         with tf.control_dependencies(self._began), colocate_with_inputs():

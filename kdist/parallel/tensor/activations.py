@@ -5,6 +5,7 @@ divided by row, possibly through layers that treat each feature separately.
 """
 
 import collections
+import contextvars
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -51,6 +52,9 @@ def is_per_feature(layer) -> bool:
     if isinstance(layer, keras.layers.Rescaling):
         return all(getattr(value, "ndim", 0) == 0 for value in (layer.scale, layer.offset))
     return getattr(layer, "noise_shape", None) is None
+
+
+_keeps_parts = contextvars.ContextVar("_keeps_parts", default=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,9 +135,22 @@ def call_divided(
                 outputs.append(call(*_part_of(args, number), **_part_of(kwargs, number)))
         return DividedTensor(tuple(outputs))
     if counts:  # a layer that is divided by row accepts a tuple of parts
-        return call(*map_structure(_as_tuple, args), **kwargs)
-    outputs = call(*args, **kwargs)
-    return DividedTensor(outputs) if divides_output else outputs
+        args, kwargs = map_structure(_as_tuple, (args, kwargs))
+    if not divides_output:
+        return call(*args, **kwargs)
+    token = _keeps_parts.set(True)
+    try:
+        return DividedTensor(call(*args, **kwargs))
+    finally:
+        _keeps_parts.reset(token)
+
+
+def keeps_parts() -> bool:
+    """Returns whether a layer that is divided by column returns a tuple with its parts.
+
+    Another model that calls the layer, such as one that extracts features, needs one tensor.
+    """
+    return _keeps_parts.get()
 
 
 def _part_of(structure, number):

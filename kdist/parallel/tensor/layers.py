@@ -5,6 +5,7 @@ The first three are divided by output features or by input features, attention b
 import keras
 import tensorflow as tf
 
+from kdist.compat.keras import get_keras_mask, set_keras_mask
 from kdist.parallel.tensor.activations import is_elementwise
 from kdist.parallel.tensor.divisibility import CONVOLUTIONS
 from kdist.parallel.tensor.shards import SeedStates, ShardedLayer, Shards, saved_as
@@ -94,13 +95,14 @@ class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
         use_causal_mask=False,
     ):
         key = value if key is None else key
+        query_mask = get_keras_mask(query)  # like the plain layer, for the attention and the output
+        for tensor in (query, value, key):
+            set_keras_mask(tensor, None)
         masks = {"query_mask": query_mask, "value_mask": value_mask, "key_mask": key_mask}
         if any(mask is not None for mask in masks.values()):
             attention_mask = self._compute_attention_mask(
                 query, value, attention_mask=attention_mask, **masks
             )
-            # Keras attaches masks to tensors, and the first part would detach them.
-            query, value, key = (tf.identity(tensor) for tensor in (query, value, key))
 
         def attend(part):
             masking = {"attention_mask": attention_mask, "use_causal_mask": use_causal_mask}
@@ -108,12 +110,14 @@ class ShardedMultiHeadAttention(ShardedLayer, keras.layers.MultiHeadAttention):
             return part(query, value, key, **masking, **options)
 
         outputs = self.shards.map(attend)
+        partial_sums = [output for output, _ in outputs] if return_attention_scores else outputs
+        total = self._sum(partial_sums)
+        if query_mask is not None:
+            set_keras_mask(total, query_mask)
         if not return_attention_scores:
-            return self._sum(outputs)
+            return total
         heads = -2 * len(self._attention_axes) - 1
-        return self._sum([output for output, _ in outputs]), tf.concat(
-            [scores for _, scores in outputs], heads
-        )
+        return total, tf.concat([scores for _, scores in outputs], heads)
 
     def _sum(self, partial_sums):
         total = tf.add_n(list(partial_sums))
@@ -153,14 +157,13 @@ class _Projection(keras.layers.Layer):
             division.assign(store[str(number)])
 
 
-def shard_layer(layer, how: str, strategy, first: int, stays_divided: bool) -> ShardedLayer:
+def shard_layer(layer, how: str, strategy, first: int) -> ShardedLayer:
     """Returns a built, divided copy of a layer that passes `check_division`. Its weights are zero.
 
     `first` is the number, within a group of the `GroupStrategy`, of the device of the first part.
-    The output is a tuple with one part per device if it `stays_divided`.
     """
     copy = _SHARDED_CLASSES[type(layer)].from_config(layer.get_config())
-    copy.shards = Shards(strategy, first, how, stays_divided)
+    copy.shards = Shards(strategy, first, how)
     copy.build_from_config(layer.get_build_config())
     return copy
 

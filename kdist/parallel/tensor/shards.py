@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from kdist.compat.keras import save_as, saved_name
 from kdist.parallel.placement import is_nested
+from kdist.parallel.tensor.activations import keeps_parts
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.optimizers import inner_optimizers
 
@@ -43,7 +44,6 @@ class Shards:
     strategy: Any  # a `GroupStrategy`
     first: int  # number, within a group, of the first part's device
     how: str  # "column", "row" or "heads"
-    stays_divided: bool  # whether the output is a tuple with one part per device
     # plain layers, once they are created
     parts: list[keras.layers.Layer] = dataclasses.field(default_factory=list)
 
@@ -133,7 +133,7 @@ class ShardedLayer:
 
     def concat_features(self, outputs: Sequence, axis: int = -1):
         """Returns the features of all parts as one tensor, or as a tuple if they stay divided."""
-        return tuple(outputs) if self.shards.stays_divided else tf.concat(outputs, axis)
+        return tuple(outputs) if keeps_parts() else tf.concat(outputs, axis)
 
     def get_weights(self):
         return [division.whole() for division in self.weight_divisions()]

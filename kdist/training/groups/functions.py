@@ -13,6 +13,7 @@ import time
 
 import tensorflow as tf
 
+from kdist.cluster import heartbeat
 from kdist.compat.keras import reduce_per_replica
 from kdist.compat.tensorflow import function_of_its_own, run_once, yields_on_host
 from kdist.training.groups import clock as clocks
@@ -214,6 +215,8 @@ class StepFunction:
             worker_slice: the `WorkerSlice` that `batch` is, or None.
             on_host: whether the batch is in the host's memory, and GPUs compute.
         """
+        if not tf.executing_eagerly():
+            heartbeat.note_tracing()
         if on_host and self._replicated.is_undivided:
             with tf.device(_HOST):
                 batch = in_page_locked_memory(batch)

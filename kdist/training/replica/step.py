@@ -101,7 +101,8 @@ class ReplicaStep:
         loss_reduction: "mean" or "sum", if the program declares what the scalar losses of its own
             `train_step` are over the rows; "auto" reads it from the graph.
         own_metrics: {id of a variable: metric} of metrics that are not Keras's own.
-        micro_batch_rows: the numbers of rows of a pipeline's micro-batches.
+        micro_batches: the number of a pipeline's micro-batches.
+        micro_batch_rows: the numbers of rows of these.
         reduces_early: the gradients of tapes are those of the global batch. Otherwise gradients are
             reduced when an optimizer applies them, which is the same if a program does not change
             them before, or only linearly.
@@ -119,6 +120,7 @@ class ReplicaStep:
     is_whole_loss = False
     loss_reduction = "auto"
     own_metrics: Mapping[int, keras.metrics.Metric] = types.MappingProxyType({})
+    micro_batches = 1
     micro_batch_rows: Collection[int] = ()
     reduces_early = False
     needs_whole_gradients = False
@@ -151,7 +153,7 @@ class ReplicaStep:
         self.added: dict[int, list] = {}  # losses by the id of the layer that added them
         self._colocation = colocate_with_inputs if has_group else contextlib.nullcontext
         self._scaled_by: set[int] = set()
-        self._gathers = self._differentiates_sum = False
+        self._gathers = self._differentiates_sum = self._has_warned = False
         self._graph = tf.compat.v1.get_default_graph()
         self._written: dict[int, keras.Variable] = {}
         self._functions: dict[int, tuple] = {}
@@ -253,13 +255,7 @@ class ReplicaStep:
             value = total
         if (function := self._function_of_batch(value, is_loss)) is not None:
             return self._noted(function.replica_value() if is_loss else function.value, MEAN)
-        terms = [t for t in self._terms(value, is_loss) if t[-1] == 1]
-        if not terms:
-            return value
-        if terms[0][1] is value:
-            return self._noted(self.correct_sum(value), MEAN)
-        sums = tf.add_n([tf.cast(f, t.dtype) * tf.reduce_sum(t) for f, t, _ in terms])
-        return self._noted(value + self.correct_sum(sums) - sums, MEAN)
+        return with_correct_sums(self, value, is_loss)
 
     def is_mean_or_sum(self, value):
         """Returns whether it is known how a value, such as a loss, depends on the rows."""
@@ -488,10 +484,13 @@ class ReplicaStep:
         """
         if self.loss_reduction != "auto" or self.is_dry_run or self.share.is_repeated:
             return
-        if self.may_repeat:
+        if self.may_repeat and self.micro_batches == 1:
             raise WholeBatchError(problem)
         if is_certain:
             raise ValueError(f"{problem}. {consequence}")
+        if self._has_warned and self.micro_batches > 1:
+            return  # of each micro-batch
+        self._has_warned = True
         warnings.warn(f"{problem}. {consequence}", stacklevel=2)
 
     def _fall_back_on_mixed_rows(self, tensor, noun="loss"):
@@ -510,7 +509,7 @@ class ReplicaStep:
         self._fall_back(
             f"the {noun}{name} may be a mean or a sum over the rows of a batch; {where}. Use "
             'compile(loss_reduction="mean"), or loss_reduction="sum" for a sum',
-            "It counts as a mean, whose gradients are averaged over replicas",
+            "It counts as a mean, whose gradients are averaged over replicas and micro-batches",
         )
 
     def _fall_back_on_changed_gradient(self, is_eager=False):
@@ -628,7 +627,8 @@ class ReplicaStep:
         return of_batch
 
     def _check_rows_are_unknown(self):
-        if self.hides_rows is None and self._static_rows is not None:
+        is_known = self._static_rows is not None and self.micro_batches == 1
+        if self.hides_rows is None and is_known:
             raise KnownRowsError from None
 
     def _found_function(self, value, is_in_tape, may_be_linear=False):
@@ -670,7 +670,7 @@ class ReplicaStep:
             terms = self._dependence.terms(value)
         degrees = [self._degree(term, dependence) for _, term, dependence in terms]
         is_divided = self.replicas > 1 and not self.share.is_repeated
-        is_divided = is_divided or self._accumulators is not None
+        is_divided = is_divided or self._accumulators is not None or self.micro_batches > 1
         if warns and None in degrees and is_divided:
             self._check_rows_are_unknown()
             self._fall_back_on_unknown(value)
@@ -729,12 +729,12 @@ class ReplicaStep:
                 `whole_loss`.
 
         Raises:
-            ValueError: this step has only some rows of the batch.
+            ValueError: the step has micro-steps or micro-batches.
         """
-        if self._accumulators is not None:
+        if self._accumulators is not None or self.micro_batches > 1:
             raise ValueError(
-                "gather_batch: with accumulate, a micro-step has only some rows of the batch. "
-                "Compile with accumulate=1"
+                "gather_batch: a micro-batch has only some rows of the batch. Compile with "
+                "accumulate=1, and use a layout with micro_batches=1"
             )
         self._gathers |= not is_whole_loss
 
@@ -1117,6 +1117,20 @@ class ReplicaStep:
         """Returns the seed of this replica; that of the first one is Keras's own."""
         stride = tf.cast(tf.constant([_SEED_STRIDE, 0], tf.int64), seed.dtype)
         return seed + stride * tf.cast(self.replica, seed.dtype)
+
+
+def with_correct_sums(step, value, is_loss):
+    """Returns a scalar whose terms that are sums over rows are corrected by `step.correct_sum`.
+
+    `is_loss` tells whether to warn if the graph does not tell what it is.
+    """
+    terms = [t for t in step._terms(value, is_loss) if t[-1] == 1]
+    if not terms:
+        return value
+    if terms[0][1] is value:
+        return step.note_mean(step.correct_sum(value))
+    sums = tf.add_n([tf.cast(f, t.dtype) * tf.reduce_sum(t) for f, t, _ in terms])
+    return step.note_mean(value + step.correct_sum(sums) - sums)
 
 
 def _updated(update, variables, gradients):
