@@ -583,7 +583,9 @@ class Scale(keras.layers.Layer):
 def test_an_update_of_a_weight_with_an_aggregation_is_made_once(mirrored):
     def trained(model_class):
         inputs = keras.Input((4,))
-        model = model_class(inputs, keras.layers.Dense(3, kernel_initializer="ones")(Scale()(inputs)))
+        model = model_class(
+            inputs, keras.layers.Dense(3, kernel_initializer="ones")(Scale()(inputs))
+        )
         model.compile(keras.optimizers.SGD(0.1), "mse")
         x, _ = arrays(40)
         model.fit(x, x[:, :3], batch_size=10, shuffle=False, verbose=0)
