@@ -114,7 +114,7 @@ class _DryRun(_StepProxy):
         return loss
 
     def as_mean(self, value, is_loss=True):
-        """Returns `value`."""
+        """Returns the value unchanged, as it has no divisor."""
         return value
 
 
