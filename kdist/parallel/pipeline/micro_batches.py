@@ -50,14 +50,13 @@ class MicroBatches:
         self._step = cast(steps.ReplicaStep, steps.current())
         self._divisors: list | None = None
         division = BatchDivision((number_of_rows(data),), (0,), number)
-        # A known number of rows would look like any constant in sums that are divided by it.
-        taken = [division.take(data, 0, each, hides_rows=True) for each in range(number)]
+        taken = [division.take(data, 0, micro_batch) for micro_batch in range(number)]
         self.parts = [part for part, _ in taken]
         for part in self.parts:
             self._step.note_parts(part, data)
         sizes = [share.rows for _, share in taken]
         self._step.micro_batches = number
-        self._step.micro_batch_rows = {size for size in sizes if isinstance(size, int)}
+        self._step.note_rows_of_micro_batches({size for size in sizes if isinstance(size, int)})
         weights = {id(weight) for weight in model.weights}
         self.steps = [
             MicroBatchStep(self._step, share, self._divisor, weights) for _, share in taken
@@ -153,7 +152,12 @@ class MicroBatchStep(_StepProxy):
         return self._step.batch_fraction(dtype) * tf.cast(self.micro_share.batch_fraction, dtype)
 
     def as_mean(self, value, is_loss=True):
-        """Returns the sum of a tensor, of which sums over rows make the `scaled` parts add up."""
+        """Returns the sum of a tensor, of which sums over rows make the `scaled` parts add up.
+
+        Raises:
+            KnownRowsError: a sum may be divided by the number of rows, which looks like any constant.
+        """
+        self._check_rows_are_unknown()
         total = tf.convert_to_tensor(value)
         total = tf.reduce_sum(total) if total.shape.rank else total
         return self.note_mean(steps.with_correct_sums(self, total, is_loss))

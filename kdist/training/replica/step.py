@@ -564,6 +564,11 @@ class ReplicaStep:
             if _is_in_graph(part) and _is_in_graph(whole):
                 self._noted(part, self._dependence.of(whole))
 
+    def note_rows_of_micro_batches(self, numbers):
+        """Records the numbers of rows of micro-batches, as far as they are known."""
+        self.micro_batch_rows = numbers
+        self._dependence.note_rows_of_parts(numbers)
+
     def note_mean(self, value):
         """Records that a value is a mean over rows, or has been corrected like one; returns it."""
         return self._noted(value, MEAN)
@@ -627,8 +632,7 @@ class ReplicaStep:
         return of_batch
 
     def _check_rows_are_unknown(self):
-        is_known = self._static_rows is not None and self.micro_batches == 1
-        if self.hides_rows is None and is_known:
+        if self.hides_rows is None and self._static_rows is not None:
             raise KnownRowsError from None
 
     def _found_function(self, value, is_in_tape, may_be_linear=False):

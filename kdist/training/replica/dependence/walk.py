@@ -45,6 +45,7 @@ class BatchDependence:
 
     def __init__(self, data, rows: int | None, batch_rows: int | None, rows_are_known: bool = True):
         self._rows, self._batch_rows = rows, batch_rows
+        self._rows_of_parts: set[int] = set()
         self._leaf = ROWS if rows_are_known else ROWS_OF_UNKNOWN_DEGREE
         self._unknown = dataclasses.replace(self._leaf, is_by_row=False)
         self._known: dict[tuple, Dependence] = {}
@@ -61,6 +62,10 @@ class BatchDependence:
         """Records the dependence of a tensor, at which walks end."""
         self._kept.append(tensor)
         self._noted[_key(tensor, None)] = dependence
+
+    def note_rows_of_parts(self, numbers: set[int]):
+        """Records the numbers of rows of parts of the batch, such as micro-batches."""
+        self._rows_of_parts = numbers - {0}
 
     def noted(self, tensor) -> Dependence | None:
         """Returns the dependence of a tensor that has been recorded, or None."""
@@ -449,7 +454,8 @@ class BatchDependence:
         """Returns True if the first axis after a reshape is that of rows, or of parts of these."""
         size, operand = (tensor.shape[0] if tensor.shape.rank else 0), tensor.op.inputs[1]
         if size is not None:
-            return bool(self._rows) and size % self._rows == 0
+            sizes = self._rows_of_parts | ({self._rows} if self._rows else set())
+            return any(size % rows == 0 for rows in sizes)
         if shape.elements and shape.elements[0].degree == 1:
             return True
         return tensors.first_number(operand) == -1
