@@ -79,6 +79,14 @@ def python_tasks(code, tasks, arguments=(), timeout_seconds=300.0):
         return read_results([(output, process.exitcode) for process, output in processes])
 
 
+def running(code, arguments=(), *, output):
+    """Returns a context manager with a process that runs `code`, and is killed at its end.
+
+    The output goes to a file.
+    """
+    return _process(_run_code, code, arguments, {**os.environ}, output, output)
+
+
 def launched(*arguments, output):
     """Returns a context manager with a process of `kdist launch` whose tasks are forked from it.
 

@@ -1,6 +1,8 @@
 """Batches that data workers prepare: those of one process, each once, in their order."""
 
+import contextlib
 import gc
+import socket
 import threading
 
 import keras
@@ -14,19 +16,35 @@ from kdist.data import Pipeline, from_arrays, workers
 from kdist.data.image_folder import load_image_folder
 from kdist.data.worker_addresses import parse_data_workers
 from kdist.launch.local_engine import reserve_ports
+from tests.forked import running
 from tests.telemetry.waiting import wait_until
+
+SERVERS = """
+import sys
+from kdist.data import workers
+
+ports = list(map(int, sys.argv[1:]))
+servers = [
+    workers.start("127.0.0.1", port, allow_remote=False, batch_port=other)
+    for port, other in (ports[:2], ports[2:])
+]
+servers[0].join()
+"""
 
 
 @pytest.fixture(scope="module")
-def addresses():
-    """Two data workers in this process."""
-    with reserve_ports(4) as ports:
-        servers = [
-            workers.start("127.0.0.1", port, allow_remote=False, batch_port=other)
-            for port, other in (ports[:2], ports[2:])
-        ]
+def addresses(tmp_path_factory):
+    """Two data workers in another process: within this one, they took up to minutes to end."""
+    output = tmp_path_factory.mktemp("workers") / "output"
+    with reserve_ports(4) as ports, running(SERVERS, ports, output=output):
+        wait_until(lambda: all(map(is_open, ports)), seconds=60)
         yield [f"127.0.0.1:{port}" for port in ports[::2]]
-        del servers
+
+
+def is_open(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
 
 
 @pytest.fixture
