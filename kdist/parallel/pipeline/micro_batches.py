@@ -155,7 +155,7 @@ class MicroBatchStep(_StepProxy):
         """Returns the sum of a tensor, of which sums over rows make the `scaled` parts add up.
 
         Raises:
-            KnownRowsError: a sum may be divided by the number of rows, which looks like any constant.
+            KnownRowsError: a constant, by which a sum is divided, may be the number of rows.
         """
         self._check_rows_are_unknown()
         total = tf.convert_to_tensor(value)
