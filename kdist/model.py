@@ -245,10 +245,9 @@ def _copy_into_scope(model):
         copy = type(model).from_config(model.get_config())
         if not copy.built:
             copy.build_from_config(model.get_build_config())
-        copy.set_weights(model.get_weights())
         copy_flags(copy._flatten_layers(), model._flatten_layers())
         for variable, original in zip(copy.variables, model.variables, strict=True):
-            variable.assign(original.numpy())  # also of seed states, which are no weights
+            variable.assign(original.numpy())
             variable.trainable = original.trainable
         recompute_constants(copy)
     except (NotImplementedError, TypeError, ValueError) as error:

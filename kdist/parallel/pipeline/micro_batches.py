@@ -54,9 +54,7 @@ class MicroBatches:
         self.parts = [part for part, _ in taken]
         for part in self.parts:
             self._step.note_parts(part, data)
-        sizes = [share.rows for _, share in taken]
-        self._step.micro_batches = number
-        self._step.note_rows_of_micro_batches({size for size in sizes if isinstance(size, int)})
+        self._step.note_micro_batches([share.rows for _, share in taken])
         weights = {id(weight) for weight in model.weights}
         self.steps = [
             MicroBatchStep(self._step, share, self._divisor, weights) for _, share in taken

@@ -26,7 +26,7 @@ import logging
 import threading
 import types
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import keras
@@ -102,7 +102,6 @@ class ReplicaStep:
             `train_step` are over the rows; "auto" reads it from the graph.
         own_metrics: {id of a variable: metric} of metrics that are not Keras's own.
         micro_batches: the number of a pipeline's micro-batches.
-        micro_batch_rows: the numbers of rows of these.
         reduces_early: the gradients of tapes are those of the global batch. Otherwise gradients are
             reduced when an optimizer applies them, which is the same if a program does not change
             them before, or only linearly.
@@ -121,7 +120,6 @@ class ReplicaStep:
     loss_reduction = "auto"
     own_metrics: Mapping[int, keras.metrics.Metric] = types.MappingProxyType({})
     micro_batches = 1
-    micro_batch_rows: Collection[int] = ()
     reduces_early = False
     needs_whole_gradients = False
     communicates = True
@@ -564,10 +562,10 @@ class ReplicaStep:
             if _is_in_graph(part) and _is_in_graph(whole):
                 self._noted(part, self._dependence.of(whole))
 
-    def note_rows_of_micro_batches(self, numbers):
-        """Records the numbers of rows of micro-batches, as far as they are known."""
-        self.micro_batch_rows = numbers
-        self._dependence.note_rows_of_parts(numbers)
+    def note_micro_batches(self, sizes):
+        """Records the numbers of rows of a pipeline's micro-batches: integers, or tensors."""
+        self.micro_batches = len(sizes)
+        self._dependence.rows_of_parts = {size for size in sizes if isinstance(size, int)}
 
     def note_mean(self, value):
         """Records that a value is a mean over rows, or has been corrected like one; returns it."""
@@ -816,10 +814,13 @@ class ReplicaStep:
     def _gradients(self, optimizer, gradients, variables):
         is_scaled = self.is_scaled_by(optimizer)
         whole = [g if self._are_whole_slices(g) else None for g in gradients]
-        for place, variable in enumerate(variables):
-            value = gradients[place]
-            if value is not None and getattr(variable, "overwrite_with_gradient", False):
-                whole[place] = self._largest(value)
+        values = {
+            place: gradient
+            for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            if gradient is not None and getattr(variable, "overwrite_with_gradient", False)
+        }
+        for place, value in zip(values, self._largest(values.values()), strict=True):
+            whole[place] = value
         gradients = [g if w is None else None for g, w in zip(gradients, whole, strict=True)]
         gradients = [
             g if g is None else _with_shape_of(variable, g)
@@ -892,7 +893,7 @@ class ReplicaStep:
         # Indices that repeat for each row are constants, too, if the number of rows is.
         looked_up = indices.op.inputs[0] if indices.op.type == "Reshape" else indices
         rows = (looked_up.shape[0] or 0) if looked_up.shape.rank else 0
-        if rows < 2 or rows not in {self._static_rows, *self.micro_batch_rows}:
+        if rows < 2 or rows not in {self._static_rows, *self._dependence.rows_of_parts}:
             return True
         values = tf.get_static_value(looked_up) if looked_up.shape.rank == 1 else None
         return values is not None and len(set(values.tolist())) == rows
@@ -919,17 +920,21 @@ class ReplicaStep:
             gradients = [_with_tensors(g, r) for g, r in zip(gradients, received, strict=True)]
         return [g.joined() if isinstance(g, SplitSlices) else g for g in gradients]
 
-    def _largest(self, value):
-        """Returns the maximum over replicas of what replaces a variable, as a scale of float8."""
-        if self._accumulators is not None:
+    def _largest(self, values):
+        """Returns the maxima over replicas of what replaces variables, as scales of float8."""
+        if values and self._accumulators is not None:
             raise ValueError(
                 "float8 and accumulate cannot be combined: the scales of float8 are those of whole "
                 "batches. Compile without accumulate, or choose another dtype policy"
             )
-        places = tf.one_hot(self.replica, self.replicas, dtype=value.dtype)
-        places = tf.reshape(places, [-1, *[1] * value.shape.rank])
-        (values,) = self.reduced([tf.math.multiply_no_nan(value, places)])
-        return tf.reduce_max(values, axis=0)
+
+        def in_its_place(value):
+            place = tf.one_hot(self.replica, self.replicas, dtype=value.dtype)
+            place = tf.reshape(place, [-1, *[1] * value.shape.rank])
+            return tf.math.multiply_no_nan(value, place)
+
+        of_replicas = self.reduced([in_its_place(value) for value in values]) if values else []
+        return [tf.reduce_max(each, axis=0) for each in of_replicas]
 
     def zero_gradient_if_empty(self, gradient):
         """Returns the gradient, or zero (not infinity × 0) if this replica has no rows."""

@@ -41,11 +41,14 @@ class BatchDependence:
         batch_rows: the number of rows of all replicas, if it is known, else None.
         rows_are_known: False gives everything computed from values of the rows an unknown degree.
             Defaults to True.
+
+    Attributes:
+        rows_of_parts: the numbers of rows of parts of the data, such as micro-batches.
     """
 
     def __init__(self, data, rows: int | None, batch_rows: int | None, rows_are_known: bool = True):
         self._rows, self._batch_rows = rows, batch_rows
-        self._rows_of_parts: set[int] = set()
+        self.rows_of_parts: set[int] = set()
         self._leaf = ROWS if rows_are_known else ROWS_OF_UNKNOWN_DEGREE
         self._unknown = dataclasses.replace(self._leaf, is_by_row=False)
         self._known: dict[tuple, Dependence] = {}
@@ -62,10 +65,6 @@ class BatchDependence:
         """Records the dependence of a tensor, at which walks end."""
         self._kept.append(tensor)
         self._noted[_key(tensor, None)] = dependence
-
-    def note_rows_of_parts(self, numbers: set[int]):
-        """Records the numbers of rows of parts of the batch, such as micro-batches."""
-        self._rows_of_parts = numbers - {0}
 
     def noted(self, tensor) -> Dependence | None:
         """Returns the dependence of a tensor that has been recorded, or None."""
@@ -379,12 +378,13 @@ class BatchDependence:
             operation.graph._get_function(operation.get_attr(name).name).graph
             for name in ("cond", "body")
         )
+        may_count = self._may_be_compared(operation, condition)
         for _ in range(2):  # over several iterations
             outputs = self._outputs(body, given)
             (goes_on,) = self._outputs(condition, given)
             if goes_on.is_over_rows or any(output.mixes_rows for output in outputs):
                 return True
-            counts = goes_on.counts_rows or self._may_be_compared(operation, condition)
+            counts = goes_on.counts_rows or may_count
             if counts and any(map(_changes_rows, given, body.inputs, body.outputs)):
                 return True
             given = [
@@ -454,7 +454,7 @@ class BatchDependence:
         """Returns True if the first axis after a reshape is that of rows, or of parts of these."""
         size, operand = (tensor.shape[0] if tensor.shape.rank else 0), tensor.op.inputs[1]
         if size is not None:
-            sizes = self._rows_of_parts | ({self._rows} if self._rows else set())
+            sizes = {self._rows, *self.rows_of_parts} - {None, 0}
             return any(size % rows == 0 for rows in sizes)
         if shape.elements and shape.elements[0].degree == 1:
             return True
