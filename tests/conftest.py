@@ -2,10 +2,12 @@
 
 * `unit`: the tests in `tests/unit`. They import no TensorFlow and start no processes.
 * `tensorflow`: all other tests without a mark. TensorFlow has four logical CPU devices in them.
-* `slow`: marked by hand, also in `tests/unit`. They start jobs, train, or compute for long.
+* `slow`: marked by hand, also in `tests/unit`. They start jobs, train, or compute for long. Of a
+  matrix with `@pytest.mark.fast_cases(2)`, all cases but two.
 * `exhaustive`: marked by `tests/tiers.py`. Further cases of large matrices, for releases.
 """
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -73,7 +75,22 @@ def _is_slow(item):
     return any(item.get_closest_marker(tier) for tier in ("slow", "exhaustive"))
 
 
+def _mark_slow_cases(items):
+    """Marks cases of tests with `fast_cases` as slow, except for some that are evenly spread."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("fast_cases") and not _is_slow(item):
+            cases[item.path, item.originalname].append(item)
+    for group in cases.values():
+        fast = group[0].get_closest_marker("fast_cases").args[0]
+        for i, item in enumerate(group):
+            if i * fast % len(group) >= fast:
+                item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    _mark_slow_cases(items)
     for item in items:
         if _is_slow(item):
             if not item.get_closest_marker("timeout"):

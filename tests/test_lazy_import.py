@@ -60,6 +60,7 @@ def test_unknown_name_lists_public_names():
         kdist.fit  # noqa: B018
 
 
+@pytest.mark.slow
 def test_import_leaves_tensorflows_choice_of_kernels(monkeypatch):
     monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
     assert not python(

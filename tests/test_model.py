@@ -205,6 +205,7 @@ def test_initial_epoch_continues_in_the_order_of_the_data():
     assert_same_weights(parts.get_weights(), whole.get_weights(), 0.0)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_schedule_of_kdist_opens_in_plain_keras(tmp_path):
     model = functional(kdist.Model)
     rate = kdist.schedules.Ramp(0.1, kdist.Batch(4), ramp_examples=8)

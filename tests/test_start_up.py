@@ -21,10 +21,12 @@ def stderr_of(program, **environment):
     ).stderr
 
 
+@pytest.mark.slow
 def test_nothing_is_logged_by_default():
     assert stderr_of(PROGRAM) == ""
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("level", "shown"), [("0", True), ("1", False)])
 def test_the_level_that_a_user_set_counts(level, shown):
     logged = stderr_of(PROGRAM, TF_CPP_MIN_LOG_LEVEL=level)

@@ -86,6 +86,7 @@ def deciding():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("devices", "calls"), [(2, 15), *seldom([(1, 1)])])
 def test_resume_is_bit_equal_from_any_step(tmp_path, devices, calls):
     strategy = create_strategy("one_device" if devices == 1 else "mirrored", devices)
@@ -100,6 +101,7 @@ def test_resume_is_bit_equal_from_any_step(tmp_path, devices, calls):
     assert_equal(resumed, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -177,6 +179,7 @@ def test_each_example_of_an_epoch_is_seen_once_across_an_interruption(tmp_path):
     np.testing.assert_array_equal(np.concatenate(seen), whole)
 
 
+@pytest.mark.slow
 def test_resume_with_another_number_of_replicas(tmp_path, capsys):
     fit(
         create_strategy("mirrored", 2),
@@ -218,6 +221,7 @@ def test_damaged_checkpoints_are_an_error(tmp_path):
     assert CheckpointFiles(tmp_path).newest().step == 20  # above the existing ones
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_values_is_an_error(tmp_path):
     strategy = create_strategy("one_device")
     fit(strategy, [*deciding(), Checkpoint(tmp_path / "whole")], epochs=1)
@@ -327,6 +331,7 @@ class Signal(keras.callbacks.Callback):
         self._count("validation")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("number", "error", "moment", "step"),
     [

@@ -77,6 +77,7 @@ def whole():
     return fine_tune(create_strategy("mirrored", 2))
 
 
+@pytest.mark.slow
 def test_frozen_layers_stay_and_are_trained_later_with_fixed_statistics(whole):
     _, _, weights = whole
 
@@ -91,6 +92,7 @@ def test_frozen_layers_stay_and_are_trained_later_with_fixed_statistics(whole):
     assert not changes("moving_mean", -1, AFTER_EPOCHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "interruption",
     [Interrupt(25), InterruptValidation(30)],

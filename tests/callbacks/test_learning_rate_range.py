@@ -45,6 +45,7 @@ def test_state_is_restored_bit_by_bit(strategy):
     np.testing.assert_array_equal(numbers, np.random.get_state()[1])  # noqa: NPY002
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"steps_per_execution": 2}])
 def test_losses_are_those_of_one_device(options, mirrored):
     # Replicas draw masks of their own.
@@ -63,6 +64,7 @@ def test_losses_are_those_of_single_batches():
     np.testing.assert_allclose(search.losses[:1], dropout, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_suggestion_trains_better_than_a_tenth_or_ten_times_of_it():
     rate = searched(compiled(), steps=60).rate
 
@@ -94,6 +96,7 @@ def test_an_interrupted_sweep_restores_the_state():
     np.testing.assert_array_equal(before["weights/0"], capture(model)["weights/0"])
 
 
+@pytest.mark.slow
 def test_plot_shows_the_suggestion():
     search = searched(compiled())
     axes = search.plot()

@@ -176,6 +176,7 @@ def ids(pair):
     return " to ".join(pair)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "pair",
     [
@@ -240,6 +241,7 @@ def test_resume_between_averagings_of_local_sgd(pair, written, tmp_path):
     assert_same_weights(*kept, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["weights=2", *seldom(["sharded=2"])])
 def test_a_sharded_run_resumes_bit_by_bit(layout, written, tmp_path):
     expected = fit(compiled(layout))
@@ -287,6 +289,7 @@ def test_arrays_are_those_of_the_plain_model(name):
     assert [shape for _, shape, kind in plain if kind == np.int64 and shape] == 2 * [(2,)]
 
 
+@pytest.mark.slow
 def test_random_numbers_continue_under_the_same_layout(written, tmp_path):
     of = functools.partial(compiled, "tensor=2", model=lambda: built(dropout=0.2))
     expected = fit(of())

@@ -153,6 +153,7 @@ with reserve_ports(1) as (port,):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_a_server_of_tensorflow_is_guarded_while_it_starts(own_address):
     assert python(SERVER, [own_address]) == [[True, False], [True, False]]

@@ -233,6 +233,7 @@ def made(name, directory):
     return data, has_place
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", SOURCES)
 def test_training_equals_one_device_and_resumes_within_an_epoch(name, tmp_path, mirrored, caplog):
     caplog.set_level(logging.WARNING)
@@ -272,6 +273,7 @@ class EndlessBatches(StatefulBatches):
             yield list(Batches.__iter__(self))[batch]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("source", "steps", "options"),
     [
@@ -318,6 +320,7 @@ ENDING = {
 
 
 # Passes of six batches, so epochs of 4, 2, 4, and 2 steps. None: in the validation of the second.
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("kind", "steps"), covering(list(ENDING), [6, 9, None, 7, 11]))
 def test_data_that_end_within_an_epoch(tmp_path, kind, steps):
     options = {"steps_per_epoch": 4, "epochs": 4, "validation_data": (X, Y)}
@@ -423,6 +426,7 @@ class EndlessLoader(EndlessBatches):
         return sys.maxsize // BATCH
 
 
+@pytest.mark.slow
 def test_an_error_of_the_source_ends_fit_and_the_run_resumes_before_it(tmp_path, mirrored):
     class Failing(StatefulBatches):
         def __iter__(self):

@@ -104,6 +104,7 @@ def trained(strategy, local, epochs=1):
     return model, {name: values[-1] for name, values in logs.items()}
 
 
+@pytest.mark.slow
 def test_language_model_equals_one_device(mirrored):
     model, logs = trained(kdist.create_strategy("one_device"), 8)
     other, theirs = trained(mirrored, 4)

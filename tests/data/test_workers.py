@@ -155,6 +155,7 @@ def silence_threads():
     return [each for each in threading.enumerate() if each.name == "data workers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one_device", "mirrored"])
 def test_data_workers_are_watched_while_a_model_trains(folder, addresses, kind):
     gc.collect()

@@ -69,6 +69,7 @@ def float64():
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.slow
 def test_four_three_and_four_replicas_equal_one_device(tmp_path, float64):
     keras.utils.set_random_seed(3)
     train, test = kdist.data.load("digits", batch=kdist.Batch(32), examples=EXAMPLES)

@@ -34,6 +34,7 @@ REPLICAS = [
 ]
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize(("name", "replicas"), REPLICAS)
 def test_feature_is_that_of_one_device(name, replicas):
     says = verdict(name, kdist.Model, kdist.create_strategy("mirrored", replicas))

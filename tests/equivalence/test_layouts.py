@@ -122,6 +122,7 @@ ALL = [
 CASES = [*OFTEN, *seldom(ALL, other_than=OFTEN)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("layout", "optimizer", "floatx"), CASES, indirect=["floatx"])
 def test_weights_are_those_of_one_device(layout, optimizer, floatx):
     replicas, local, compile_arguments = LAYOUTS[layout]

@@ -99,6 +99,7 @@ def _is_raised_in(error, *packages):
     return any(last.is_relative_to(pathlib.Path(p.__file__).parent) for p in packages)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", FIXED)
 def test_fixed(name):
     assert check(SIMPLE | FIXED[name]) == "equal"

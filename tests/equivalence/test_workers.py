@@ -114,6 +114,7 @@ def reference(accumulates):
     return names["train"](keras.Model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
@@ -145,6 +146,7 @@ def mirrored_reference():
         return names["train"](kdist.Model, local_steps=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -246,6 +248,7 @@ def pipeline_reference(local_steps=None):
         return names["train"](kdist.Model, 16 // replicas, replicas, local_steps=local_steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("local", "devices", "options"),
     [
@@ -310,6 +313,7 @@ print(json.dumps([numbers for _, numbers in seen]))
 """
 
 
+@pytest.mark.slow
 def test_each_example_is_read_by_one_worker_once():
     one, other = python_tasks(EVERY_EXAMPLE, {"worker": 2})
     assert len(one) == len(other) == 3  # fit, evaluate and predict

@@ -233,6 +233,7 @@ if index == 0:
 """
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("failure", "progress", "most", "last", "code", "tries"),
     [

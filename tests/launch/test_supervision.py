@@ -67,6 +67,7 @@ steps([100], 5)
     assert "user_callback" in out
 
 
+@pytest.mark.slow
 def test_a_slow_step_is_logged_before_it_counts_as_hung(launcher, beating):
     code, out, err, _ = launcher.run(
         beating + "steps([0.2] * 5)\nsteps([100], 5)", "--workers=1", "--hang_seconds=8"
@@ -88,6 +89,7 @@ def test_a_task_that_has_not_begun_is_named(launcher, beating):
     assert "worker 1 hung: it had not begun to train, and worker 0 waited for it" in err
 
 
+@pytest.mark.slow
 def test_a_collective_outside_of_steps_is_not_idle_time(launcher, beating):
     code, _, err, _ = launcher.run(
         beating
@@ -146,6 +148,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_worker_of_parameter_servers_is_started_again_alone(launcher, beating):
     code, _, err, _ = launcher.run(beating + SERVING, "--workers=1", "--ps=1", "--max_restarts=1")
     assert code == 0, err

@@ -76,6 +76,7 @@ def test_mobilenet_has_160_trainable_variables_and_4_when_frozen():
     assert models.mobilenet_v2((32, 32, 3), 1).output_shape == (None, 1)
 
 
+@pytest.mark.slow
 def test_frozen_extractor_does_not_change():
     model = models.mobilenet_v2((32, 32, 3), 2, trainable_extractor=False)
     extractor = next(layer for layer in model.layers if isinstance(layer, keras.Model))
@@ -87,6 +88,7 @@ def test_frozen_extractor_does_not_change():
     assert not np.array_equal(bias, model.get_layer("logit").bias.numpy())
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("name", SMALL)
 def test_bytes_and_floats_give_the_same_float32(name):
     model = models.create(name, **SMALL[name])

@@ -91,6 +91,7 @@ CASES = {
 MAIN = "data between, model within"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [MAIN, *(pytest.param(c, marks=pytest.mark.exhaustive) for c in CASES if c != MAIN)]
 )

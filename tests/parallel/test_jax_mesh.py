@@ -119,6 +119,7 @@ models = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @layouts
 @models
 def test_a_file_goes_to_a_mesh_and_back_as_though_it_had_stayed(name, runs, layout, request):

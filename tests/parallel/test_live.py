@@ -79,6 +79,7 @@ def test_who_recomputes_holds_what_was_taken_and_one_micro_batch(schedule, taken
     assert held(rows)[:2] == [taken[0] * INPUTS + COMPUTED, taken[1] * TAKEN + COMPUTED]
 
 
+@pytest.mark.slow
 def test_of_dropout_its_outputs_are_kept_and_computed_again():
     """The mask does not depend on the inputs; TensorFlow must not merge both passes."""
     layers = keras.layers
@@ -99,6 +100,7 @@ def test_of_dropout_its_outputs_are_kept_and_computed_again():
     assert again.activation_bytes == 4 * INPUTS + of_one
 
 
+@pytest.mark.slow
 def test_replicas_hold_alike():
     rows = found("data=2,pipeline=2,micro_batches=4", {"high": stage(1)})
     assert live(rows) == [2, 1, 2, 1]

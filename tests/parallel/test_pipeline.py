@@ -120,6 +120,7 @@ def two_ways():
 # Equality.
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("layout", "placement", "optimizer", "rows"),
     [
@@ -143,6 +144,7 @@ def test_a_residual_network(layout, placement, optimizer, rows):
     assert_trains_alike(model, plain, *images(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [2, *seldom([1])])
 def test_inputs_and_outputs_of_several_stages(data):
     plain = two_ways()
@@ -167,6 +169,7 @@ def test_unequal_micro_batches_weigh_by_their_rows(monkeypatch):
     assert largest_difference(equal.get_weights(), plain.get_weights()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [2, *seldom([1])])
 def test_fewer_rows_than_micro_batches(data):
     """Batches of 5 rows and a last one of 2 as eight micro-batches, with a convolution."""
@@ -216,6 +219,7 @@ def test_class_weights_and_a_loss_that_is_not_reduced():
     assert_trains_alike(model, plain, x, y)
 
 
+@pytest.mark.slow
 def test_fewer_rows_than_micro_batches_and_a_loss_that_is_not_reduced():
     """A batch of 8 rows, and a last one of 3, which is fewer than the four micro-batches."""
     plain = dense()
@@ -225,6 +229,7 @@ def test_fewer_rows_than_micro_batches_and_a_loss_that_is_not_reduced():
     assert_trains_alike(model, plain, *vectors(11), batch_size=8, epochs=1)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("data", "low"), [(1, "LSTM"), (2, "Dense")])
 def test_masks(data, low):
     """Sequences of unequal length, so that micro-batches of equal rows have unequal masks."""
@@ -304,6 +309,7 @@ def adds_sum(is_hidden=False):
     return keras.Sequential([keras.Input((6,)), *low])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [2, *seldom([1])])
 def test_losses_that_are_sums_over_rows(data):
     """Of a layer, and of a function that reduces its values; the last batch has 3 rows."""
@@ -360,6 +366,7 @@ def test_a_nested_model_over_two_stages():
     assert_trains_alike(model, plain, *vectors())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "rows"),
     [

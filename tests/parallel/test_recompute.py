@@ -144,6 +144,7 @@ def test_state_is_read_as_before_and_written_once(layout):
     assert_recomputes_the_same(make, layout, *vectors(), batch=ROWS, metrics=["accuracy"])
 
 
+@pytest.mark.slow
 def test_state_on_the_last_stage():
     """GPipe also computes the loss again: metrics and statistics are updated once."""
     layout = "pipeline=2,micro_batches=4,schedule=gpipe"
@@ -193,6 +194,7 @@ def masked_attention():
     return keras.Model(inputs, layers.Dense(3, activation="softmax", name="head")(y))
 
 
+@pytest.mark.slow
 def test_masks_that_attention_detaches():
     """Keras's attention detaches the masks of its inputs, for later layers as well."""
     tokens = rng().integers(1, 11, (16, 7)) * (np.arange(7) < rng().integers(1, 8, (16, 1)))
@@ -216,6 +218,7 @@ def test_mixed_precision_with_a_loss_scale():
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
 
 
+@pytest.mark.slow
 def test_fewer_rows_than_micro_batches():
     """Batches of 16 rows as 20 micro-batches; empty ones do not update statistics."""
     make = lambda: three_stages([keras.layers.BatchNormalization()])  # noqa: E731

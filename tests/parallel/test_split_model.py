@@ -99,6 +99,7 @@ OFTEN = [
 CASES = [*OFTEN, *seldom([(layout, "sgd") for layout in LAYOUTS], other_than=OFTEN)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("layout", "optimizer"), CASES)
 def test_weights_and_history_are_those_of_one_device(layout, optimizer):
     plain = branches()
@@ -113,6 +114,7 @@ def test_weights_and_history_are_those_of_one_device(layout, optimizer):
     np.testing.assert_allclose(model.predict(x, verbose=0), plain.predict(x, verbose=0), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -129,6 +131,7 @@ def test_the_ways_of_training(arguments):
     assert_same_weights(model.get_weights(), plain.get_weights(), 1e-5)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("data", "options"),
     covering(
@@ -159,6 +162,7 @@ def test_what_optimizers_do_besides(options, data):
     assert_updates_in_place(model, operations)
 
 
+@pytest.mark.slow
 def test_mixed_precision_with_a_loss_scale():
     keras.config.set_dtype_policy("mixed_float16")
     try:
@@ -301,6 +305,7 @@ class InterruptAfter(keras.callbacks.Callback):
             raise Interrupted
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_under_another_layout(tmp_path):
     """Interrupted in mid-epoch under one layout and finished under another: like one device."""
 

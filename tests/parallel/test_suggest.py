@@ -79,6 +79,7 @@ def test_branches_that_are_not_worth_it():
         assign_branches(chain([1.0] * 6), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [Layout(pipeline=4), *seldom([Layout(pipeline=2), Layout(branch=2)])], ids=str
 )
@@ -150,6 +151,7 @@ def test_what_is_between_two_calls_of_a_layer_is_on_its_stage():
         suggest(model, Layout(pipeline=5))
 
 
+@pytest.mark.slow
 def test_who_recomputes_needs_less_memory_and_more_time():
     model = kdist.models.inception(input_shape=(28, 28, 1), num_classes=10)
     layout = Layout(pipeline=2, micro_batches=4, schedule="gpipe")

@@ -149,6 +149,7 @@ MORE_CASES = [
 ]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("name", "layout", "optimizer"), [*CASES, *seldom(MORE_CASES)], ids=str)
 def test_weights_are_those_of_one_device_and_everything_is_in_its_place(name, layout, optimizer):
     build, shape, *_ = MODELS[name]
@@ -282,6 +283,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("build", "placement"), GIVEN.values(), ids=GIVEN)
 def test_what_a_layer_is_given_counts(build, placement):
     plain = build()
@@ -400,6 +402,7 @@ def test_layers_that_are_nested_or_called_twice():
 # Files.
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_is_that_of_the_plain_model(name, tmp_path):
     build, shape, placement, _ = MODELS[name]
@@ -424,6 +427,7 @@ def test_a_file_is_that_of_the_plain_model(name, tmp_path):
     assert_same_weights(model.get_weights(), opened.get_weights(), 0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -459,6 +463,7 @@ def test_weights_of_another_model_are_refused():
         model.set_weights([weights[0][:6], *weights[1:]])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_under_the_same_layout():
     make = functools.partial(
         split_in, HYBRID, placement=placement_of("mlp", HYBRID), optimizer="adam"

@@ -3,6 +3,8 @@
 import inspect
 import pathlib
 
+import pytest
+
 from kdist.planner.workload.layers import known_workload, known_workloads
 from tests.forked import run_program
 from tests.unit.planner.test_known import stored
@@ -22,6 +24,7 @@ def test_all_of_keras_applications_is_known():
     assert applications <= set(known_workloads())
 
 
+@pytest.mark.slow
 def test_what_is_stored_is_what_models_give_today(tmp_path):
     names = ["lenet", "mlp_cifar10", "alexnet"]
     program = ROOT / "tools" / "known_workloads.py"

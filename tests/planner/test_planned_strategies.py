@@ -75,6 +75,7 @@ def transformer():
     return kdist.models.transformer((16,), 10, vocabulary_size=997, width=64, depth=2)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("build", "smallest"), [(odd_network, 64), (transformer, 64 * 1024)])
 def test_planned_bytes_of_state_are_those_of_the_devices(build, smallest):
     workload = kdist.planner.read_workload(build())

@@ -77,6 +77,7 @@ def parts_of(layer, work):
     return [x for x in work.layers if x.name == path or x.name.startswith(path + "/")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -154,6 +154,7 @@ def test_a_name_in_the_legend_hides_its_run_in_all_plots(tab, runs, tmp_path):
     assert visible(tab, "loss") == hidden  # remembered
 
 
+@pytest.mark.slow
 def test_the_reader_chooses_the_axis_smoothing_and_scale(tab, runs, tmp_path):
     tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
     draw(tab, "loss")
@@ -289,6 +290,7 @@ def test_on_paper_all_plots_are_drawn(tab, runs, tmp_path):
     assert not tab.locator("#controls").is_visible()
 
 
+@pytest.mark.slow
 def test_a_served_page_updates_and_keeps_the_scroll_position(browser, runs, tmp_path):
     script = pathlib.Path(__file__).parents[2] / "scripts" / "report.py"
     flags = ["--watch", "--port=0", f"--output={tmp_path / 'page.html'}"]

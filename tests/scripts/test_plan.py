@@ -42,6 +42,7 @@ def test_a_ranked_table_a_plan_and_a_page(tmp_path):
     assert "Efficiency against devices" in page.read_text()
 
 
+@pytest.mark.slow
 def test_plan_is_trained_and_its_rate_learned(tmp_path):
     plan, rows = tmp_path / "plan.json", tmp_path / "rows.csv"
     flags = ("--model=lenet", "--examples=256", "--optimizer=sgd", f"--measurements={rows}")

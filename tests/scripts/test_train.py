@@ -62,6 +62,7 @@ def test_one_device_and_two_give_the_same_test_loss(tmp_path):
     assert (config["dataset"], config["seed"], config["num_devices"]) == ("digits", 0, 2)
 
 
+@pytest.mark.slow
 def test_minutes_limit_the_examples(tmp_path):
     flags = ["--model=lenet", "--strategy=one_device", "--local_batch_size=32"]
     short, printed = train(tmp_path / "short", *flags, "--minutes=0.01")
@@ -71,6 +72,7 @@ def test_minutes_limit_the_examples(tmp_path):
     assert long["examples"] == 1437
 
 
+@pytest.mark.slow
 def test_other_flags(tmp_path):
     summary, _ = train(
         tmp_path / "run",
@@ -144,6 +146,7 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_the_command_that_continues_is_shown(tmp_path):
     flags = [*DIGITS, "--model=mlp", "--epochs=2000", "--verbose=2", "--num_devices=2"]
     arguments = [sys.executable, "-u", SCRIPTS / "train.py", *flags, "--strategy=mirrored"]
@@ -214,6 +217,7 @@ def test_nonfinite_loss_stops_the_run(tmp_path):
     assert all(keras.ops.all(keras.ops.isfinite(weight)) for weight in model.weights)
 
 
+@pytest.mark.slow
 def test_fallback_dataset_is_used_with_a_warning(tmp_path):
     process = program(
         "train",

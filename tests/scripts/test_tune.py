@@ -142,6 +142,7 @@ time.sleep(120)
 """
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("how", "reason"), [("crashes", "crashed"), ("waits", "seconds were not")])
 def test_processes_of_a_trial_end_with_it(how, reason, tmp_path):
     pid = tmp_path / "pid"
@@ -285,6 +286,7 @@ def test_the_range_test_prints_a_rate_and_restores_the_state(tmp_path):
     assert found["changed"] == []
 
 
+@pytest.mark.slow
 def test_the_noise_scale_is_printed_for_each_epoch():
     found = python(PROGRAM, ["--noise_scale", *MLP, "--epochs=2", "--learning_rate", "0.1"])
     rows = re.findall(r"^ +([\d,]+) +([\d,]+|unknown)  .* to ", found["printed"], re.MULTILINE)

@@ -36,6 +36,7 @@ def served(path, x=X):
     return tf.saved_model.load(str(path)).signatures["serving_default"](inputs=tf.constant(x))
 
 
+@pytest.mark.slow
 def test_it_predicts_as_the_model_and_says_what_it_is(tmp_path):
     model = small()
     path = export(model, tmp_path / "fashion", classes=["a", "b", "c"])

@@ -53,6 +53,7 @@ def refresh(served):
     return lambda: served.do(served.models.refresh())
 
 
+@pytest.mark.slow
 def test_a_new_version_replaces_the_old_one_and_its_end_brings_it_back(
     served, refresh, ready, tmp_path
 ):
@@ -71,6 +72,7 @@ def test_a_new_version_replaces_the_old_one_and_its_end_brings_it_back(
     assert y_of(served) == 3
 
 
+@pytest.mark.slow
 def test_no_request_fails_by_a_swap(served, refresh, ready, tmp_path):
     wrong, seen, done = [], set(), threading.Event()
 

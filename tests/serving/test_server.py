@@ -72,6 +72,7 @@ def program(*flags, **environment):
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_it_serves_curl_on_loopback_alone_and_answers_what_it_has_taken(directory):
     with program(f"--model_dir=any={directory}", "--max_batch=2", *FREE) as (process, rest, rpc):
         url = f"http://{rest}/v1/models/any"
@@ -110,6 +111,7 @@ def test_it_serves_curl_on_loopback_alone_and_answers_what_it_has_taken(director
         assert process.wait(SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_on_a_platform_and_told_twice_it_ends_at_once(directory):
     """The environment is Vertex AI's; a flag that is given comes before it."""
     platform = {

@@ -77,6 +77,7 @@ def devices_in(path):
     return collections.Counter(node.device.rpartition("device:")[2] for node in computing)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_devices_are_in_the_graph_only_where_they_are_kept(kind, tmp_path):
     model = split_model(kind)

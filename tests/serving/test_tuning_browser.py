@@ -11,6 +11,7 @@ from tests.unit.serving.test_tuning_page import example
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="needs chromium (apt-get install chromium)")
 def test_a_browser_draws_it(tmp_path):
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip)")

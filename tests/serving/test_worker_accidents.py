@@ -60,6 +60,7 @@ def wait_until(condition, seconds=SECONDS):
     return condition()
 
 
+@pytest.mark.slow
 def test_workers_outlive_a_signal_to_all_processes(pair, version):
     """Service managers send it while the server still answers accepted requests."""
     before = pair.pids
@@ -91,6 +92,7 @@ def test_a_worker_that_cannot_be_started_once_is_started_later(pair, version, mo
     assert wait_until(lambda: failures and len(pair.pids) == 2)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_before_it_reads_a_large_batch_is_replaced(version):
     workers = WorkerPool(2, batch_seconds=1.0)
     workers.load(KEY, os.fspath(version[0]), [1])
@@ -111,6 +113,7 @@ def test_a_worker_that_is_stopped_before_it_reads_a_large_batch_is_replaced(vers
     workers.close()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_does_not_hold_up_the_end_of_a_version(version):
     workers = WorkerPool(2, batch_seconds=1.0)
     workers.load(KEY, os.fspath(version[0]), [1])

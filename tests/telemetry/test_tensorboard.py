@@ -55,6 +55,7 @@ writer.close()
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_logged_once(tmp_path):
     process = subprocess.run(
         [sys.executable, "-c", FULL, tmp_path], capture_output=True, text=True, timeout=120

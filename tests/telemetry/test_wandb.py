@@ -203,6 +203,7 @@ def command_lines():
     return [" ".join(process.cmdline()) for process in processes]
 
 
+@pytest.mark.slow
 def test_offline_holds_what_the_run_directory_holds(run, capfd):
     about = {"group": "job", "job_type": "train", "tags": ["first", "cpu"], "notes": "a note"}
     wandb = new_writer(run, "offline", **about)
@@ -333,6 +334,7 @@ def test_a_server_lost_during_the_run_blocks_nothing(run, stub, capfd, mode, say
     assert {b"<html>the report</html>", b"the weights"} <= set(stub.uploads.values())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("mode", "says"),
     [
@@ -398,6 +400,7 @@ def test_a_hanging_process_is_killed(run, capfd):
     wandb._process.wait(timeout=10)
 
 
+@pytest.mark.slow
 def test_excess_records_are_dropped_and_logged_once(run, monkeypatch, capfd):
     monkeypatch.setattr(kdist.telemetry.writers.tracker, "_MAX_QUEUED", 10)
     wandb = new_writer(run, "offline")
@@ -409,6 +412,7 @@ def test_excess_records_are_dropped_and_logged_once(run, monkeypatch, capfd):
     assert 0 < len(history) < 2000
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_logged_once(run, capfd):
     wandb = new_writer(run, "offline")
     writer = SeveralWriters([RunWriter(run), wandb])
@@ -535,6 +539,7 @@ def train(tmp_path, how, *arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.slow
 def test_training_continues_on_a_full_disk(tmp_path):
     process = train(tmp_path, "closes", "12000")
     assert process.returncode == 0, process.stderr
@@ -557,6 +562,7 @@ if any("wandb_process" in argument for argument in sys.orig_argv):
 """
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("start", ["quick", "slow"])
 @pytest.mark.parametrize("how", ["forgets", "killed"])
 def test_the_process_of_a_killed_training_ends(tmp_path, monkeypatch, how, start):

@@ -32,6 +32,7 @@ def assert_same(model, plain):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("build", published.BUILDERS, ids=lambda b: b.__name__)
 def test_equals_keras_on_one_device(mirrored, build):
     plain, _, expected = trained(build)
@@ -94,6 +95,7 @@ def test_evaluate_and_predict_build(mirrored):
     assert len(batch) == 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_restored_before_training(mirrored, tmp_path):
     expected, *_ = trained(published.gan, mirrored, epochs=3)
     for epochs in (2, 3):

@@ -116,6 +116,7 @@ def test_fast_data_causes_little_waiting(mirrored):
     assert times.input_seconds < 0.8 * times.seconds  # threads share two cores
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("k", [1, 4])
 def test_computation_is_not_waiting(mirrored, k):
     """Convolutions use all threads, so that the time may be read late."""

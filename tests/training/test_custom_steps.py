@@ -331,6 +331,7 @@ gc.disable()
 """
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "line", ["kept = train()", "kept = [*train()]; kept.append(kept); del kept"]
 )

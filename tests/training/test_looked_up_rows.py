@@ -106,17 +106,20 @@ def test_slices_are_those_of_one_device(positions):
     assert_equal(positions, "Adam")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["constant", *seldom(["per row"])])
 def test_micro_steps_keep_slices(positions):
     assert_equal(positions, "Adam", accumulate=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["one row", *seldom(["counted"])])
 def test_replicas_of_one_row(positions):
     assert_equal(positions, "Adam", rows=2)
     assert_equal(positions, "Adam", rows=4, accumulate=2)
 
 
+@pytest.mark.slow
 def test_a_table_of_words_and_positions():
     assert_equal("constant", "Adam", is_shared=True)
     assert_equal("constant", "Adagrad", is_shared=True, accumulate=2)

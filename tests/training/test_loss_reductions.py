@@ -371,12 +371,14 @@ def _ctc_of_sparse_labels(model, x, y):
     return tf.reduce_mean(tf.cast(loss, x.dtype))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("loss", [_ctc, _ctc_of_sparse_labels])
 def test_losses_of_sequences_are_means_over_rows(loss):
     """Their graphs have loops, and gradients of their own."""
     assert_equal(own_step(loss))
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize(("loss", "layout"), PAIRS)
 def test_gradients_are_those_of_one_device(loss, layout):
     replicas, data, options = LAYOUTS[layout]
@@ -533,6 +535,7 @@ def test_gradients_of_outputs(divides):
     assert_equal(train_step)
 
 
+@pytest.mark.slow
 def test_a_sum_of_jacobians_is_reported():
     def train_step(self, data):
         x, y = data
@@ -588,6 +591,7 @@ COMPILED = ["mean over a mask", "Dice", "one per column", "contrastive", "root o
 COMPILED += seldom(["self-normalized", "of Keras's loss", "triplets", "redundancy"])
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_functions_of_means_and_sums(name):
     """As a loss, as a metric, and in the logs."""
@@ -665,6 +669,7 @@ def _attention_over_rows(model, x, y):
     return tf.reduce_mean((model.layers[2](combined) - y) ** 2)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("loss", "remedy"), [(_untold, "loss_reduction"), (_attention_over_rows, "gather_batch")]
 )
@@ -841,6 +846,7 @@ def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):
     np.testing.assert_allclose(predicted[1], predicted[0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_outputs_at_positions_are_taken_from_those_of_all_replicas():
     assert_equal(own_step(_halves_of_outputs), data=(X_STATIC, Y_STATIC))
     assert_equal(own_step(_halves_of_outputs))
@@ -863,6 +869,7 @@ def _mixed_up(model, x, y):
     return tf.reduce_mean(squares(model, weight * x + (1 - weight) * x[::-1], y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronized", [True, *seldom([False])])
 def test_normalized_rows_and_random_factors_are_not_reported(synchronized):
     def make(x):
@@ -955,6 +962,7 @@ def _recurrent(x):
     return keras.layers.Dense(1)(rnn(keras.layers.Reshape((2, 1))(x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_recurrent, *seldom([_upsampled])])
 def test_layers_whose_shapes_depend_on_the_rows_are_not_reported(make):
     """A transposed convolution has the shape of its outputs as an input."""
@@ -972,6 +980,7 @@ def test_an_unknown_reduction_is_refused():
         kdist.Model(*[keras.Input((1,))] * 2).compile("sgd", loss_reduction="median")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("steps", "of_copies"), [(1, False), (1, True), (2, True)])
 def test_a_loss_of_weights_after_gradient_steps(steps, of_copies):
     """Each replica would take the steps on its own rows, as MAML does not."""

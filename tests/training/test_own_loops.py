@@ -261,6 +261,7 @@ print(json.dumps([found, told]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "wrap"),
     [("float32", "function"), *seldom([("float32", "eager"), ("mixed_bfloat16", "function")])],

@@ -204,6 +204,7 @@ def step_graph(devices, **options):
     return model.get_weights(), [node for node in nodes if node.op == "Snapshot"]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize(
     "options", [{}, {"steps_per_execution": 2}, {"jit_compile": True}], ids=str

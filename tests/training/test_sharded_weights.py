@@ -137,6 +137,7 @@ def shared(replicas):
     return model
 
 
+@pytest.mark.slow
 def test_shared_frozen_and_recurrent_weights():
     plain, model = shared(0), shared(2)
     for each in (plain, model):

@@ -108,6 +108,7 @@ ALL = [
 ]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("name", "replicas", "shard"), [*CASES, *seldom(ALL, other_than=CASES)])
 def test_the_weights_are_those_of_one_device(name, replicas, shard, tmp_path):
     # Keras's optimizers cannot accumulate the rows of looked-up words.

@@ -81,6 +81,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("make_layers", "options"), CASES)
 def test_training_is_that_of_own_traces(mirrored, traced, make_layers, options):
     make_optimizer = options.get("optimizer", lambda: None)
@@ -95,6 +96,7 @@ def test_training_is_that_of_own_traces(mirrored, traced, make_layers, options):
         np.testing.assert_array_equal(own, shared)
 
 
+@pytest.mark.slow
 def test_replicas_trace_their_own_where_they_meet_or_draw(mirrored, traced):
     for layer in (lambda: layers.BatchNormalization(synchronized=True), Unseeded):
         own, shared = (
@@ -170,6 +172,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("model_class", "build", "loss", "metrics"), PROGRAMS)
 def test_what_a_program_can_tell_apart(mirrored, model_class, build, loss, metrics):
     dtype = "int32" if build is masked else "float32"
@@ -192,6 +195,7 @@ def test_what_a_program_can_tell_apart(mirrored, model_class, build, loss, metri
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_trace_for_four_replicas_is_smaller():
     sizes = {}
     for shares in (False, True):

@@ -1,6 +1,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # Nobody closes these groups, and only Python's search for garbage finds them, as it ends.
 LEFT_BEHIND = """
 import gc
@@ -28,6 +30,7 @@ run()
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_that_has_groups_left():
     command = [sys.executable, "-c", LEFT_BEHIND]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120)

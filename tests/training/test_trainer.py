@@ -311,6 +311,7 @@ def test_padding_counts_nowhere(strategy, run_eagerly):
         np.testing.assert_allclose(ours, predicted, rtol=1e-5, err_msg=f"{number} rows")
 
 
+@pytest.mark.fast_cases(1)
 def test_convolutions_accept_batches_smaller_than_the_replicas(strategy):
     """17 examples in batches of 8 leave one, so that some replicas have none."""
 
@@ -514,6 +515,7 @@ def assert_replicas_agree(strategy, model):
             np.testing.assert_array_equal(first.numpy(), other.numpy(), err_msg=variable.path)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("number", "accumulate"), covering([100, 101], [1, 3]))
 def test_replicas_hold_the_same_bits(number, accumulate):
     """The variables include the statistics of a BatchNorm, which each replica writes."""
@@ -606,6 +608,7 @@ def float8(model_class=kdist.Model, **options):
     return model.layers[-1]
 
 
+@pytest.mark.slow
 def test_scales_of_float8_are_those_of_the_batch(mirrored):
     expected = float8(keras.Model)
     with mirrored.scope():
@@ -661,6 +664,7 @@ def test_auto_finds_and_logs_the_steps_per_call(mirrored, capsys):
     assert_same_weights(model.get_weights(), reference.get_weights(), 1e-5)
 
 
+@pytest.mark.fast_cases(1)
 def test_losses_of_outputs_count_a_smaller_last_batch(strategy):
     """Arrays have an unknown cardinality, so each batch is fetched before its step is traced."""
     x = np.random.default_rng(0).normal(size=(41, 3)).astype("float32")
@@ -745,6 +749,7 @@ def names_in_logs(model_class, custom):
     return [*keys.seen, list(history), *map(list, results)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("custom", [False, *seldom([True])])
 def test_logs_have_the_order_of_keras(mirrored, custom):
     expected = names_in_logs(keras.Model, custom)
@@ -752,6 +757,7 @@ def test_logs_have_the_order_of_keras(mirrored, custom):
         assert names_in_logs(kdist.Model, custom) == expected
 
 
+@pytest.mark.slow
 def test_many_models_cause_no_warning_of_retracing(monkeypatch, caplog):
     counts = polymorphic_function._FrequentTracingDetectorManager()
     monkeypatch.setattr(polymorphic_function, "_frequent_tracing_detector_manager", counts)

@@ -70,6 +70,7 @@ def test_a_smaller_last_batch_is_left_out():
     )
 
 
+@pytest.mark.slow
 def test_state_does_not_change_and_masks_differ(mirrored):
     layers = [
         lambda: keras.layers.Dense(8),

@@ -43,6 +43,7 @@ def group_of(directory, number):
     return config["search"]
 
 
+@pytest.mark.slow
 def test_two_workers_find_the_better_region(tmp_path):
     found = search(tmp_path, 10, "nothing")
     assert found["best"] == "good"
@@ -64,6 +65,7 @@ def test_a_trial_that_fails_does_not_end_the_search(tmp_path):
         assert group_of(tmp_path, number)["failure"] == found["failures"][number]
 
 
+@pytest.mark.slow
 def test_the_kernel_ends_a_trial_that_exhausts_the_memory(tmp_path, memory_group):  # noqa: F811
     assert MEMORY_BYTES < 4 << 30
     join = ["sh", "-c", f'echo $$ > {memory_group}/cgroup.procs; exec "$@"', "sh"]
@@ -72,6 +74,7 @@ def test_the_kernel_ends_a_trial_that_exhausts_the_memory(tmp_path, memory_group
     assert "SIGKILL" in found["failures"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
