@@ -23,8 +23,8 @@ import keras
 
 from kdist.cluster import heartbeat
 from kdist.training.groups.monitors import AsynchronousMonitor, LossMonitor, Staleness
+from kdist.training.replica.dependence.fallbacks import WholeBatchError
 from kdist.training.replica.row_shares import DifferentRowsError
-from kdist.training.replica.step import WholeBatchError
 
 if TYPE_CHECKING:
     from kdist.training.groups.clock import StepClock

@@ -26,6 +26,7 @@ import tensorflow as tf
 from kdist.layout import Layout
 from kdist.training.replica import step as steps
 from kdist.training.replica.colocation import colocate_with_inputs
+from kdist.training.replica.dependence import fallbacks
 from kdist.training.replica.row_shares import BatchDivision, RowShare, number_of_rows
 
 # Operations that TensorFlow calls stateful, although they return the same again and write nothing.
@@ -53,7 +54,7 @@ class MicroBatches:
         taken = [division.take(data, 0, micro_batch) for micro_batch in range(number)]
         self.parts = [part for part, _ in taken]
         for part in self.parts:
-            self._step.note_parts(part, data)
+            self._step.dependence.note_parts(part, data)
         self._step.note_micro_batches([share.rows for _, share in taken])
         weights = {id(weight) for weight in model.weights}
         self.steps = [
@@ -66,8 +67,8 @@ class MicroBatches:
             tensor[: micro.micro_share.rows] if micro.micro_share.may_be_empty else tensor
             for tensor, micro in zip(tensors, self.steps, strict=True)
         ]
-        self._step.note_parts(own, tensors)
-        return self._step.note_in_order(tf.concat(own, 0))
+        self._step.dependence.note_parts(own, tensors)
+        return self._step.dependence.note_in_order(tf.concat(own, 0))
 
     def _divisor(self, number):
         """Returns (divisor of all of the replica's rows, correction) of the loss `number`."""
@@ -141,7 +142,9 @@ class MicroBatchStep(_StepProxy):
         """
         if loss.shape.rank:
             counted = loss * tf.cast(self.micro_share.rows > 0, loss.dtype)
-            self.note_parts(counted, loss)  # the factor looks as if it depended on the batch
+            self.dependence.note_parts(
+                counted, loss
+            )  # the factor looks as if it depended on the batch
             return counted
         return self.note_mean(loss * tf.cast(self.micro_share.batch_fraction, loss.dtype))
 
@@ -155,15 +158,16 @@ class MicroBatchStep(_StepProxy):
         Raises:
             KnownRowsError: a constant, by which a sum is divided, may be the number of rows.
         """
-        self._check_rows_are_unknown()
+        self.dependence.check_rows_are_unknown()
         total = tf.convert_to_tensor(value)
         total = tf.reduce_sum(total) if total.shape.rank else total
         return self.note_mean(steps.with_correct_sums(self, total, is_loss))
 
     def note_mean(self, value):
         """Records that a value is a mean over rows; warns if these were combined before."""
-        if self._dependence.of(value).mixes_rows:
-            self._fall_back(
+        if self.dependence.of(value).mixes_rows:
+            fallbacks.fall_back(
+                self._step,
                 f"the loss {value.name!r} combines rows of the batch with each other. Use a "
                 "layout with micro_batches=1, or accept the loss of each micro-batch's rows by "
                 'compile(loss_reduction="mean")',

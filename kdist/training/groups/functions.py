@@ -23,6 +23,8 @@ from kdist.training.groups.monitors import MetricTotals
 from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
 from kdist.training.local_sgd import LocalStep
 from kdist.training.parameter_server.central_step import CentralStep
+from kdist.training.replica.dependence.fallbacks import WholeBatchError
+from kdist.training.replica.dependence.of_step import KnownRowsError
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
 from kdist.training.replica.reduction import attributes_of_replica
 from kdist.training.replica.row_shares import (
@@ -32,11 +34,7 @@ from kdist.training.replica.row_shares import (
     is_distributed,
 )
 from kdist.training.replica.shared_trace import SharedTrace
-from kdist.training.replica.step import (
-    KnownRowsError,
-    ReplicaStep,
-    WholeBatchError,
-)
+from kdist.training.replica.step import ReplicaStep
 from kdist.training.scopes import (
     computes_on_gpus,
     is_multi_worker,
@@ -435,7 +433,7 @@ class ReplicatedStep:
             )
             step.loss_reduction, step.reduces_early = state.loss_reduction, state.reduces_early
             if not self._trainer.run_eagerly:  # a step that is traced can be traced again
-                step.hides_rows, step.may_repeat = state.hides_rows, self.may_repeat
+                step.dependence.hides_rows, step.may_repeat = state.hides_rows, self.may_repeat
                 step.shared_trace = shared_trace
             step.own_metrics = own_metric_variables(self._trainer.metrics)
             with attributes_of_replica(own_objects), step.running():

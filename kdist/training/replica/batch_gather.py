@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from kdist.compat.keras import get_keras_mask, set_keras_mask
 from kdist.training.replica import step as steps
+from kdist.training.replica.dependence.values import FIXED
 from kdist.training.replica.reduction import gather_rows
 
 
@@ -126,4 +127,4 @@ def _rows_of_all_replicas(tensors, step):
     if step is None:
         return gather_rows(tensors)[0]
     gathered = step.add_up(tensors, lambda parts: gather_rows(parts, step.share)[0])
-    return [step.note_gathered(tensor) for tensor in gathered]
+    return [step.dependence.note(tensor, FIXED) for tensor in gathered]

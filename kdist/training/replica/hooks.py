@@ -332,7 +332,7 @@ def _reduced(
     if loss.shape == (0,) and reduction not in (None, "none"):
         return tf.zeros([], loss.dtype)  # all rows are padding: Keras does not reduce it eagerly
     values = tf.convert_to_tensor(values)
-    has_rows = bool(values.shape.rank) and (mask is not None or step.has_rows(values))
+    has_rows = bool(values.shape.rank) and (mask is not None or step.dependence.has_rows(values))
     # Not of the loss: Keras divides a mask by its mean.
     mixes_rows = any(map(step.mixes_rows, (values, sample_weight, mask)))
     mixes_rows |= has_rows and (step.is_scaled_by_rows(values) or step.are_some_rows(values))
@@ -375,7 +375,7 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
     elif sample_weight is None and (
         step.mixes_rows(values)
         or step.is_scaled_by_rows(values)
-        or not step.begins_with_rows(values)
+        or not step.dependence.begins_with_rows(values)
     ):
         number = tf.cast(tf.shape(values)[0], metric.dtype)  # such as one value per class
         values = step.as_mean(tf.reduce_mean(tf.cast(values, metric.dtype)), is_loss=False)
@@ -388,7 +388,7 @@ def _ctc_loss(step, function, labels, *args, **options):
     """Records that each value of a CTC loss follows from one row, which its loops do not show."""
     loss = function(labels, *args, **options)
     logits = [options.get("logits"), options.get("inputs"), *args]
-    return step.note_value_of_each_row(next(x for x in logits if x is not None), loss)
+    return step.dependence.note_value_of_each_row(next(x for x in logits if x is not None), loss)
 
 
 # Layers.
@@ -407,7 +407,7 @@ def _layer(step, keras_function, layer, *args, **kwargs):
         parts = [type(part).__module__ for part in layer._flatten_layers()]
         is_of_keras = all(module.startswith("keras.") for module in parts)
         step_axis = 1 if isinstance(layer, _RECURRENT) else None
-        step.note_layer([args, kwargs], outputs, is_of_keras, step_axis)
+        step.dependence.note_layer([args, kwargs], outputs, is_of_keras, step_axis)
     return outputs
 
 
@@ -679,7 +679,9 @@ def _tape_gradient(
         return gradient(target, sources, output_gradients)
     if output_gradients is not None:
         found = gradient(target, sources, output_gradients)
-        return step.product_gradient(found, target, sources, output_gradients)
+        flat = keras.tree.flatten(sources)
+        step.dependence.note_product_gradients(flat, found, target, output_gradients)
+        return found
     return step.tape_gradient(gradient, target, sources)
 
 

@@ -49,7 +49,7 @@ def shared(function, *args):
 
     def checked(*args):
         loss, *others = function(*args)
-        if not steps.current().is_mean_or_sum(loss):
+        if not steps.current().dependence.is_mean_or_sum(loss):
             raise NotSharedError("a loss that is neither a mean nor a sum is known by its graph")
         return loss, *others
 

@@ -109,7 +109,7 @@ class _Passes:
                 _check_are_tensors(outputs)
                 if any(self._step.added.values()):
                     raise NotSharedError("layers add losses, which the step may read")
-                self._found = self._step.found(outputs)
+                self._found = self._step.dependence.found(outputs)
             return outputs
 
         self._function = _not_inlined(passes).get_concrete_function(

@@ -20,17 +20,14 @@ few points where replicas interact:
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import logging
 import threading
 import types
-import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from kdist.compat.tensorflow import is_recorded
@@ -40,10 +37,16 @@ from kdist.training.replica.batch_functions import (
     find_function,
 )
 from kdist.training.replica.colocation import colocate_with_inputs, outer_tensor
-from kdist.training.replica.dependence.values import FIXED, MEAN, ROWS, SUM, Dependence
-from kdist.training.replica.dependence.walk import BatchDependence
+from kdist.training.replica.dependence import fallbacks
+from kdist.training.replica.dependence.of_step import (
+    StepDependence,
+    is_eager,
+    is_in_graph,
+    values_of,
+)
+from kdist.training.replica.dependence.values import MEAN, ROWS, SUM, Dependence
 from kdist.training.replica.reduction import all_reduce_sum
-from kdist.training.replica.row_shares import RowShare, tensors_of
+from kdist.training.replica.row_shares import RowShare
 from kdist.training.replica.shared_trace import NotSharedError
 from kdist.training.replica.slices import SplitSlices
 
@@ -52,18 +55,6 @@ _this_thread = threading.local()
 
 # Large odd stride, so that per-replica seeds never collide.
 _SEED_STRIDE = 0x9E3779B1
-
-
-class KnownRowsError(Exception):
-    """The step has to be traced again, with a number of rows that is unknown until it runs.
-
-    A loss is computed from the rows of all replicas, and constants in its graph may have been
-    computed from the number of this replica's rows.
-    """
-
-
-class WholeBatchError(Exception):
-    """Every replica has to run the step on the whole batch, because a loss needs all its rows."""
 
 
 def current() -> "ReplicaStep | None":
@@ -96,6 +87,7 @@ class ReplicaStep:
             then run on its device. Defaults to False.
 
     Attributes:
+        dependence: how the step's tensors depend on the batch, a `StepDependence`.
         is_dry_run: nothing of this step is kept, not even in metrics.
         is_whole_loss: the loss that is computed is that of the whole batch, on each replica.
         loss_reduction: "mean" or "sum", if the program declares what the scalar losses of its own
@@ -107,12 +99,11 @@ class ReplicaStep:
             them before, or only linearly.
         needs_whole_gradients: the program changes gradients in another way, such as clipping.
         communicates: replicas interact in the step, and not only between steps.
-        hides_rows: the tensors of the step have an unknown number of rows. None if they have a
-            known one, and the step may raise `KnownRowsError`.
         may_repeat: the step may raise `WholeBatchError`.
         shared_trace: the `SharedTrace` of the replicas' forward and backward passes, or None.
         is_assigning: a Keras variable is being assigned.
         is_normalizing: a BatchNormalization is being computed.
+        has_warned: a warning of `fallbacks` was shown.
     """
 
     is_dry_run = False
@@ -123,7 +114,6 @@ class ReplicaStep:
     reduces_early = False
     needs_whole_gradients = False
     communicates = True
-    hides_rows: bool | None = False
     may_repeat = False
     shared_trace = None
     is_assigning = False
@@ -141,6 +131,7 @@ class ReplicaStep:
         has_group: bool = False,
     ):
         self.share = share
+        self.dependence = StepDependence(share)
         self.replica = replica
         self.local_replica = local_replica
         self.replicas = replicas
@@ -151,7 +142,7 @@ class ReplicaStep:
         self.added: dict[int, list] = {}  # losses by the id of the layer that added them
         self._colocation = colocate_with_inputs if has_group else contextlib.nullcontext
         self._scaled_by: set[int] = set()
-        self._gathers = self._differentiates_sum = self._has_warned = False
+        self._differentiates_sum = self.has_warned = False
         self._graph = tf.compat.v1.get_default_graph()
         self._written: dict[int, keras.Variable] = {}
         self._functions: dict[int, tuple] = {}
@@ -170,34 +161,25 @@ class ReplicaStep:
             replica: the index of the replica, an int32 scalar.
         """
         inner = copy.copy(self)
-        for name in ("_dependence", "_gradient_dependence"):  # of another graph
-            inner.__dict__.pop(name, None)
+        inner.dependence = self.dependence.in_function(share, replica)
         inner.share, inner.replica = share, replica
         inner.added, inner._written, inner._functions, inner._scaled_by = {}, {}, {}, set()
         inner._graph = tf.compat.v1.get_default_graph()
         inner.shared_trace = None  # all replicas make the same calls, but one traces this function
-        inner._noted(replica, FIXED)
         return inner
-
-    def found(self, outputs):
-        """Returns how each tensor in a structure depends on the batch, for `take_over`."""
-        tensors = tensors_of(outputs)
-        return [(self._dependence.of(t), self._gradient_dependence.of(t)) for t in tensors]
 
     def take_over(self, inner, found, outputs):
         """Records what a function did that this replica has called.
 
         Args:
             inner: the step with which it was traced.
-            found: the result of its `found`.
+            found: the result of `found` of its dependence.
             outputs: the outputs of the call.
         """
         self._scaled_by |= inner._scaled_by
         self._written.update(inner._written)
         self.needs_whole_gradients |= inner.needs_whole_gradients
-        for tensor, (dependence, of_gradient) in zip(tensors_of(outputs), found, strict=True):
-            self._noted(tensor, dependence)
-            self._gradient_dependence.note(tensor, of_gradient)
+        self.dependence.take_over(found, outputs)
 
     def _call(self, part, function, *args):
         """Returns `function(*args)`, of a part of the step in which replicas do not meet.
@@ -225,11 +207,11 @@ class ReplicaStep:
         loss = tf.convert_to_tensor(loss)
         if not loss.shape.rank or self.mixes_rows(loss):
             scaled = self.as_mean(loss) * tf.cast(self.weight, loss.dtype)
-            return self._noted(scaled, SUM)
+            return self.dependence.note(scaled, SUM)
         self._check_not_gathered("a loss with one value per row")
         is_mean = {degree for *_, degree in self._terms(loss)} == {0}
         weight = self.weight if is_mean else self.sum_weight
-        return self._noted(loss if weight is None else scale_gradient(loss, weight), ROWS)
+        return self.dependence.note(loss if weight is None else scale_gradient(loss, weight), ROWS)
 
     def is_scaled_by(self, optimizer) -> bool:
         """Returns True if the step has called the optimizer's `scale_loss`."""
@@ -248,17 +230,12 @@ class ReplicaStep:
         if value.shape.rank:
             (*_, degree) = self._terms(value)[0]
             total = tf.reduce_sum(value)
-            if _is_eager(value):
-                return self._noted(self.correct_sum(total) if degree == 1 else total, MEAN)
+            if is_eager(value):
+                return self.note_mean(self.correct_sum(total) if degree == 1 else total)
             value = total
         if (function := self._function_of_batch(value, is_loss)) is not None:
-            return self._noted(function.replica_value() if is_loss else function.value, MEAN)
+            return self.note_mean(function.replica_value() if is_loss else function.value)
         return with_correct_sums(self, value, is_loss)
-
-    def is_mean_or_sum(self, value):
-        """Returns whether it is known how a value, such as a loss, depends on the rows."""
-        dependence = self._dependence.of(value)
-        return dependence.is_fixed or dependence.degree is not None
 
     def as_logs(self, outputs):
         """Returns outputs of a step whose means over replicas are the logs of the batch."""
@@ -270,7 +247,7 @@ class ReplicaStep:
         is_scalar = (
             isinstance(value, tf.Tensor) and value.shape.rank == 0 and value.dtype.is_floating
         )
-        if not is_scalar or _is_eager(value) or self._dependence.of(value).is_fixed:
+        if not is_scalar or is_eager(value) or self.dependence.of(value).is_fixed:
             return value
         weight = tf.cast(self.share.micro_step_fraction, value.dtype) * self.replicas
         return tf.math.multiply_no_nan(self.as_mean(value, is_loss=False), weight)
@@ -291,7 +268,7 @@ class ReplicaStep:
         targets, flat = keras.tree.flatten(target), keras.tree.flatten(sources)
         if not all(isinstance(t, tf.Tensor) for t in targets):
             return gradient(target, sources, None)
-        to_variables = any(map(self._is_weight, flat))
+        to_variables = any(map(self.dependence.is_weight, flat))
         terms, is_function = [], False
         for one in targets:
             function = self._function_of_target(one) if to_variables else None
@@ -312,31 +289,16 @@ class ReplicaStep:
             found = gradient(target, sources, None)
             self._differentiates_sum = False
         degree = degrees.pop() if len(degrees) == 1 else None
-        self._note_gradients(flat, found, degree, any(map(self.mixes_rows, targets)))
+        self.dependence.note_gradients(flat, found, degree, any(map(self.mixes_rows, targets)))
         if self._can_reduce_early():
             return self._reduced_early(found, flat)
-        if to_variables and self.reduces_early and any(map(_is_eager, targets)):
-            self._fall_back_on_changed_gradient(is_eager=True)
+        if to_variables and self.reduces_early and any(map(is_eager, targets)):
+            self._check_is_unchanged(leaves_no_graph=True)
         return found
 
     def watched(self, tensors):
         """Returns what a tape watches if a program lets it watch `tensors`."""
         return tensors
-
-    def product_gradient(self, found, target, sources, output_gradients):
-        """Returns the gradients of a tape, given those of the targets, and records their degree."""
-        degrees = set()
-        pairs = zip(*map(keras.tree.flatten, (target, output_gradients)), strict=True)
-        for one, factor in pairs:
-            if factor is None or _is_eager(one) or _is_eager(factor):
-                return found
-            a, b = self._dependence.of(one), self._dependence.of(factor)
-            is_per_row = a.axis is not None or b.axis is not None
-            is_known = a.degree is not None and b.degree is not None
-            degrees.add(a.degree + b.degree + is_per_row if is_known else None)
-        degree = degrees.pop() if len(degrees) == 1 else None
-        self._note_gradients(keras.tree.flatten(sources), found, degree)
-        return found
 
     def _can_reduce_early(self):
         is_here = tf.compat.v1.get_default_graph() is self._graph and not is_recorded()
@@ -346,94 +308,21 @@ class ReplicaStep:
     def _reduced_early(self, found, sources):
         """Returns gradients of a tape; those with respect to variables are of the global batch."""
         flat = keras.tree.flatten(found)
-        own = [g if self._is_weight(s) else None for g, s in zip(flat, sources, strict=True)]
+        are_weights = map(self.dependence.is_weight, sources)
+        own = [g if is_one else None for g, is_one in zip(flat, are_weights, strict=True)]
         with self._colocation():
             own = self.reduced(self._scaled_by_rows(own, bool(self._scaled_by)))
-        of_batch = Dependence(is_of_gradient=True, is_of_weights=True, is_reduced=True)
-        for gradient in own:
-            if gradient is not None:
-                self._gradient_dependence.note(_values(gradient), of_batch)
+        self.dependence.note_reduced_gradients(own)
         both = [g if o is None else o for g, o in zip(flat, own, strict=True)]
         return keras.tree.pack_sequence_as(found, both)
 
+    def _check_is_unchanged(self, leaves_no_graph=False):
+        if self.replicas > 1 and self.communicates and self._accumulators is None:
+            fallbacks.on_changed_gradient(self, leaves_no_graph)
+
     def note_use(self, tensors):
         """Records whether a program changes gradients of tapes, given what it computes of them."""
-        for tensor in tensors:
-            if _is_in_graph(tensor):
-                found = self._gradient_dependence.of(tensor)
-                is_changed = found.is_nonlinear or found.degree not in (0, 1)
-                self.needs_whole_gradients |= found.is_of_weights and is_changed
-
-    def _note_gradients(self, sources, gradients, degree, mixes_rows=False):
-        for source, one in zip(sources, keras.tree.flatten(_values(gradients)), strict=True):
-            if one is not None:
-                self._note_gradient(source, one, degree, mixes_rows)
-
-    def _note_gradient(self, source, gradient, degree, mixes_rows):
-        axis = None
-        if _is_in_graph(source):
-            found = self._dependence.of(source)
-            axis, mixes_rows = found.axis, mixes_rows or found.mixes_rows
-        if degree is not None and axis is not None:
-            degree -= 1
-        dependence = Dependence(
-            None if degree is None else float(degree),
-            axis,
-            mixes_rows=mixes_rows and axis is not None,
-            # What another tape differentiates may be computed from it, such as a changed weight.
-            is_over_rows=axis is None and is_recorded(),
-        )
-        self._noted(gradient, dependence)
-        of_gradient = dataclasses.replace(
-            dependence, is_of_gradient=True, is_of_weights=self._is_weight(source)
-        )
-        self._gradient_dependence.note(gradient, of_gradient)
-
-    def _is_weight(self, source):
-        """Returns True for a variable, and for a tensor without rows, such as a copy of one."""
-        if _is_variable(source):
-            return True
-        return _is_in_graph(source) and self._dependence.of(source).axis is None
-
-    def note_layer(self, inputs, outputs, is_of_keras=True, step_axis=None):
-        """Records that a layer computes each row of its outputs from the same row of its inputs.
-
-        BatchNormalization combines rows with their means, on purpose. Loops hide what they compute.
-
-        Args:
-            inputs: structure of tensors.
-            outputs: structure of tensors.
-            is_of_keras: whether the layer and its parts, such as a cell, are Keras's own. Others
-                may combine rows. Defaults to True.
-            step_axis: axis along which the layer passes a state from one step to the next. Defaults
-                to None.
-        """
-        if not is_of_keras and any(map(self.mixes_rows, keras.tree.flatten(outputs))):
-            return
-        sources = list(filter(_is_in_graph, keras.tree.flatten(inputs)))
-        found = [self._dependence.of(source) for source in sources]
-        is_by_row = all(f.is_fixed or (f.is_by_row and f.degree == 0) for f in found)
-        mixes_rows = step_axis is not None and any(f.axis == step_axis for f in found)
-        sizes = {source.shape[0] for source in sources if source.shape.rank}
-        for tensor in filter(_is_in_graph, keras.tree.flatten(outputs)):
-            if is_by_row and tensor.shape.rank and tensor.shape[0] in sizes:
-                self._noted(tensor, ROWS)
-            else:
-                as_found = self._dependence.of(tensor)
-                self._noted(tensor, dataclasses.replace(as_found, mixes_rows=mixes_rows))
-
-    def note_value_of_each_row(self, source, values):
-        """Records that `values` has one element for each row of `source`, and returns it.
-
-        Args:
-            source: a tensor, any axis of which is that of rows.
-            values: a vector, each element of which is computed from one row of `source`.
-        """
-        if _is_in_graph(source):
-            found = self._dependence.of(source)
-            if found.axis is not None and found.degree == 0 and not found.mixes_rows:
-                self._noted(values, ROWS)
-        return values
+        self.needs_whole_gradients |= any(map(self.dependence.is_changed_gradient, tensors))
 
     @property
     def _can_exchange(self):
@@ -442,16 +331,14 @@ class ReplicaStep:
         After `kdist.gather_batch`, a program has the rows of all replicas where it needs them.
         """
         is_divided = self.replicas > 1 and self.communicates and not self.share.is_repeated
-        return is_divided and not self._gathers and not self.is_dry_run
+        return is_divided and not self.dependence.holds_all_rows and not self.is_dry_run
 
     def mixes_rows(self, tensor) -> bool:
         """Returns True if a tensor has rows that were combined with others of the batch.
 
         A replica has its own rows only, so that its values are not those of one device.
         """
-        return (
-            self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows
-        )
+        return self._can_exchange and not is_eager(tensor) and self.dependence.of(tensor).mixes_rows
 
     def is_scaled_by_rows(self, tensor) -> bool:
         """Returns True if the values of rows were multiplied or divided by the number of rows.
@@ -459,154 +346,45 @@ class ReplicaStep:
         Raises:
             KnownRowsError: a constant may be that number.
         """
-        if not self._can_exchange or _is_eager(tensor):
+        if not self._can_exchange or is_eager(tensor):
             return False
-        found = self._dependence.of(tensor)
+        found = self.dependence.of(tensor)
         if found.axis is not None and found.may_be_divided:
-            self._check_rows_are_unknown()
+            self.dependence.check_rows_are_unknown()
         return found.axis is not None and found.degree not in (0, None)
 
     def are_some_rows(self, tensor) -> bool:
         """Returns True for values of some rows, whose number differs between replicas."""
-        return (
-            self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).is_chosen
-        )
-
-    def _fall_back(self, problem, consequence, is_certain=False):
-        """Lets every replica compute the whole batch, or warns if it does not have that.
-
-        Args:
-            problem: what cannot be computed from the rows of one replica, and what to change.
-            consequence: what happens otherwise.
-            is_certain: whether to raise an error instead of the warning. Defaults to False.
-        """
-        if self.loss_reduction != "auto" or self.is_dry_run or self.share.is_repeated:
-            return
-        if self.may_repeat and self.micro_batches == 1:
-            raise WholeBatchError(problem)
-        if is_certain:
-            raise ValueError(f"{problem}. {consequence}")
-        if self._has_warned and self.micro_batches > 1:
-            return  # of each micro-batch
-        self._has_warned = True
-        warnings.warn(f"{problem}. {consequence}", stacklevel=2)
-
-    def _fall_back_on_mixed_rows(self, tensor, noun="loss"):
-        self._fall_back(
-            f"the {noun} {tensor.name!r} combines rows of the batch with each other or with a "
-            "mean or sum over rows, or takes rows by their positions. Call kdist.gather_batch on "
-            f"what is combined, or accept the {noun} of each replica's rows by "
-            'compile(loss_reduction="mean") '
-            "(docs/guides/strategies.md)",
-            "Each replica sees its own rows only, so that the result is not that of one device",
-        )
-
-    def _fall_back_on_unknown(self, loss, noun="loss"):
-        name = "" if _is_eager(loss) else f" {loss.name!r}"
-        where = "run_eagerly=True leaves no graph" if _is_eager(loss) else "its graph does not tell"
-        self._fall_back(
-            f"the {noun}{name} may be a mean or a sum over the rows of a batch; {where}. Use "
-            'compile(loss_reduction="mean"), or loss_reduction="sum" for a sum',
-            "It counts as a mean, whose gradients are averaged over replicas and micro-batches",
-        )
-
-    def _fall_back_on_changed_gradient(self, is_eager=False):
-        if self.replicas > 1 and self.communicates and self._accumulators is None:
-            eagerly = ", and run_eagerly=True leaves no graph that would show how it is used"
-            self._fall_back(
-                "a gradient is changed, such as by clipping, that is computed within another tape"
-                f"{eagerly if is_eager else ''}. Call `tape.gradient` after the blocks of all "
-                "tapes, if no derivative of it is needed, or let every replica compute the whole "
-                'batch by compile(gather_batch="step")',
-                "Each replica changes the gradient of its own rows",
-                is_certain=is_eager,
-            )
+        return self._can_exchange and not is_eager(tensor) and self.dependence.of(tensor).is_chosen
 
     def check_outputs(self, outputs):
         """Lets every replica predict the whole batch if predictions combine its rows."""
-        for output in filter(_is_in_graph, keras.tree.flatten(outputs)):
-            is_moved = self._can_exchange and self._dependence.of(output).is_permuted
+        for output in filter(is_in_graph, keras.tree.flatten(outputs)):
+            is_moved = self._can_exchange and self.dependence.of(output).is_permuted
             if is_moved or self.mixes_rows(output) or self.is_scaled_by_rows(output):
-                self._check_rows_are_unknown()
-                self._fall_back_on_mixed_rows(output, "output")
-
-    def has_rows(self, tensor) -> bool:
-        """Returns False for a tensor that is known to have no axis of rows.
-
-        Tensors of steps that gather rows have them: those of all replicas.
-        """
-        return self._gathers or _is_eager(tensor) or self._dependence.of(tensor).axis is not None
-
-    def begins_with_rows(self, tensor) -> bool:
-        """Returns False for a tensor whose first axis is known not to be that of rows."""
-        if self._gathers or _is_eager(tensor):
-            return True
-        axis = self._dependence.of(tensor).axis
-        return axis is not None and axis < 1
-
-    def note_gathered(self, tensor):
-        """Records that a tensor holds the rows of all replicas, and returns it."""
-        return self._noted(tensor, FIXED)
-
-    def note_in_order(self, tensor):
-        """Records that parts of the rows were joined in the order of the batch; returns them."""
-        if _is_eager(tensor):
-            return tensor
-        return self._noted(
-            tensor, dataclasses.replace(self._dependence.of(tensor), is_permuted=False)
-        )
-
-    def note_parts(self, parts, wholes):
-        """Records that tensors are parts of the rows of others, such as micro-batches, in order."""
-        for part, whole in zip(tensors_of(parts), tensors_of(wholes), strict=True):
-            if _is_in_graph(part) and _is_in_graph(whole):
-                self._noted(part, self._dependence.of(whole))
+                self.dependence.check_rows_are_unknown()
+                fallbacks.on_mixed_rows(self, output, "output")
 
     def note_micro_batches(self, sizes):
         """Records the numbers of rows of a pipeline's micro-batches: integers, or tensors."""
         self.micro_batches = len(sizes)
-        self._dependence.rows_of_parts = {size for size in sizes if isinstance(size, int)}
+        self.dependence.note_sizes_of_parts(sizes)
 
     def note_mean(self, value):
         """Records that a value is a mean over rows, or has been corrected like one; returns it."""
-        return self._noted(value, MEAN)
-
-    def _noted(self, tensor, dependence):
-        """Records how a tensor depends on the batch, and returns it."""
-        self._dependence.note(tensor, dependence)
-        return tensor
-
-    @functools.cached_property
-    def _dependence(self):
-        return BatchDependence(self.share.tensors, self._static_rows, self._static_batch_rows)
-
-    @functools.cached_property
-    def _gradient_dependence(self):
-        """Follows what a program does to the gradients of its tapes, and no other values."""
-        numbers = self._static_rows, self._static_batch_rows
-        return BatchDependence(self.share.tensors, *numbers, rows_are_known=False)
-
-    @property
-    def _static_rows(self):
-        share = self.share
-        return self._known(share.batch_rows if share.is_repeated else share.rows)
-
-    @property
-    def _static_batch_rows(self):
-        return self._known(self.share.batch_rows)
-
-    def _known(self, rows):
-        return rows if isinstance(rows, int) and not self.hides_rows else None
+        return self.dependence.note(value, MEAN)
 
     def _function_of_target(self, value) -> FunctionOfBatch | None:
         """Returns the function of the batch that the target of a tape is; None if it is linear."""
-        if self.mixes_rows(value) and self.has_rows(value):
+        if self.mixes_rows(value) and self.dependence.has_rows(value):
             value = tf.reduce_sum(value)  # which is what a tape differentiates
         return self._function_of_batch(value, True, False)
 
     def _function_of_batch(self, value, is_loss, is_in_tape=True) -> FunctionOfBatch | None:
         """Returns `value` as a function of the rows of all replicas; None if it is linear."""
-        if not self._can_exchange or self.has_rows(value) or self._dependence.noted(value):
+        if not self._can_exchange or self.dependence.has_rows(value):
+            return None
+        if self.dependence.noted(value) is not None:
             return None
         if id(value) in self._functions:
             return self._functions[id(value)][1]
@@ -614,24 +392,20 @@ class ReplicaStep:
             of_batch = self._found_function(value, is_in_tape)
         except UnknownFunctionError as error:
             _logger.debug("%s cannot be computed from all rows: %s", value.name, error)
-            self._check_rows_are_unknown()
+            self.dependence.check_rows_are_unknown()
             noun = "loss" if is_loss else "value"
-            is_of_weights = self._gradient_dependence.of(value).is_of_weights
+            is_of_weights = self.dependence.of_gradient(value).is_of_weights
             if not is_loss and (is_of_weights or not self.may_repeat):
                 return None  # such as the norm of a gradient, which is that of the batch
-            if self._dependence.of(value).mixes_rows:
-                self._fall_back_on_mixed_rows(value, noun)
+            if self.dependence.of(value).mixes_rows:
+                fallbacks.on_mixed_rows(self, value, noun)
             else:
-                self._fall_back_on_unknown(value, noun)
-            self._noted(value, {"sum": SUM}.get(self.loss_reduction, MEAN))
+                fallbacks.on_unknown(self, value, noun)
+            self.dependence.note(value, {"sum": SUM}.get(self.loss_reduction, MEAN))
             return None
         if of_batch is not None:
             self._functions[id(value)] = value, of_batch
         return of_batch
-
-    def _check_rows_are_unknown(self):
-        if self.hides_rows is None and self._static_rows is not None:
-            raise KnownRowsError from None
 
     def _found_function(self, value, is_in_tape, may_be_linear=False):
         """Returns a `FunctionOfBatch`, or None as `find_function` does.
@@ -639,13 +413,13 @@ class ReplicaStep:
         Raises:
             UnknownFunctionError: the function cannot be computed.
         """
-        found = find_function(value, self._dependence, may_be_linear)
+        found = find_function(value, self.dependence.of_values, may_be_linear)
         if found is None:
             return None
         is_here = tf.compat.v1.get_default_graph() is self._graph is value.graph
         if not (is_here and (is_in_tape or not is_recorded())):
             raise UnknownFunctionError("replicas cannot exchange values in a nested function")
-        if found.has_rows and self._static_rows is not None:
+        if found.has_rows and self.dependence.static_rows is not None:
             raise UnknownFunctionError("the number of rows is known")
         with self._colocation():
             return found.of_batch(self.share, self.zero_if_empty)
@@ -660,33 +434,19 @@ class ReplicaStep:
             warns: whether to warn if the graph does not tell. Defaults to False.
             is_declared: whether `loss_reduction` takes precedence. Defaults to False.
         """
-        noted = self._dependence.noted(value)
         default = {"auto": None, "mean": 0, "sum": 1}[self.loss_reduction]
-        if noted is None and not value.shape.rank and is_declared and default is not None:
+        is_noted = self.dependence.noted(value) is not None
+        if not is_noted and not value.shape.rank and is_declared and default is not None:
             return [(1.0, value, default)]
-        if noted is not None:
-            terms = [(1.0, value, noted)]
-        elif _is_eager(value):
-            terms = [(1.0, value, Dependence(degree=None))]
-        else:
-            terms = self._dependence.terms(value)
-        degrees = [self._degree(term, dependence) for _, term, dependence in terms]
+        terms = self.dependence.terms(value)
+        degrees = [degree for *_, degree in terms]
         is_divided = self.replicas > 1 and not self.share.is_repeated
         is_divided = is_divided or self._accumulators is not None or self.micro_batches > 1
         if warns and None in degrees and is_divided:
-            self._check_rows_are_unknown()
-            self._fall_back_on_unknown(value)
+            self.dependence.check_rows_are_unknown()
+            fallbacks.on_unknown(self, value)
         known = [(default if warns else 0) or 0 if d is None else d for d in degrees]
         return [(f, t, d) for (f, t, _), d in zip(terms, known, strict=True)]
-
-    def _degree(self, value, dependence):
-        """Returns 0 for a mean over rows, 1 for a sum over rows, and None for what is unknown."""
-        degree = dependence.summed_degree
-        if degree == 0 or (degree == 1 and not dependence.may_be_divided):
-            return int(degree)
-        rows = value.shape[0] if value.shape.rank else 0
-        is_per_row = rows is None or (rows == self._static_rows and bool(rows))
-        return 1 if degree is None and is_per_row else None
 
     @property
     def weight(self):
@@ -738,7 +498,7 @@ class ReplicaStep:
                 "gather_batch: a micro-batch has only some rows of the batch. Compile with "
                 "accumulate=1, and use a layout with micro_batches=1"
             )
-        self._gathers |= not is_whole_loss
+        self.dependence.holds_all_rows |= not is_whole_loss
 
     def whole_loss(self):
         """Marks that the loss of the whole batch is computed, on each replica."""
@@ -791,7 +551,7 @@ class ReplicaStep:
         return [_scaling_gradient(total, self.unscaled_gradient) for total in sums]
 
     def _check_not_gathered(self, what):
-        if self._gathers:
+        if self.dependence.holds_all_rows:
             raise ValueError(
                 f"gather_batch: {what} cannot be told from one over the rows of this replica. "
                 "Reduce it to a mean, or call gather_batch in no loss and compile with "
@@ -859,44 +619,32 @@ class ReplicaStep:
         """Returns the weight of a gradient of this replica's rows in the global one; None for 1."""
         dependence = self._dependence_of_gradient(gradient)
         if dependence.is_nonlinear:
-            self._fall_back_on_changed_gradient()
+            self._check_is_unchanged()
         if dependence.is_reduced:
             return self.weight  # equal on all replicas
         is_known = dependence.is_of_gradient and not dependence.may_be_divided
         degree = {0.0: 0, 1.0: 1}.get(dependence.degree) if is_known else None
         if degree is None and not is_scaled:
             degree = 1 if self.loss_reduction == "sum" else None
-            if not (dependence.is_of_gradient or dependence.is_fixed or _is_eager(gradient)):
-                self._fall_back_on_unknown(_values(gradient), "gradient")
+            if not (dependence.is_of_gradient or dependence.is_fixed or is_eager(gradient)):
+                fallbacks.on_unknown(self, values_of(gradient), "gradient")
         if degree == 1 or (degree is None and is_scaled):
             return None if is_scaled else self.sum_weight
         return self.weight
 
     def _dependence_of_gradient(self, gradient):
-        values = _values(gradient)
-        known = self._gradient_dependence.noted(values)
+        values = values_of(gradient)
+        known = self.dependence.noted_gradient(values)
         if known is None:
             # A program that runs eagerly leaves no graph. All its gradients have been reduced.
             is_reduced = self._can_reduce_early()
             unknown = Dependence(degree=None, is_reduced=is_reduced)
-            known = unknown if _is_eager(values) else self._gradient_dependence.of(values)
+            known = unknown if is_eager(values) else self.dependence.of_gradient(values)
         return known
 
     def split_slices(self, gradient):
         """Returns the `SplitSlices` of a gradient of looked-up rows."""
-        return SplitSlices.of(gradient, self._are_fixed)
-
-    def _are_fixed(self, indices):
-        """Returns True if the indices of a lookup do not depend on the batch."""
-        if _is_eager(indices) or not self._dependence.of(indices).is_fixed:
-            return False
-        # Indices that repeat for each row are constants, too, if the number of rows is.
-        looked_up = indices.op.inputs[0] if indices.op.type == "Reshape" else indices
-        rows = (looked_up.shape[0] or 0) if looked_up.shape.rank else 0
-        if rows < 2 or rows not in {self._static_rows, *self._dependence.rows_of_parts}:
-            return True
-        values = tf.get_static_value(looked_up) if looked_up.shape.rank == 1 else None
-        return values is not None and len(set(values.tolist())) == rows
+        return SplitSlices.of(gradient, self.dependence.are_fixed)
 
     def reduced_in_micro_step(self, optimizer, gradients, variables):
         """Returns the gradients of a micro-step that are added up, and reduced in the last one."""
@@ -1004,20 +752,20 @@ class ReplicaStep:
         """
         is_shared = variable.value.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
         is_state = is_shared or can_be_averaged(variable, of_any_type=True)
-        if self.applying or _is_eager(value) or not is_state:
+        if self.applying or is_eager(value) or not is_state:
             return value
-        if not self._can_exchange or self._dependence.of(value).is_fixed:
+        if not self._can_exchange or self.dependence.of(value).is_fixed:
             return value
         try:
             # Also means, as the step may read the variable.
             found = self._found_function(value, is_in_tape=True, may_be_linear=True)
         except UnknownFunctionError as error:
             _logger.debug("state of %s is averaged: %s", variable.path, error)
-            self._check_rows_are_unknown()
-            dependence = self._dependence.of(value)
+            self.dependence.check_rows_are_unknown()
+            dependence = self.dependence.of(value)
             is_unknown = dependence.degree != 0 or dependence.mixes_rows
-            if is_unknown and not self._gradient_dependence.of(value).is_of_weights:
-                self._fall_back_on_mixed_rows(value, f"new value of {variable.path}")
+            if is_unknown and not self.dependence.of_gradient(value).is_of_weights:
+                fallbacks.on_mixed_rows(self, value, f"new value of {variable.path}")
             return value
         return value if found is None else tf.ensure_shape(found.value, value.shape)
 
@@ -1090,11 +838,10 @@ class ReplicaStep:
         function = self._function_of_batch(term, is_loss=False)
         if function is not None and value.dtype.is_floating:
             return tf.cast(function.value, value.dtype) * self.batch_fraction(value.dtype)
-        dependence = self._dependence.of(term)
+        dependence = self.dependence.of(term)
         if dependence.is_fixed:
-            number, rows = tf.get_static_value(term), self._static_rows
-            if rows == 1 or (rows and number is not None and _are_multiples(number, rows)):
-                return value  # the number of rows is a constant, too
+            if self.dependence.may_be_number_of_rows(term):
+                return value
             # The last replica is never empty.
             counting = 0 if self.share.is_repeated else self.replicas - 1
             is_counted = self.replica == counting and self.is_last
@@ -1222,33 +969,6 @@ def _with_tensors(gradient, tensors):
     if isinstance(gradient, SplitSlices):
         return gradient.with_tensors(tensors)
     return tensors[0] if tensors else None
-
-
-def _are_multiples(numbers, rows):
-    return bool(np.all(np.asarray(numbers) % rows == 0) and np.any(numbers))
-
-
-def _is_variable(source):
-    return isinstance(source, tf.Variable | keras.Variable)
-
-
-def _is_eager(tensor):
-    return not hasattr(tensor, "graph")
-
-
-def _is_in_graph(tensor):
-    return isinstance(tensor, tf.Tensor) and not _is_eager(tensor)
-
-
-def _values(gradient):
-    """Returns gradients with the values of `tf.IndexedSlices` instead of these."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient.values
-    if isinstance(gradient, list | tuple):
-        return [_values(one) for one in gradient]
-    if isinstance(gradient, dict):
-        return {key: _values(one) for key, one in gradient.items()}
-    return gradient
 
 
 def scale_gradient(gradient, factor):

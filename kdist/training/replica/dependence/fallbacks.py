@@ -1,0 +1,81 @@
+"""Falls back for a step that cannot be computed from the rows of one replica.
+
+If every replica has the whole batch, the step is traced again and computes all of it. Otherwise the
+program is warned, or stopped, with what to change.
+"""
+
+import warnings
+
+from kdist.training.replica.dependence.of_step import is_eager
+
+
+class WholeBatchError(Exception):
+    """Every replica has to run the step on the whole batch, because a loss needs all its rows."""
+
+
+def fall_back(step, problem: str, consequence: str, is_certain: bool = False):
+    """Lets every replica compute the whole batch, or warns if it does not have that.
+
+    Args:
+        step: the replica's `ReplicaStep`.
+        problem: what cannot be computed from the rows of one replica, and what to change.
+        consequence: what happens otherwise.
+        is_certain: whether to raise an error instead of the warning. Defaults to False.
+
+    Raises:
+        WholeBatchError: the replica has the whole batch.
+        ValueError: it has not, and `is_certain`.
+    """
+    if step.loss_reduction != "auto" or step.is_dry_run or step.share.is_repeated:
+        return
+    if step.may_repeat and step.micro_batches == 1:
+        raise WholeBatchError(problem)
+    if is_certain:
+        raise ValueError(f"{problem}. {consequence}")
+    if step.micro_batches == 1 or not step.has_warned:  # once for all micro-batches
+        step.has_warned = True
+        warnings.warn(f"{problem}. {consequence}", stacklevel=2)
+
+
+def on_mixed_rows(step, tensor, noun: str = "loss"):
+    """Falls back for a tensor, of which `noun` tells what it is, whose rows were combined."""
+    fall_back(
+        step,
+        f"the {noun} {tensor.name!r} combines rows of the batch with each other or with a "
+        "mean or sum over rows, or takes rows by their positions. Call kdist.gather_batch on "
+        f"what is combined, or accept the {noun} of each replica's rows by "
+        'compile(loss_reduction="mean") '
+        "(docs/guides/strategies.md)",
+        "Each replica sees its own rows only, so that the result is not that of one device",
+    )
+
+
+def on_unknown(step, loss, noun: str = "loss"):
+    """Falls back for a tensor that may be a mean or a sum over rows."""
+    name = "" if is_eager(loss) else f" {loss.name!r}"
+    where = "run_eagerly=True leaves no graph" if is_eager(loss) else "its graph does not tell"
+    fall_back(
+        step,
+        f"the {noun}{name} may be a mean or a sum over the rows of a batch; {where}. Use "
+        'compile(loss_reduction="mean"), or loss_reduction="sum" for a sum',
+        "It counts as a mean, whose gradients are averaged over replicas and micro-batches",
+    )
+
+
+def on_changed_gradient(step, leaves_no_graph: bool = False):
+    """Falls back for a gradient that is changed before it is reduced.
+
+    Args:
+        step: the replica's `ReplicaStep`.
+        leaves_no_graph: whether it may be changed, which nothing shows. Defaults to False.
+    """
+    eagerly = ", and run_eagerly=True leaves no graph that would show how it is used"
+    fall_back(
+        step,
+        "a gradient is changed, such as by clipping, that is computed within another tape"
+        f"{eagerly if leaves_no_graph else ''}. Call `tape.gradient` after the blocks of all "
+        "tapes, if no derivative of it is needed, or let every replica compute the whole "
+        'batch by compile(gather_batch="step")',
+        "Each replica changes the gradient of its own rows",
+        is_certain=leaves_no_graph,
+    )
