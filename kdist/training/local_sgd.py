@@ -23,9 +23,9 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.tensorflow import function_of_its_own
+from kdist.training.replica.gradients import SplitSlices
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import fraction
-from kdist.training.replica.slices import SplitSlices
 from kdist.training.replica.step import ReplicaStep, can_be_averaged
 from kdist.training.scopes import (
     in_new_thread,

@@ -30,7 +30,7 @@ from kdist.parallel.pipeline.stages import CutModel, StagePass, copy_here, cut
 from kdist.parallel.pipeline.timeline import active_timeline
 from kdist.training.replica import step as steps
 from kdist.training.replica.colocation import colocate_with_inputs
-from kdist.training.replica.slices import sum_of_steps
+from kdist.training.replica.gradients import sum_of_steps
 from kdist.training.scopes import this_replica
 
 

@@ -27,7 +27,7 @@ from kdist.training.parameter_server.variables import (
 )
 from kdist.training.replica import own_metrics
 from kdist.training.replica.accumulation import optimizers_of
-from kdist.training.replica.slices import SplitSlices, sum_of_steps
+from kdist.training.replica.gradients import SplitSlices, sum_of_steps
 from kdist.training.replica.step import ReplicaStep
 from kdist.training.scopes import in_new_thread
 

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from kdist.training.replica.slices import SplitSlices
+from kdist.training.replica.gradients import SplitSlices
 from kdist.training.scopes import in_new_thread, this_replica
 from kdist.training.sharding.optimizer_state import summed_gradients
 

@@ -42,13 +42,21 @@ from kdist.training.replica.dependence.of_step import (
     StepDependence,
     is_eager,
     is_in_graph,
-    values_of,
 )
 from kdist.training.replica.dependence.values import MEAN, ROWS, SUM, Dependence
+from kdist.training.replica.gradients import (
+    SplitSlices,
+    is_sparse,
+    scale_gradient,
+    summed_tensors,
+    values_of,
+    with_shape_of,
+    with_summed_tensors,
+    zero_unless,
+)
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import RowShare
 from kdist.training.replica.shared_trace import NotSharedError
-from kdist.training.replica.slices import SplitSlices
 
 _logger = logging.getLogger(__name__)
 _this_thread = threading.local()
@@ -583,7 +591,7 @@ class ReplicaStep:
             whole[place] = value
         gradients = [g if w is None else None for g, w in zip(gradients, whole, strict=True)]
         gradients = [
-            g if g is None else _with_shape_of(variable, g)
+            g if g is None else with_shape_of(variable, g)
             for g, variable in zip(
                 self._scaled_by_rows(gradients, is_scaled), variables, strict=True
             )
@@ -609,11 +617,11 @@ class ReplicaStep:
             g if g is None else scale_gradient(self.zero_gradient_if_empty(g), weight)
             for g, weight in zip(gradients, weights, strict=True)
         ]
-        return [self.split_slices(g) if _is_sparse(g) else g for g in scaled]
+        return [self.split_slices(g) if is_sparse(g) else g for g in scaled]
 
     def _are_whole_slices(self, gradient):
         """Returns True for `tf.IndexedSlices` that have been reduced: replicas' are equal."""
-        return _is_sparse(gradient) and self._dependence_of_gradient(gradient).is_reduced
+        return is_sparse(gradient) and self._dependence_of_gradient(gradient).is_reduced
 
     def _weight_of(self, gradient, is_scaled):
         """Returns the weight of a gradient of this replica's rows in the global one; None for 1."""
@@ -661,11 +669,13 @@ class ReplicaStep:
             gradients: tensors, `SplitSlices`, or None.
         """
         if self.replicas > 1:
-            sent = [_tensors(g) for g in gradients]
+            sent = [summed_tensors(g) for g in gradients]
             present = [tensor for tensors in sent for tensor in tensors]
             sums = iter(self._all_reduce_sum(present))
             received = [[next(sums) for _ in tensors] for tensors in sent]
-            gradients = [_with_tensors(g, r) for g, r in zip(gradients, received, strict=True)]
+            gradients = [
+                with_summed_tensors(g, r) for g, r in zip(gradients, received, strict=True)
+            ]
         return [g.joined() if isinstance(g, SplitSlices) else g for g in gradients]
 
     def _largest(self, values):
@@ -686,13 +696,7 @@ class ReplicaStep:
 
     def zero_gradient_if_empty(self, gradient):
         """Returns the gradient, or zero (not infinity × 0) if this replica has no rows."""
-        if not self.share.may_be_empty:
-            return gradient
-        counts = tf.cast(self.share.rows > 0, gradient.dtype)
-        if isinstance(gradient, tf.IndexedSlices):
-            values = tf.math.multiply_no_nan(gradient.values, counts)
-            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-        return tf.math.multiply_no_nan(gradient, counts)
+        return zero_unless(self.share.rows > 0, gradient) if self.share.may_be_empty else gradient
 
     def build(self, optimizer, variables):
         """Builds an optimizer that has no variables yet."""
@@ -944,38 +948,3 @@ def _scaling_gradient(tensor, scale):
         return tf.identity(x), scale
 
     return identity(tensor) if tensor.dtype.is_floating else tensor
-
-
-def _with_shape_of(variable, gradient):
-    """Returns a gradient with the static shape of its variable, which may have been lost."""
-    is_dense = not isinstance(gradient, tf.IndexedSlices | SplitSlices)
-    if is_dense and not gradient.shape == variable.shape:  # noqa: SIM201 (ranks may be unknown)
-        gradient = tf.ensure_shape(gradient, variable.shape)
-    return gradient
-
-
-def _is_sparse(gradient):
-    return isinstance(gradient, tf.IndexedSlices)
-
-
-def _tensors(gradient):
-    """Returns the tensors of a gradient that are summed over replicas."""
-    if isinstance(gradient, SplitSlices):
-        return gradient.tensors()
-    return [] if gradient is None else [gradient]
-
-
-def _with_tensors(gradient, tensors):
-    if isinstance(gradient, SplitSlices):
-        return gradient.with_tensors(tensors)
-    return tensors[0] if tensors else None
-
-
-def scale_gradient(gradient, factor):
-    """Returns a gradient or `tf.IndexedSlices`, multiplied by a factor; None stands for 1."""
-    if factor is None:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)

@@ -17,6 +17,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from kdist.training.replica.gradients import scale_gradient
 from kdist.training.replica.reduction import (
     GATHER,
     all_reduce_sum,
@@ -25,7 +26,7 @@ from kdist.training.replica.reduction import (
     reduce_scatter_sum,
     sum_over_workers,
 )
-from kdist.training.replica.step import ReplicaStep, scale_gradient
+from kdist.training.replica.step import ReplicaStep
 from kdist.training.sharding.gathers import WeightGathers
 from kdist.training.sharding.optimizer_state import shards_of
 from kdist.training.sharding.parts import num_parts

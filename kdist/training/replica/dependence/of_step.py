@@ -15,6 +15,7 @@ import tensorflow as tf
 from kdist.compat.tensorflow import is_recorded
 from kdist.training.replica.dependence.values import FIXED, ROWS, Dependence
 from kdist.training.replica.dependence.walk import BatchDependence
+from kdist.training.replica.gradients import values_of
 from kdist.training.replica.row_shares import RowShare, tensors_of
 
 
@@ -314,17 +315,6 @@ def is_eager(tensor) -> bool:
 def is_in_graph(tensor) -> bool:
     """Returns True for a tensor of a graph."""
     return isinstance(tensor, tf.Tensor) and not is_eager(tensor)
-
-
-def values_of(gradients):
-    """Returns a structure of gradients, with the values of `tf.IndexedSlices` instead of these."""
-    if isinstance(gradients, tf.IndexedSlices):
-        return gradients.values
-    if isinstance(gradients, list | tuple):
-        return [values_of(one) for one in gradients]
-    if isinstance(gradients, dict):
-        return {key: values_of(one) for key, one in gradients.items()}
-    return gradients
 
 
 def _are_multiples(numbers, rows):

@@ -1,4 +1,4 @@
-"""Gradients of looked-up rows (`tf.IndexedSlices`), combined over replicas and micro-steps.
+"""Gradients of one replica, and how those of looked-up rows (`tf.IndexedSlices`) are combined.
 
 Keras's optimizers square the slices of a gradient before they add up those of one index. Therefore
 the slices must be those that one device has. A table that is looked up at words has one slice per
@@ -89,6 +89,63 @@ def sum_of_steps(gradients) -> SplitSlices:
     )
     others = [(g.others.indices, g.others.values) for g in gradients if g.others is not None]
     return SplitSlices(fixed, distinct, _joined(others, first.dense_shape), first.dense_shape)
+
+
+def with_shape_of(variable, gradient):
+    """Returns a gradient with the static shape of its variable, which may have been lost."""
+    is_dense = not isinstance(gradient, tf.IndexedSlices | SplitSlices)
+    if is_dense and not gradient.shape == variable.shape:  # noqa: SIM201 (ranks may be unknown)
+        gradient = tf.ensure_shape(gradient, variable.shape)
+    return gradient
+
+
+def is_sparse(gradient) -> bool:
+    """Returns True for a gradient of looked-up rows."""
+    return isinstance(gradient, tf.IndexedSlices)
+
+
+def summed_tensors(gradient):
+    """Returns the tensors of a gradient that are summed over replicas."""
+    if isinstance(gradient, SplitSlices):
+        return gradient.tensors()
+    return [] if gradient is None else [gradient]
+
+
+def with_summed_tensors(gradient, tensors):
+    """Returns a gradient with other tensors, in the order of `summed_tensors`."""
+    if isinstance(gradient, SplitSlices):
+        return gradient.with_tensors(tensors)
+    return tensors[0] if tensors else None
+
+
+def scale_gradient(gradient, factor):
+    """Returns a gradient or `tf.IndexedSlices`, multiplied by a factor; None stands for 1."""
+    if factor is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def zero_unless(condition, gradient):
+    """Returns a gradient, or zero (not infinity × 0) where a condition is False."""
+    counts = tf.cast(condition, gradient.dtype)
+    if is_sparse(gradient):
+        values = tf.math.multiply_no_nan(gradient.values, counts)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return tf.math.multiply_no_nan(gradient, counts)
+
+
+def values_of(gradients):
+    """Returns a structure of gradients, with the values of `tf.IndexedSlices` instead of these."""
+    if isinstance(gradients, tf.IndexedSlices):
+        return gradients.values
+    if isinstance(gradients, list | tuple):
+        return [values_of(one) for one in gradients]
+    if isinstance(gradients, dict):
+        return {key: values_of(one) for key, one in gradients.items()}
+    return gradients
 
 
 def _summed(slices):
