@@ -5,17 +5,14 @@ checks whether a step of kdist runs in this thread (`kdist.training.replica.step
 as always outside a kdist model's `fit`, `evaluate`, and `predict`, it calls the original function.
 Most of these functions are private: `tests/compat/test_keras.py` fails if one of them changes.
 
-Some hooks act outside of steps: models are saved outside a multi-worker scope and as whole files,
-optimizers are built outside of replicas, gradients and functions of SavedModels between replicas
-are those of one device, and a program that clears Keras's session stays in its scope.
+Some hooks act outside of steps: optimizers are built outside of replicas, gradients and functions
+of SavedModels between replicas are those of one device, and a program that clears Keras's session
+stays in its scope.
 """
 
-import contextlib
 import functools
-import os
 import pathlib
 import re
-import tempfile
 import traceback
 import warnings
 import weakref
@@ -29,13 +26,10 @@ from kdist.compat.keras import (
     KerasVariable,
     TFOptimizer,
     apply_mask,
-    export_module,
     image_module,
-    legacy_h5_format,
     loss_module,
     nn_module,
     random_module,
-    saving_lib,
 )
 from kdist.compat.tensorflow import (
     DistributedVariable,
@@ -48,15 +42,11 @@ from kdist.compat.tensorflow import (
     merge_between_replicas,
     unpartitioned,
 )
-from kdist.mirror.store import is_url
+from kdist.training import saving
 from kdist.training.replica import batch_norm, own_metrics, unseeded
 from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import all_reduce_sum
-from kdist.training.scopes import (
-    is_multi_worker,
-    outside_any_scope,
-    outside_multi_worker_scope,
-)
+from kdist.training.scopes import is_multi_worker
 from kdist.training.sharding import weights
 from kdist.training.sharding.optimizer_state import OptimizerShards, shards_of, weights_of
 
@@ -91,17 +81,6 @@ _OF_SHAPE = ("beta", "binomial", "gamma", "normal", "randint", "truncated_normal
 # oneDNN computes 16 channels at a time with AVX-512, and 8 with AVX2.
 _FEW_CHANNELS = 16
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
-
-_MODEL_FILES = (".keras", ".h5", ".hdf5", ".weights.json")
-
-# Functions that save a model. Any other way to save it, such as pickle, calls one of them.
-SAVING = (
-    (saving_lib, "save_model"),
-    (saving_lib, "_save_model_to_fileobj"),
-    (saving_lib, "save_weights_only"),
-    (legacy_h5_format, "save_model_to_hdf5"),
-    (export_module, "export_saved_model"),
-)
 
 
 def hooks():
@@ -164,15 +143,7 @@ def install():
     for name, of_shards in _METHODS_ON_AVERAGES.items():
         method = getattr(keras.callbacks.SwapEMAWeights, name)
         setattr(keras.callbacks.SwapEMAWeights, name, _on_shards(method, of_shards))
-    for owner, name in SAVING:
-        setattr(owner, name, _saving_alone(getattr(owner, name)))
-    # Keras stores the result under another name than it looks for, and computes it in each save by
-    # creating an optimizer, of which TensorFlow keeps 70 kB. Outside of scopes: workers that have
-    # not saved would create it alone when they load, and wait for the others.
-    attributes = saving_lib.get_attr_skipset
-    saving_lib.get_attr_skipset = functools.cache(
-        lambda kind: outside_any_scope(lambda: attributes(kind))
-    )
+    saving.install()
 
 
 def _hook(owner, name, hook):
@@ -224,48 +195,6 @@ def _on_shards(keras_function, of_shards):
         return keras_function(callback, optimizer) if shards is None else of_shards(shards)
 
     return on_shards
-
-
-def _saving_alone(keras_function):
-    @functools.wraps(keras_function)
-    def saving_alone(model, filepath, *args, **kwargs):
-        if keras_function.__name__ == "save_model_to_hdf5":
-            _check_slots_are_whole(model, *args, **kwargs)
-        is_export = keras_function.__name__ == "export_saved_model"
-        whole = weights.whole_weights(model) if is_export else contextlib.nullcontext()
-        with _whole_files(filepath) as path, whole:
-            return outside_multi_worker_scope(
-                functools.partial(keras_function, model, path, *args, **kwargs)
-            )
-
-    return saving_alone
-
-
-def _check_slots_are_whole(model, overwrite=True, include_optimizer=True):
-    """Raises a ValueError if an HDF5 file would hold one replica's part of each slot."""
-    optimizer = getattr(model, "optimizer", None)
-    if include_optimizer and optimizer is not None and shards_of(optimizer) is not None:
-        raise ValueError(
-            "HDF5 files cannot hold the state of a sharded optimizer. Save a .keras file, or leave "
-            "the optimizer out: model.save(path, include_optimizer=False)"
-        )
-
-
-@contextlib.contextmanager
-def _whole_files(path):
-    """Yields a path in a new folder; its files then replace those at `path`, the last one there.
-
-    Workers may save to one path at the same time, or read what another one writes.
-    """
-    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
-    folder, name = os.path.split(os.path.realpath(text))
-    if not text.endswith(_MODEL_FILES) or is_url(text) or not os.access(folder, os.W_OK):
-        yield path
-        return
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder) as unfinished:
-        yield os.path.join(unfinished, name)
-        for each in sorted(os.listdir(unfinished), key=lambda each: each == name):
-            os.replace(os.path.join(unfinished, each), os.path.join(folder, each))
 
 
 def _whole(initialize):
