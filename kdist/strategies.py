@@ -149,6 +149,12 @@ def create_strategy(
     return build(spec)
 
 
+def _is_worth_reading(record):
+    """Returns False for a line about one reduction, of which TensorFlow logs hundreds."""
+    is_wanted = record.levelno > logging.INFO or tf.get_logger().isEnabledFor(logging.DEBUG)
+    return is_wanted or record.module != "cross_device_ops"
+
+
 def build(spec: StrategySpec) -> tf.distribute.Strategy:
     """Returns the strategy that a spec describes; see `create_strategy`.
 
@@ -165,6 +171,7 @@ def build(spec: StrategySpec) -> tf.distribute.Strategy:
         "layout": _layout,
     }
     convert_variables_to_numbers()  # before a program imports `kdist.Model`, which does it as well
+    tf.get_logger().addFilter(_is_worth_reading)  # absl programs log at the level INFO
     if spec.intra_op_threads is not None:
         from kdist.devices import set_intra_op_threads
 

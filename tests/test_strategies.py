@@ -1,5 +1,7 @@
 """Strategies created on the devices of this machine."""
 
+import logging
+
 import keras
 import pytest
 import tensorflow as tf
@@ -23,6 +25,17 @@ def test_auto_logs_its_choice(capsys):
     assert "auto chose one_device on CPU:0: TensorFlow sees no GPU" in capsys.readouterr().err
     assert create_strategy("auto", 2).num_replicas_in_sync == 2
     assert "auto chose mirrored on CPU:0, CPU:1: as requested" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("level", "is_logged"), [(logging.INFO, False), (logging.DEBUG, True)])
+def test_reductions_are_logged_for_debugging_only(caplog, level, is_logged):
+    strategy = create_strategy("mirrored", devices=2)
+    with caplog.at_level(level, "tensorflow"):
+        value = strategy.run(lambda: tf.constant(1.0))
+        with strategy.scope():
+            strategy.extended.reduce_to("SUM", value, "CPU:0")
+            strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("SUM", tf.constant(1.0)))
+    assert ("Reduce to" in caplog.text) == is_logged
 
 
 @pytest.mark.parametrize("reduction", ["auto", "hierarchical_copy", "reduction_to_one_device"])
