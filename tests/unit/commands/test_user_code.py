@@ -40,7 +40,7 @@ def test_a_function_receives_the_parameters_that_it_has(tmp_path):
     check_reference("model", f"{path}:build")
     assert call(f"{path}:build", data) == (3, 1)
     assert call(f"{path}:build", data, num_classes=5, width=2) == (5, 2)
-    with pytest.raises(UserCodeFailed, match="unexpected keyword argument"):
+    with pytest.raises(ValueError, match=r"argument 'depth'.*build\(num_classes, width=1\)"):
         call(f"{path}:build", data, depth=2)
 
 
