@@ -14,6 +14,7 @@ from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import gather_rows
 
 
+@tf.autograph.experimental.do_not_convert
 def gather_batch(tensors):
     """Returns the rows that all replicas hold of each tensor, in the order of the batch.
 
