@@ -36,7 +36,7 @@ from kdist.training.evaluator import is_evaluator
 from kdist.training.replica import hooks
 from kdist.training.replica.reduction import find_ranks
 from kdist.training.scopes import is_multi_worker, num_local_replicas
-from kdist.training.strategy_setup import set_up
+from kdist.training.strategy_setup import note_created, set_up
 
 if TYPE_CHECKING:
     from kdist.planner.plans import Plan
@@ -146,7 +146,9 @@ def create_strategy(
         shard=shard,
         intra_op_threads=intra_op_threads,
     )
-    return build(spec)
+    strategy = build(spec)
+    note_created(strategy)
+    return strategy
 
 
 def _is_worth_reading(record):

@@ -56,7 +56,7 @@ from kdist.training.scopes import (
 from kdist.training.sharding.optimizer_state import shard_optimizer
 from kdist.training.sharding.parts import sharded_state
 from kdist.training.state import Position, TrainingState, data_facts, resumption_of
-from kdist.training.strategy_setup import set_up
+from kdist.training.strategy_setup import set_up, warn_outside_scope
 
 # Outside a step of kdist the hooks call Keras's own functions, so that nothing else changes.
 hooks.install()
@@ -469,6 +469,7 @@ class Trainer(TensorFlowTrainer):
         """
         check_no_distribution()
         self._assert_compile_called("fit")
+        warn_outside_scope(self)
         self._adopt_optimizers()
         epochs = _at_most(keras.config.max_epochs(), epochs)
         if validation_split and validation_data is None:
