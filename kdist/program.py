@@ -238,7 +238,9 @@ def _reason(error):
             return f"{details}; {_REMEDIES[errno.ENOSPC]}"
         return f"out of memory ({details}); use smaller batches, examples, or models"
     if isinstance(error, OSError) and error.strerror:  # of the system, not of kdist
-        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        where = (
+            f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        )
         remedy = _REMEDIES.get(error.errno)
         return f"{where}{error.strerror}{f'; {remedy}' if remedy else ''}"
     return (text or type(error).__name__) if isinstance(error, _USER_ERRORS) else None

@@ -118,7 +118,7 @@ def replacing(path: str | os.PathLike, is_new: bool = False) -> Iterator[Any]:
     """
     path = pathlib.Path(path)
     # File names may be invalid Unicode, which the report shows as bytes.
-    options = {"encoding": "utf-8", "errors": "backslashreplace"}
+    options: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
     if path.exists() and not path.is_file():  # such as /dev/stdout, which must not be replaced
         with open(path, "w", **options) as file:
             yield file

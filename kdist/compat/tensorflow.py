@@ -50,7 +50,7 @@ def current_device() -> str:
 
 
 def undistributed(data: Any) -> Any:
-    """Returns the dataset that `experimental_distribute_dataset` received; other data as they are."""
+    """Returns the dataset that `experimental_distribute_dataset` received, and other data as is."""
     is_distributed = isinstance(data, tf.distribute.DistributedDataset)
     return getattr(data, "_original_dataset", data) if is_distributed else data
 

@@ -278,8 +278,8 @@ class Session:
 
         Args:
             step: function that `kdist.step` decorates.
-            data: a `tf.data.Dataset` of global batches, also a distributed one, a pipeline of `kdist.data`, or the result
-                of `kdist.data.from_batches`.
+            data: a `tf.data.Dataset` of global batches (also a distributed one), a pipeline of
+                `kdist.data`, or the result of `kdist.data.from_batches`.
             epochs: total number of epochs, including those of earlier processes. Defaults to 1.
             steps_per_epoch: number of steps per epoch of an endless dataset. Defaults to that of
                 the data.

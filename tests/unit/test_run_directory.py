@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from kdist import planner, run_directory
-from kdist.run_directory import RunDirectory, check_writable, replacing
 from kdist.report import page
+from kdist.run_directory import RunDirectory, check_writable, replacing
 from kdist.telemetry import JsonlWriter, RunWriter
 from kdist.tuning.settings import Tuned
 

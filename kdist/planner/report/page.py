@@ -24,6 +24,7 @@ _MAX_DEVICES = 4096
 _MAX_LINES = 6
 _MAX_ROWS = 20
 
+
 def write(result: RankedPlans, path: str | os.PathLike) -> pathlib.Path:
     """Writes the page.
 

@@ -4,7 +4,6 @@ import pytest
 
 from kdist.commands.training_run.applications import APPLICATIONS, application
 from kdist.commands.training_run.user_code import (
-    UserCodeFailed,
     call,
     check_reference,
     is_reference,
