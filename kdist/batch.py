@@ -168,6 +168,16 @@ class Batch:
         )
 
 
+def check_batch(batch: Batch):
+    """Raises a TypeError if `batch` is not a `Batch`, such as a number of examples."""
+    if not isinstance(batch, Batch):
+        size = batch if isinstance(batch, int) else 64
+        raise TypeError(
+            f"batch={batch!r} is not a kdist.Batch; pass kdist.Batch.from_global({size}, "
+            "replicas=strategy.num_replicas_in_sync)"
+        )
+
+
 def _positive(name, value):
     try:
         number = operator.index(value)

@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 import contextlib
 import difflib
+import errno
 import functools
 import importlib.util
 import io
@@ -34,6 +35,18 @@ FLAGS = flags.FLAGS
 # Errors that a user can cause and correct. Any other is a defect and keeps its traceback.
 _USER_ERRORS = (ValueError, TypeError, OSError, RuntimeError, ArithmeticError, ImportError)
 _OTHER = "Other"
+# Error number of the operating system -> what to do about it.
+_REMEDIES = {
+    errno.ENOSPC: "free disk space, or write to another directory",
+    errno.EDQUOT: "free disk space, or write to another directory",
+    errno.ENOENT: "give a path in a directory that exists",
+    errno.EACCES: "use a path for which you have the permission",
+    errno.EPERM: "use a path for which you have the permission",
+    errno.EROFS: "write to another directory",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+# Part of TensorFlow's messages that names an operation of kdist's graphs.
+_GRAPH_NODE = re.compile(r"\{\{function_node [^}]*\}\} ?")
 
 # Last words of a number's name -> its unit, and the largest number that makes sense in it. Larger
 # ones overflow timers, or fill the memory, long after the start.
@@ -178,7 +191,8 @@ def _parsed(arguments):
     except flags.Error as error:
         text = str(error)
         if "invalid literal" in text or "could not convert" in text:
-            text = f"{text.partition(': ')[0]} is no number; write it as 1281167 or 0.05"
+            kind, example = ("an integer", "1281167") if "int()" in text else ("a number", "0.05")
+            text = f"{text.partition(': ')[0]} is not {kind}; write it as {example}"
         unknown = getattr(error, "flagname", "")  # absl itself finds names with a typing error
         if "Did you mean" not in text and (
             close := difflib.get_close_matches(unknown, own_flags(), n=2, cutoff=0.6)
@@ -219,8 +233,16 @@ def _reason(error):
         return found[1] if found else text.strip()
     # TensorFlow's error, which only some programs import, is longer than a line.
     if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
-        details = text.strip().partition("\n")[0]
+        details = _GRAPH_NODE.sub("", text.strip().partition("\n")[0])
+        if os.strerror(errno.ENOSPC) in details:  # TensorFlow has no type of its own for it
+            return f"{details}; {_REMEDIES[errno.ENOSPC]}"
         return f"out of memory ({details}); use smaller batches, examples, or models"
+    if isinstance(error, OSError) and error.strerror:  # of the system, not of kdist
+        where = (
+            f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        )
+        remedy = _REMEDIES.get(error.errno)
+        return f"{where}{error.strerror}{f'; {remedy}' if remedy else ''}"
     return (text or type(error).__name__) if isinstance(error, _USER_ERRORS) else None
 
 

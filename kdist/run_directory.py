@@ -117,10 +117,15 @@ def replacing(path: str | os.PathLike, is_new: bool = False) -> Iterator[Any]:
             json.dump(notes, file)
     """
     path = pathlib.Path(path)
+    # File names may be invalid Unicode, which the report shows as bytes.
+    options: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
+    if path.exists() and not path.is_file():  # such as /dev/stdout, which must not be replaced
+        with open(path, "w", **options) as file:
+            yield file
+        return
     unfinished = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     try:
-        # File names may be invalid Unicode, which the report shows as bytes.
-        with open(unfinished, "x", encoding="utf-8", errors="backslashreplace") as file:
+        with open(unfinished, "x", **options) as file:
             yield file
         if is_new:
             _create(path, unfinished)

@@ -36,7 +36,7 @@ from kdist.training.evaluator import is_evaluator
 from kdist.training.replica import hooks
 from kdist.training.replica.reduction import find_ranks
 from kdist.training.scopes import is_multi_worker, num_local_replicas
-from kdist.training.strategy_setup import set_up
+from kdist.training.strategy_setup import note_created, set_up
 
 if TYPE_CHECKING:
     from kdist.planner.plans import Plan
@@ -146,7 +146,15 @@ def create_strategy(
         shard=shard,
         intra_op_threads=intra_op_threads,
     )
-    return build(spec)
+    strategy = build(spec)
+    note_created(strategy)
+    return strategy
+
+
+def _is_worth_reading(record):
+    """Returns False for a line about one reduction, of which TensorFlow logs hundreds."""
+    is_wanted = record.levelno > logging.INFO or tf.get_logger().isEnabledFor(logging.DEBUG)
+    return is_wanted or record.module != "cross_device_ops"
 
 
 def build(spec: StrategySpec) -> tf.distribute.Strategy:
@@ -165,6 +173,7 @@ def build(spec: StrategySpec) -> tf.distribute.Strategy:
         "layout": _layout,
     }
     convert_variables_to_numbers()  # before a program imports `kdist.Model`, which does it as well
+    tf.get_logger().addFilter(_is_worth_reading)  # absl programs log at the level INFO
     if spec.intra_op_threads is not None:
         from kdist.devices import set_intra_op_threads
 

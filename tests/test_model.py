@@ -189,6 +189,24 @@ def test_initial_epoch_begins_with_the_first_batch_as_in_keras(kind):
         np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
+def test_distributed_datasets_are_those_that_were_distributed(mirrored):
+    x = np.random.default_rng(0).normal(size=(13, 3)).astype("float32")
+    plain = tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1))).batch(4)
+
+    def results(data):
+        keras.utils.set_random_seed(0)
+        with mirrored.scope():
+            model = kdist.Model.of(keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]))
+            model.compile("adam", "mse")
+        history = model.fit(data, validation_data=data, epochs=2, verbose=0).history
+        predictions = model.predict(data, verbose=0)
+        return [*history.values(), model.evaluate(data, verbose=0), predictions]
+
+    ours = results(mirrored.experimental_distribute_dataset(plain))
+    for result, expected in zip(ours, results(plain), strict=True):
+        np.testing.assert_array_equal(result, expected)
+
+
 def test_initial_epoch_continues_in_the_order_of_the_data():
     train, _ = kdist.data.load("digits", batch=kdist.Batch(16), examples=100)
 

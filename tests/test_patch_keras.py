@@ -1,5 +1,8 @@
 """A plain Keras script, run unchanged and with one added line."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -136,3 +139,32 @@ print(json.dumps(losses))
 """
     for first, last in python(code):
         assert last < first
+
+
+def test_a_model_outside_of_the_scope_is_reported_once():
+    code = """
+import kdist
+import keras
+import numpy as np
+
+strategy = kdist.create_strategy("mirrored", devices=2)
+kdist.patch_keras()
+
+def train(name):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)], name=name)
+    model.compile("sgd", "mse")
+    for _ in range(2):
+        model.fit(np.ones((4, 2)), np.ones(4), verbose=0)
+
+train("outside")
+with strategy.scope():
+    train("inside")
+with kdist.create_strategy("one_device").scope():
+    train("intended")
+del strategy
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    (line,) = [line for line in process.stderr.splitlines() if "strategy.scope()" in line]
+    assert line.startswith("kdist: 'outside' trains on one device")

@@ -35,6 +35,10 @@ def main(_):
     raise {"value": ValueError("no such file"), "key": KeyError("defect"),
            "memory": MemoryError("Unable to allocate 9 TiB"),
            "device": type("ResourceExhaustedError", (Exception,), {})("OOM\\nDetails"),
+           "full": OSError(28, "No space left on device"),
+           "missing": FileNotFoundError(2, "No such file or directory", "models/a"),
+           "full_checkpoint": type("ResourceExhaustedError", (Exception,), {})(
+               "{{function_node __wrapped__SaveV2}} a/part-0; No space left on device"),
            "peer": type("DeadlineExceededError", (Exception,), {})("A\\nB is aborted by: C\\nD"),
            "interrupt": KeyboardInterrupt()}[flags.FLAGS.source]
 
@@ -139,6 +143,20 @@ def test_objections_are_one_line(run):
 def test_too_little_memory_is_one_line_with_a_remedy(run, source, details):
     (line,) = run(f"--source={source}").stderr.splitlines()
     assert f"{details}); use smaller batches" in line
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("full", "No space left on device; free disk space"),
+        ("full_checkpoint", "a/part-0; No space left on device; free disk space"),
+        ("missing", "models/a: No such file or directory; give a path"),
+    ],
+)
+def test_errors_of_the_file_system_name_the_file_and_a_remedy(run, source, message):
+    (line,) = run(f"--source={source}").stderr.splitlines()
+    assert line.startswith(f"copy_file.py: {message}")
+    assert "memory" not in line
 
 
 def test_defects_keep_their_traceback(run):

@@ -1,8 +1,11 @@
 """Strategies created on the devices of this machine."""
 
+import logging
+
 import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.distribute import cross_device_ops
 
 import kdist
 from kdist.cluster import Cluster
@@ -23,6 +26,18 @@ def test_auto_logs_its_choice(capsys):
     assert "auto chose one_device on CPU:0: TensorFlow sees no GPU" in capsys.readouterr().err
     assert create_strategy("auto", 2).num_replicas_in_sync == 2
     assert "auto chose mirrored on CPU:0, CPU:1: as requested" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("level", "is_logged"), [(logging.INFO, False), (logging.DEBUG, True)])
+def test_reductions_are_logged_for_debugging_only(caplog, level, is_logged):
+    create_strategy("mirrored", devices=2)
+    place = (cross_device_ops.__file__, 1)  # TensorFlow itself logs it ten times per process
+    with caplog.at_level(level, "tensorflow"):
+        for number, text in ((logging.INFO, "Reduce to"), (logging.WARNING, "Slow reduction")):
+            record = logging.LogRecord("tensorflow", number, *place, text, (), None)
+            tf.get_logger().handle(record)
+    assert ("Reduce to" in caplog.text) == is_logged
+    assert "Slow reduction" in caplog.text
 
 
 @pytest.mark.parametrize("reduction", ["auto", "hierarchical_copy", "reduction_to_one_device"])

@@ -76,6 +76,8 @@ with program.flag_group("Output"):
     )
     flags.DEFINE_string("json", None, "File for all cells in full, as JSON.")
 
+program.writes_file("json")
+
 with program.flag_group("Execution"):
     flags.DEFINE_integer(
         "jobs",
@@ -140,7 +142,7 @@ def chosen_features(features):
         length = next((n for n in range(len(words), 0, -1) if ", ".join(words[:n]) in known), None)
         if length is None:
             close = difflib.get_close_matches(words[0], known, n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else ";"
             raise ValueError(f"no feature {words[0]!r}{hint} --list shows all of them")
         wanted.append(known[", ".join(words[:length])])
         words = words[length:]

@@ -7,9 +7,10 @@
 
 import importlib
 import pathlib
-import runpy
 import sys
 from types import ModuleType
+
+from kdist import program
 
 
 def add_repository(what: str):
@@ -51,4 +52,4 @@ def run():
         add_repository("kdist compare")
     except ValueError as error:
         sys.exit(f"kdist compare: {error}")
-    runpy.run_module("benchmarks.equivalence.compare", run_name="__main__", alter_sys=True)
+    program.run(importlib.import_module("benchmarks.equivalence.compare").main)

@@ -18,7 +18,7 @@ from kdist.launch.supervision import LIMIT_VARIABLE
 from kdist.mirror.store import is_url, local_directory
 from kdist.planner.plans import Plan, describe, duration, train_command
 from kdist.planner.tables.prices import known_offers
-from kdist.run_directory import RunDirectory, measured_saving
+from kdist.run_directory import RunDirectory, measured_saving, replacing
 
 FLAGS = flags.FLAGS
 
@@ -328,7 +328,8 @@ def _write(text):
     if FLAGS.write == "-":
         sys.stdout.write(text)
     else:
-        pathlib.Path(FLAGS.write).write_text(text)
+        with replacing(FLAGS.write) as file:
+            file.write(text)
         sys.stderr.write(f"launch: wrote {FLAGS.write}; nothing is submitted\n")
     return 0
 

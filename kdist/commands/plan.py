@@ -49,7 +49,7 @@ from kdist.planner import measurements
 from kdist.planner.measurements import Calibration, calibrated_step_seconds
 from kdist.planner.selection.constraints import DEFAULT_STRATEGIES, price_rejections
 from kdist.planner.tables import catalog, prices
-from kdist.run_directory import RunDirectory
+from kdist.run_directory import RunDirectory, replacing
 from kdist.tuning.settings import Tuned
 
 FLAGS = flags.FLAGS
@@ -239,10 +239,15 @@ def main(_):
         learn(RunDirectory(FLAGS.learn))
     elif FLAGS.model == "list":
         print("\n".join(planner.known_workloads()))
-    elif FLAGS.model is None or FLAGS.examples is None:
+    elif FLAGS.model is None:
         raise ValueError(
             "pass a model: --model=resnet50 --examples=1281167 --epochs=90 (--model=list prints "
             "the known models; for your own model call kdist.plan(model, examples=…))"
+        )
+    elif FLAGS.examples is None:
+        raise ValueError(
+            "pass the number of training examples, such as --examples=60000, and the number of "
+            "passes over them, such as --epochs=10"
         )
     elif FLAGS.calibration or FLAGS.tuned:
         plan_here()
@@ -414,7 +419,8 @@ def calibrate():
     from kdist.calibrate import calibrate as measure  # imports TensorFlow
 
     found = measure(FLAGS.num_devices, tell=functools.partial(print, flush=True))
-    pathlib.Path(FLAGS.calibrate).write_text(found.to_json())
+    with replacing(FLAGS.calibrate) as file:
+        file.write(found.to_json())
     print(
         f"{found.machine}, {found.replicas} devices: the error of predicting one network "
         f"from the others is {found.probe_error:.0%} (median) and {found.max_probe_error:.0%} "

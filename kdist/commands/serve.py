@@ -17,6 +17,7 @@ it immediately.
 """
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -223,9 +224,14 @@ def check_ports():
             try:
                 probe.bind(address)
             except OSError as error:
+                remedy = "give another port, or 0 for any free one"
+                if error.errno == errno.EADDRNOTAVAIL:
+                    remedy = "give an address of this machine, or 0.0.0.0 for all of them"
+                elif error.errno == errno.EACCES:
+                    remedy = "give a port above 1023, or 0 for any free one"
                 raise ValueError(
-                    f"--{name}={FLAGS[name].value} on --host={FLAGS.host}: {error.strerror}; give "
-                    "another port, or 0 for any free one"
+                    f"--{name}={FLAGS[name].value} on --host={FLAGS.host}: {error.strerror}; "
+                    f"{remedy}"
                 ) from error
 
 

@@ -49,6 +49,12 @@ def current_device() -> str:
     return context.context().device_name or ""
 
 
+def undistributed(data: Any) -> Any:
+    """Returns the dataset that `experimental_distribute_dataset` received, and other data as is."""
+    is_distributed = isinstance(data, tf.distribute.DistributedDataset)
+    return getattr(data, "_original_dataset", data) if is_distributed else data
+
+
 def convert_variables_to_numbers():
     """Makes `int(v)` and `float(v)` work for variables with a copy per replica.
 

@@ -165,7 +165,7 @@ def from_arrays(images, labels, num_classes=None, class_names=None) -> ArraySour
 
     Args:
         images: uint8 or float array (N, H, W, C), or (N, H, W) for one channel.
-        labels: integers (N,), from 0.
+        labels: integers (N,) or (N, 1), from 0.
         num_classes: number of classes. Defaults to the number of `class_names`, otherwise to the
             largest label plus 1.
         class_names: one name per class. Defaults to none.
@@ -186,12 +186,20 @@ def from_arrays(images, labels, num_classes=None, class_names=None) -> ArraySour
     if images.ndim == 3:
         images = images[..., None]
     if images.ndim != 4:
-        raise ValueError(f"images have the shape {images.shape}; pass (N, H, W, C) or (N, H, W)")
+        raise ValueError(
+            f"images have the shape {images.shape}; pass (N, H, W, C) or (N, H, W). For data that "
+            "are no images, call model.fit on the arrays or on a tf.data.Dataset"
+        )
+    if labels.shape[1:] == (1,):  # as of keras.datasets.cifar10
+        labels = labels[:, 0]
+    if not len(images) and not len(labels):
+        raise ValueError("there are no examples: images and labels are empty; pass at least one")
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise ValueError(
-            f"labels have the shape {labels.shape} and type {labels.dtype}; pass integers (N,)"
+            f"labels have the shape {labels.shape} and type {labels.dtype}; pass integers (N,), "
+            "the class of each image. For other targets, call model.fit on the arrays"
         )
-    if len(images) != len(labels) or not len(labels):
+    if len(images) != len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels; pass one label per image")
     if images.dtype != np.uint8:
         images = _as_float32(images)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from kdist.batch import Batch
+from kdist.batch import Batch, check_batch
 from kdist.data import image_folder, tfds
 from kdist.data.arrays import (
     FASHION_MNIST_CLASSES,
@@ -87,6 +87,7 @@ def load(
         train, test = kdist.data.load("cats_vs_dogs", batch=batch, operations="resize(160, 160)")
         model.fit(train, validation_data=test)
     """
+    check_batch(batch)  # before examples are read
     data_workers = resolve_data_workers(data_workers)
     sources = load_sources(
         name,
@@ -106,6 +107,7 @@ def load(
         eval_operations=eval_operations,
         cache=cache,
         data_workers=data_workers,
+        parallel_calls=parallel_calls,
     )
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import tensorflow as tf
 
-from kdist.batch import Batch
+from kdist.batch import Batch, check_batch
 from kdist.data.arrays import ArraySource, Source, check_seed, from_arrays
 from kdist.data.operations import ImageOperation, as_operations
 from kdist.data.worker_addresses import parse_data_workers
@@ -94,6 +94,7 @@ class Pipeline:
         data_workers: str | Sequence[str] = (),
         parallel_calls: int | None = None,
     ):
+        check_batch(batch)
         if parallel_calls is not None and parallel_calls < 1:
             raise ValueError(f"parallel_calls={parallel_calls} is not a positive number or None")
         if cache not in (True, False, "auto"):

@@ -11,6 +11,7 @@ program's function is its `train_step`, so that kdist scales, reduces, saves, an
 
 import atexit
 import contextlib
+import inspect
 import pathlib
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -21,6 +22,7 @@ import tensorflow as tf
 
 from kdist.callbacks import Checkpoint, Telemetry
 from kdist.compat.keras import pythonify_logs
+from kdist.compat.tensorflow import undistributed
 from kdist.model import Model
 from kdist.training.groups import inputs
 from kdist.training.replica import step as steps
@@ -71,7 +73,7 @@ def step(
         A decorator, which returns a step for `Session.run`.
 
     Raises:
-        TypeError: `strategy` is not a strategy.
+        TypeError: `strategy` is not a strategy, or the function does not accept one argument.
 
     Example:
 
@@ -94,9 +96,27 @@ def step(
         "steps_per_execution": steps_per_execution,
         "max_staleness": max_staleness,
     }
-    return lambda function: Step(function, strategy, options)
+
+    def decorate(function):
+        _check_signature(function)
+        return Step(function, strategy, options)
+
+    return decorate
 
 
+def _check_signature(function):
+    with contextlib.suppress(ValueError):  # not every callable has a signature
+        signature = inspect.signature(function)
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise TypeError(
+                f"{function.__name__}{signature} must accept one argument, the batch ({error}); "
+                f"write def {function.__name__}(batch), and in it, such as, x, y = batch"
+            ) from None
+
+
+@tf.autograph.experimental.do_not_convert
 def mean(values: tf.Tensor) -> tf.Tensor:
     """Returns the mean of values per example, whose gradient is that of the global batch.
 
@@ -123,6 +143,7 @@ def mean(values: tf.Tensor) -> tf.Tensor:
     return current.note_mean(value)
 
 
+@tf.autograph.experimental.do_not_convert
 def apply(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence[tf.Tensor | None],
@@ -257,8 +278,8 @@ class Session:
 
         Args:
             step: function that `kdist.step` decorates.
-            data: a `tf.data.Dataset` of global batches, a pipeline of `kdist.data`, or the result
-                of `kdist.data.from_batches`.
+            data: a `tf.data.Dataset` of global batches (also a distributed one), a pipeline of
+                `kdist.data`, or the result of `kdist.data.from_batches`.
             epochs: total number of epochs, including those of earlier processes. Defaults to 1.
             steps_per_epoch: number of steps per epoch of an endless dataset. Defaults to that of
                 the data.
@@ -279,6 +300,7 @@ class Session:
         """
         if not isinstance(step, Step):
             raise TypeError(f"session.run needs a step, got {step!r}. Write @kdist.step(strategy)")
+        data = undistributed(data)
         is_own = inputs.is_pipeline(data) or inputs.is_batch_source(data)
         if not (is_own or isinstance(data, tf.data.Dataset)):
             raise TypeError(
@@ -327,7 +349,13 @@ class _Carrier(Model):
         self.built = True
 
     def train_step(self, data):
-        return self._function(data)
+        logs = self._function(data)
+        if not isinstance(logs, dict):
+            raise TypeError(
+                f"{self.name} returned {type(logs).__name__}; return a dict of logs, such as "
+                '{"loss": loss}'
+            )
+        return logs
 
     def _epoch_results(self, logs):
         """Returns the step's logs. Keras would replace a "loss" by its own tracker, which is 0."""

@@ -20,6 +20,7 @@ from kdist.planner.cost.setup import Gradients, InputWork, Setup
 from kdist.planner.cost.step import Spot, Term
 from kdist.planner.tables.machines import Machine
 from kdist.planner.workload.layers import Workload
+from kdist.run_directory import replacing
 
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 # 500 × 375 pixels, the mean of ImageNet's JPEGs.
@@ -292,7 +293,8 @@ class Plan:
 
     def save(self, path: str | os.PathLike):
         """Writes the plan as JSON and replaces an existing file."""
-        pathlib.Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        with replacing(path) as file:
+            file.write(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":

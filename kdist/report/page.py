@@ -1,5 +1,6 @@
 """Web page about one or several runs, in a single file that needs no network."""
 
+import errno
 import hashlib
 import html
 import json
@@ -115,10 +116,10 @@ def save(text: str, output: str | os.PathLike) -> pathlib.Path:
         with replacing(path) as file:
             file.write(text)
     except OSError as error:
-        raise OSError(
-            f"cannot write the page {path} ({error.strerror}); give a file in a "
-            "directory that exists and that you may write to"
-        ) from error
+        remedy = "give a file in a directory that exists and that you may write to"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free disk space, or give a file on another disk"
+        raise OSError(f"cannot write the page {path} ({error.strerror}); {remedy}") from error
     return path
 
 

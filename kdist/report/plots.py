@@ -225,6 +225,14 @@ def thin(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndar
     return x[kept], y[kept]
 
 
+def log_axis(values: Sequence[float]) -> dict[str, Any]:
+    """Returns a logarithmic axis whose labels are whole values; Plotly's are single digits."""
+    ratio = max(values) / min(values)
+    digits = next(digits for below, digits in _DIGITS if ratio < below)
+    ticks = [digit * 10.0**power for power in range(-6, 9) for digit in digits]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.4g}" for tick in ticks]}
+
+
 def has_legend(runs: Sequence[Any]) -> bool:
     """Returns whether plots of these runs have legends; the page lists many runs instead."""
     return len(runs) <= MAX_RUNS_IN_LEGEND
@@ -259,6 +267,13 @@ def _layout(x_title, y_title, num_names):
         "yaxis": {"title": {"text": y_title}},
     }
 
+
+# Ratio of the largest and the smallest value on an axis, below which it has labels at these digits.
+_DIGITS: list[tuple[float, tuple[float, ...]]] = [
+    (2, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, *(half / 2 for half in range(4, 20)))),
+    (20, (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)),
+    (float("inf"), (1, 2, 5)),
+]
 
 _AXIS = {"gridcolor": "rgba(128,128,128,0.3)", "zeroline": False, "automargin": True}
 COMMON_LAYOUT: dict[str, Any] = {

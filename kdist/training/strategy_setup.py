@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 import random
 import secrets
 import threading
@@ -17,7 +18,12 @@ from kdist.training.parameter_server.variables import Partitioner, partition_emb
 from kdist.training.replica.reduction import sums_over_replicas
 from kdist.training.scopes import has_parameter_servers, is_multi_worker
 
+_logger = logging.getLogger(__name__)
 _CHECKS_PER_LIMIT = 20
+# Strategies of several devices that `create_strategy` returned, while a program refers to them.
+_created: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+# Models that `warn_outside_scope` has reported.
+_warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 # Reasons of `abort_steps`.
 _abort_reasons: list[str] = []
 
@@ -54,6 +60,28 @@ def set_up(
         set_step_timeout(strategy, step_timeout_seconds)
         if equalizes_seeds and is_multi_worker(strategy):
             _equalize_seeds(strategy)
+
+
+def note_created(strategy: tf.distribute.Strategy):
+    """Remembers a strategy of `create_strategy`, for `warn_outside_scope`."""
+    if strategy.num_replicas_in_sync > 1 or has_parameter_servers(strategy):
+        _created.add(strategy)
+
+
+def warn_outside_scope(model: keras.Model):
+    """Logs, once per model, that its training uses none of the strategies of the program.
+
+    Without this message, a model that was created outside of the scope trains on one device.
+    """
+    if not _created or model._distribute_strategy or model in _warned:
+        return
+    _warned.add(model)
+    _logger.warning(
+        "%r trains on one device, because it was created outside of strategy.scope(). Create or "
+        "load it, and compile it, within `with strategy.scope():`. If one device is intended, use "
+        'the scope of kdist.create_strategy("one_device")',
+        model.name,
+    )
 
 
 def _check_devices(names):

@@ -7,6 +7,7 @@ described in docs/internals/one_step.md.
 
 import contextlib
 import functools
+import numbers
 import warnings
 
 import keras
@@ -55,7 +56,7 @@ from kdist.training.scopes import (
 from kdist.training.sharding.optimizer_state import shard_optimizer
 from kdist.training.sharding.parts import sharded_state
 from kdist.training.state import Position, TrainingState, data_facts, resumption_of
-from kdist.training.strategy_setup import set_up
+from kdist.training.strategy_setup import set_up, warn_outside_scope
 
 # Outside a step of kdist the hooks call Keras's own functions, so that nothing else changes.
 hooks.install()
@@ -153,7 +154,8 @@ class Trainer(TensorFlowTrainer):
             **kwargs: further arguments of `keras.Model.compile`.
 
         Raises:
-            ValueError: `accumulate` or `local_steps` is not a positive integer, `max_staleness`
+            ValueError: `accumulate`, `local_steps`, or `steps_per_execution` is not a positive
+                integer (the last one may be `"auto"`), `max_staleness`
                 is not a non-negative integer, `local_slots`, `gather_batch`, or `loss_reduction`
                 is unknown, `local_steps` is set under a strategy in which replicas share
                 variables, `gather_batch` is True without a loss or set with `accumulate`,
@@ -167,6 +169,14 @@ class Trainer(TensorFlowTrainer):
         """
         if not isinstance(accumulate, int) or accumulate < 1:
             raise ValueError(f"accumulate must be a positive integer, got {accumulate!r}")
+        is_auto = isinstance(steps_per_execution, str) and steps_per_execution == "auto"
+        is_integer = isinstance(steps_per_execution, numbers.Integral)
+        is_integer &= not isinstance(steps_per_execution, bool)
+        if not is_auto and not (is_integer and steps_per_execution >= 1):
+            raise ValueError(
+                'steps_per_execution must be a positive integer or "auto", '
+                f"got {steps_per_execution!r}"
+            )
         if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
             raise ValueError(
                 f"max_staleness must be None or a non-negative integer, got {max_staleness!r}"
@@ -191,7 +201,6 @@ class Trainer(TensorFlowTrainer):
         local_sgd.check(local_steps, local_slots, self.distribute_strategy)
         state = self.training_state
         state.average_replicas()
-        is_auto = steps_per_execution == "auto"
         super().compile(*args, steps_per_execution=1 if is_auto else steps_per_execution, **kwargs)
         if self.jit_compile and sharded_state(self.distribute_strategy) == "weights":
             raise ValueError(
@@ -460,6 +469,7 @@ class Trainer(TensorFlowTrainer):
         """
         check_no_distribution()
         self._assert_compile_called("fit")
+        warn_outside_scope(self)
         self._adopt_optimizers()
         epochs = _at_most(keras.config.max_epochs(), epochs)
         if validation_split and validation_data is None:

@@ -35,6 +35,19 @@ def test_invalid_pipelines(source, options, error, expected):
         Pipeline(source, Batch(4), **options)
 
 
+@pytest.mark.parametrize("batch", [64, None, "64"])
+def test_a_batch_that_is_a_number(source, batch):
+    with pytest.raises(TypeError, match=r"from_global\(64, replicas="):
+        Pipeline(source, batch)
+    with pytest.raises(TypeError, match=r"from_global\(64, replicas="):
+        kdist.data.load("digits", batch=batch)
+
+
+def test_load_passes_its_options_to_both_pipelines():
+    for pipeline in kdist.data.load("digits", batch=Batch(8), parallel_calls=3):
+        assert pipeline._parallel_calls == 3
+
+
 def test_a_crop_as_large_as_the_padded_image(source):
     pipeline = Pipeline(source, Batch(4), operations=random_crop(10, 10, padding=1))
     assert next(iter(pipeline))[0].shape == (4, 10, 10, 1)

@@ -35,6 +35,11 @@ def write_mnist(directory, train=20, test=10, suffix=""):
 # Arrays
 
 
+def test_labels_of_keras_datasets_may_have_one_column():
+    source = from_arrays(np.zeros((3, 5, 6), "uint8"), np.array([[0], [2], [1]], "uint8"))
+    assert source.labels.tolist() == [0, 2, 1]
+
+
 def test_arrays_get_a_channel_and_their_types():
     source = from_arrays(np.zeros((3, 5, 6), "uint8"), [0, 2, 1])
     assert source.image_shape == (5, 6, 1)
@@ -49,9 +54,9 @@ def test_arrays_get_a_channel_and_their_types():
     [
         (np.zeros((2, 3)), [0, 1], {}, r"images.* \(2, 3\)"),
         (np.zeros((2, 3, 3)), [0.0, 1.0], {}, "integers"),
-        (np.zeros((2, 3, 3)), [[0], [1]], {}, r"labels.* \(2, 1\)"),
+        (np.zeros((2, 3, 3)), [[0, 1], [1, 0]], {}, r"labels.* \(2, 2\)"),
         (np.zeros((2, 3, 3)), [0], {}, "2 images and 1 labels"),
-        (np.zeros((0, 3, 3)), np.zeros(0, int), {}, "0 images"),
+        (np.zeros((0, 3, 3)), np.zeros(0, int), {}, "there are no examples"),
         (
             np.zeros((3, 3, 3)),
             [0, 12, 1],

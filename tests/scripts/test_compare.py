@@ -1,7 +1,10 @@
 """Runs of `kdist compare`."""
 
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -37,6 +40,8 @@ def test_two_rows(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
+        (["--jsn=a"], "compare.py: Unknown command line flag"),
+        (["--json=no/such/a.json"], "give one in a directory that exists"),
         (["--features=clipnrom"], "did you mean 'clipnorm'? --list shows all of them"),
         (["--replicas=3"], "there are 1, 2 and 4"),
         (["--layouts=pipeline"], "there are local_sgd, mirrored, multi_worker, parameter_server"),
@@ -50,6 +55,15 @@ def test_invalid_flags_are_rejected_with_a_remedy(flags, expected):
     assert process.returncode == 1
     assert expected in process.stderr
     assert "Traceback" not in process.stderr
+
+
+def test_the_command_has_its_own_name(monkeypatch):
+    monkeypatch.chdir(PROGRAM.parents[1])
+    environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}
+    command = [sys.executable, "-m", "kdist", "compare"]
+    options = {"capture_output": True, "text": True, "check": False, "env": environment}
+    assert subprocess.run([*command, "--help"], **options).stdout.startswith("Usage: kdist compare")
+    assert subprocess.run([*command, "--jsn=a"], **options).stderr.startswith("kdist compare: ")
 
 
 @pytest.mark.exhaustive

@@ -23,6 +23,10 @@ def load():
     images, labels = (digits.images * 15).astype("uint8"), digits.target[:, None]
     return (images[:512], labels[:512]), (images[512:640], labels[512:640])
 
+def words():
+    (images, labels), test = load()
+    return (images, labels.astype(str)), (test[0], test[1].astype(str))
+
 def logits(input_shape, num_classes, width=4):
     return keras.Sequential([
         keras.Input(input_shape),
@@ -31,6 +35,18 @@ def logits(input_shape, num_classes, width=4):
         keras.layers.Dense(width, "relu"),
         keras.layers.Dense(num_classes),
     ])
+
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+def saved_to_a_full_disk(input_shape, num_classes):
+    keras.Model.save = full
+    return logits(input_shape, num_classes)
+
+def exported_to_a_full_disk(input_shape, num_classes):
+    from kdist.serving.exporting import export
+    export.export = full
+    return logits(input_shape, num_classes)
 
 class Mean(keras.Model):
     def __init__(self):
@@ -108,6 +124,38 @@ def test_what_does_not_fit_is_refused(train, model, flags, expected):
     process = train(model, *flags)
     assert process.returncode == 1
     assert expected in process.stderr
+
+
+def test_a_model_that_no_disk_has_is_an_error(train):
+    process = train("saved_to_a_full_disk")
+    assert process.returncode == 1
+    assert "it is lost; free disk space" in process.stderr
+    assert "next:" not in process.stdout
+
+
+def test_an_export_that_fails_names_the_trained_model(train, tmp_path):
+    models = tmp_path / "models"
+    process = train("exported_to_a_full_disk", f"--export={models}")
+    assert process.returncode == 1
+    assert "No space left on device; free disk space" in process.stderr
+    model = tmp_path / "run" / "checkpoints" / "epoch-0001.keras"
+    assert f"export {model} --output={models}" in process.stdout
+    assert model.exists()
+
+
+def test_arguments_that_a_function_does_not_have_are_one_line(train):
+    (line,) = train("logits", "--model_args=widht=3").stderr.splitlines()[-1:]
+    assert "unexpected keyword argument 'widht'" in line
+    assert "logits(input_shape, num_classes, width=4)" in line
+    process = train("broken", "--model_args=x=1")
+    assert "Traceback" not in process.stderr
+
+
+def test_labels_that_are_words_are_refused(train, tmp_path):
+    process = train("logits", f"--dataset={tmp_path / 'my_code.py'}:words")
+    assert process.returncode == 1
+    assert "pass integers" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_all_applications_are_there():

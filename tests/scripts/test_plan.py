@@ -89,6 +89,7 @@ def test_flag_that_contradicts_the_plan_is_an_error(tmp_path):
     ("flags", "expected"),
     [
         ((), "pass a model: --model=resnet50"),
+        (("--model=lenet",), "--examples=60000"),
         ((*RESNET, "--examples=0"), "examples has to be above 0, not 0"),
         ((*RESNET, "--max_usd=0"), "max_usd has to be above 0, not 0.0"),
         ((*RESNET, "--max_usd=3"), "--max_usd="),

@@ -225,6 +225,14 @@ def test_a_port_in_use(directory, flag):
     assert "Traceback" not in process.stderr
 
 
+@pytest.mark.slow
+def test_an_address_of_another_machine(directory):
+    process = run(f"--model_dir={directory}", "--host=192.0.2.1", "--port=8501")
+    assert process.returncode == 1
+    assert "give an address of this machine" in process.stderr
+    assert "another port" not in process.stderr
+
+
 def test_help():
     process = run("--help")
     assert "curl -d" in process.stdout

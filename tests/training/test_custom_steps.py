@@ -257,6 +257,55 @@ def test_errors_name_the_line_to_change():
         list(kdist.session(model, optimizer).run(train_step, _data()))
 
 
+@pytest.mark.parametrize("returned", [None, 1.0])
+def test_a_step_that_returns_no_logs_says_so(returned):
+    strategy = kdist.create_strategy("mirrored", devices=2)
+    with strategy.scope():
+        model, optimizer = _dense(1), keras.optimizers.SGD()
+
+    @kdist.step(strategy)
+    def train_step(batch):
+        return returned
+
+    with pytest.raises(TypeError, match="train_step returned .*a dict of logs"):
+        list(kdist.session(model, optimizer).run(train_step, _data()))
+
+
+def test_a_step_of_two_arguments_is_refused_where_it_is_defined():
+    strategy = kdist.create_strategy("mirrored", devices=2)
+    with pytest.raises(TypeError, match=r"train_step\(x, y\) must accept one argument"):
+
+        @kdist.step(strategy)
+        def train_step(x, y):
+            return {}
+
+
+def test_distributed_data_and_functions_of_tensorflow(caplog):
+    """TensorFlow converts neither kdist's functions, nor logs that it cannot."""
+    strategy = kdist.create_strategy("mirrored", devices=2)
+    results = []
+    for wrap, distribute in (
+        (lambda function: function, lambda data: data),
+        (tf.function, strategy.experimental_distribute_dataset),
+    ):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model, optimizer = _dense(1), keras.optimizers.SGD()
+
+        def train_step(batch, model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = kdist.mean(model(kdist.gather_batch(batch[0]), training=True))
+            variables = model.trainable_variables
+            kdist.apply(optimizer, tape.gradient(loss, variables), variables)
+            return {"loss": loss}
+
+        step = kdist.step(strategy)(wrap(train_step))
+        (logs,) = kdist.session(model, optimizer).run(step, distribute(_data()))
+        results.append(logs["loss"])
+    assert results[1] == pytest.approx(results[0], rel=1e-6)
+    assert "AutoGraph" not in caplog.text
+
+
 def test_a_loss_scale_gives_the_same_update():
     def scaled():
         model = _dense(1)

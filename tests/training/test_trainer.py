@@ -625,6 +625,12 @@ def test_accumulate_must_be_positive(accumulate):
         linear(accumulate=accumulate)
 
 
+@pytest.mark.parametrize("steps_per_execution", [0, -1, 1.5, None, "aut", True])
+def test_steps_per_execution_must_be_positive(steps_per_execution):
+    with pytest.raises(ValueError, match="steps_per_execution must be a positive integer"):
+        linear(steps_per_execution=steps_per_execution)
+
+
 def test_an_unbuilt_optimizer_of_ones_own_accumulates(mirrored):
     class Own(kdist.Model):
         def train_step(self, data):

@@ -6,9 +6,11 @@ import shutil
 
 import pytest
 
-from kdist import run_directory
+from kdist import planner, run_directory
+from kdist.report import page
 from kdist.run_directory import RunDirectory, check_writable, replacing
 from kdist.telemetry import JsonlWriter, RunWriter
+from kdist.tuning.settings import Tuned
 
 
 def test_a_new_run(tmp_path):
@@ -211,3 +213,41 @@ def test_the_result_of_a_trial_that_cannot_be_written_is_logged(tmp_path, caplog
     (tmp_path / "file").touch()
     RunDirectory(tmp_path / "file" / "a").record_trial({"trial": 7, "parameters": {}})
     assert "trial 7" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path: Tuned({}).save(path),
+        lambda path: planner.write_offers([], path),
+        lambda path: page.save("<html>", path),
+    ],
+)
+def test_a_full_disk_keeps_the_earlier_file(tmp_path, monkeypatch, save):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "earlier"
+    path.write_text("earlier")
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save(path)
+    assert path.read_text() == "earlier"
+
+
+def test_the_advice_about_a_page_fits_a_full_disk(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="free disk space"):
+        page.save("<html>", tmp_path / "report.html")
+
+
+def test_a_device_is_written_to_and_not_replaced(tmp_path):
+    path = tmp_path / "stdout"
+    path.symlink_to("/dev/null")
+    with replacing(path) as file:
+        file.write("a")
+    assert path.is_symlink()
+    assert os.listdir(tmp_path) == ["stdout"]

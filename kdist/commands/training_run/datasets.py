@@ -108,7 +108,9 @@ def sources_of_function(text):
             f"--dataset={text} returned {type(returned).__name__}; return (x_train, y_train), "
             "(x_test, y_test), arrays of images and labels, or two kdist.data.Source"
         ) from error
-    classes = 1 + int(max(labels.max(initial=0) for _, labels in (train, test)))
+    # Labels that are not integers are refused below, with their type.
+    integers = [y for _, y in (train, test) if np.issubdtype(y.dtype, np.integer)]
+    classes = 1 + int(max((labels.max(initial=0) for labels in integers), default=0))
     return tuple(kdist.data.from_arrays(*arrays, num_classes=classes) for arrays in (train, test))
 
 

@@ -73,6 +73,33 @@ def says_how_to_continue(run):
         raise
 
 
+@contextlib.contextmanager
+def says_how_to_export(run):
+    """Returns a context manager that says how to export a trained model whose --export fails."""
+    try:
+        yield
+    except Exception:
+        if model := best_model(run) or _last_model(run):
+            print(f"the training is complete, and its model is {model}; export it again:")
+            print(f"  {command('export', model, f'--output={FLAGS.export}')}", flush=True)
+        raise
+
+
+def check_saved(run):
+    """Raises an OSError if no trained model could be written, such as to a full disk."""
+    if best_model(run) is None and _last_model(run) is None:
+        raise OSError(
+            f"no model of this training could be written to {run.checkpoints}, so it is lost; free "
+            "disk space, or use another --run_dir, and train again"
+        )
+
+
+def _last_model(run):
+    """Returns the file of the newest trained model in a run directory, or None."""
+    written = kdist.callbacks.EpochCheckpoint(run.checkpoints).written()
+    return next((file for epoch, file in reversed(written) if epoch > 0), None)
+
+
 def print_next_steps(run, dataset):
     """Prints three commands to try after a training.
 

@@ -24,9 +24,11 @@ from kdist.commands.training_run.compiled_model import (
 from kdist.commands.training_run.datasets import load_data, load_data_in_time
 from kdist.commands.training_run.flag_checks import check_flags
 from kdist.commands.training_run.next_steps import (
+    check_saved,
     print_next_steps,
     print_start,
     says_how_to_continue,
+    says_how_to_export,
 )
 from kdist.commands.training_run.recording import (
     best_model,
@@ -106,11 +108,14 @@ def _train(spec, plan, path, mirror):
     try:
         finish(recording, summary, plan)
         if FLAGS.export:
-            to_export = model_to_export(model, recording.run)
-            exported = export_model(to_export, recording.run, train.class_names)
+            with says_how_to_export(recording.run):
+                to_export = model_to_export(model, recording.run)
+                exported = export_model(to_export, recording.run, train.class_names)
             write_models(recording, exported, summary)
     finally:
         recording.writer.close()
+    if not FLAGS.export:
+        check_saved(recording.run)
     print_next_steps(recording.run, dataset)
 
 

@@ -68,14 +68,24 @@ def call(text: str, optional: dict[str, Any] | None = None, **arguments: Any) ->
         **arguments: arguments to pass in any case.
 
     Raises:
+        ValueError: the function cannot be called with these arguments.
         UserCodeFailed: the module or the function raised an error.
     """
     where, name = _REFERENCE.fullmatch(text).groups()  # type: ignore[union-attr]
     try:
         function: Callable = getattr(_module(where), name)
-        parameters = inspect.signature(function).parameters
-        taken = {key: value for key, value in (optional or {}).items() if key in parameters}
-        return function(**{**taken, **arguments})
+        signature = inspect.signature(function)
+    except Exception as error:
+        raise UserCodeFailed(f"{text} failed: {type(error).__name__}: {error}") from error
+    known = signature.parameters
+    arguments = {k: v for k, v in (optional or {}).items() if k in known} | arguments
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        remedy = "correct --model_args, or give the parameter a default"
+        raise ValueError(f"{text}: {error}; {remedy}. It is {name}{signature}") from None
+    try:
+        return function(**arguments)
     except Exception as error:
         raise UserCodeFailed(f"{text} failed: {type(error).__name__}: {error}") from error
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kdist.planner.planning import RankedPlans
 
 HEADINGS = (
-    *("machine", "strategy", "devices", "batch", "step", "of it", "examples/s", "efficiency"),
+    *("machine", "strategy", "devices", "batch", "step", "parts", "examples/s", "efficiency"),
     *("memory", "time", "on demand", "spot"),
 )
 ALTERNATIVES = ("instead", "plan", "time", "price")

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 _MAX_DEVICES = 4096
 _MAX_LINES = 6
 _MAX_ROWS = 20
-# Ratio of the largest and the smallest value on an axis, below which it has labels at these digits.
-_DIGITS: list[tuple[float, tuple[float, ...]]] = [
-    (2, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, *(half / 2 for half in range(4, 20)))),
-    (20, (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)),
-    (float("inf"), (1, 2, 5)),
-]
 
 
 def write(result: RankedPlans, path: str | os.PathLike) -> pathlib.Path:
@@ -96,13 +90,13 @@ def money_plot(result: RankedPlans):
     """Returns a plot of hours against dollars of all plans; the Pareto front is a line."""
     import numpy as np
 
-    from kdist.report.plots import Plot, Style
+    from kdist.report.plots import Plot, Style, log_axis
 
     plot = Plot("Time against money", "US dollars", "hours", 2)
     priced = [plan for plan in result.plans if plan.usd]
-    plot.layout["yaxis"] |= _log_axis([plan.hours for plan in result.plans])
+    plot.layout["yaxis"] |= log_axis([plan.hours for plan in result.plans])
     if priced:
-        plot.layout["xaxis"] |= _log_axis([plan.usd for plan in priced])
+        plot.layout["xaxis"] |= log_axis([plan.usd for plan in priced])
     else:
         priced = list(result.plans)
     front = [plan for plan in result.pareto if plan in priced]
@@ -116,14 +110,6 @@ def money_plot(result: RankedPlans):
     if len(plot.data) > 1:
         plot.data[1]["mode"] = "lines+markers"
     return plot
-
-
-def _log_axis(values):
-    """Returns a logarithmic axis whose labels are whole values; Plotly's are single digits."""
-    ratio = max(values) / min(values)
-    digits = next(digits for below, digits in _DIGITS if ratio < below)
-    ticks = [digit * 10.0**power for power in range(-6, 9) for digit in digits]
-    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,.4g}" for tick in ticks]}
 
 
 def _hover_text(plan):

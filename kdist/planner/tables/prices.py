@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from kdist.planner.tables.gpus import find_gpu
 from kdist.planner.tables.machines import Machine
 from kdist.planner.tables.read import Reader, maybe, number, read_own_table, read_table, text
+from kdist.run_directory import replacing
 
 _PRICES: dict[str, Reader] = {
     "cloud": text,
@@ -206,7 +207,7 @@ def write_offers(offers: Iterable[Offer], path: str | os.PathLike) -> None:
 
         kdist.planner.write_offers(found.offers, "prices.csv")
     """
-    with open(path, "w", encoding="utf-8", newline="") as file:
+    with replacing(path) as file:
         writer = csv.writer(file)
         writer.writerow(_PRICES)
         for each in offers:

@@ -16,6 +16,7 @@ import re
 import urllib.parse
 from typing import Any
 
+from kdist.run_directory import replacing
 from kdist.serving.core.model_directory import (
     BATCHING_PARAMETERS,
     MODEL_CONFIG,
@@ -161,7 +162,8 @@ def write_manifests(
     text = yaml.safe_dump_all(manifests(model_directory, options), sort_keys=False)
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    with replacing(path) as file:
+        file.write(text)
     return path
 
 

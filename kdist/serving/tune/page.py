@@ -95,10 +95,13 @@ def latency_plot(tuned: TuningResult, value: str, title: str):
 
     The `value` is `"mean_seconds"` or `"p99_seconds"`.
     """
-    from kdist.report.plots import Style
+    from kdist.report.plots import Style, log_axis
 
     plot, places = _plot(tuned, title, "ms")
-    plot.layout["yaxis"]["type"] = "log"
+    latencies = [getattr(tried.outcome, value) for rate in tuned.rates for tried in _line(rate)]
+    latencies += [getattr(each, value) for rate in tuned.rates for each in rate.measured.values()]
+    positive = [seconds * 1e3 for seconds in latencies if 0 < seconds < float("inf")]
+    plot.layout["yaxis"] |= log_axis(positive) if positive else {"type": "log"}
     for order, rate in enumerate(tuned.rates):
         style, name = Style.of_order(order), _name(rate)
         tried = _line(rate)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import tensorflow as tf
 
 from kdist.compat.keras import EpochIterator, TFEpochIterator
-from kdist.compat.tensorflow import destroy_iterator
+from kdist.compat.tensorflow import destroy_iterator, undistributed
 
 # The tuner doubles the length while a step gets at least this much faster and a call stays short
 # enough for a progress bar, Ctrl-C, and callbacks.
@@ -115,7 +115,8 @@ class StepGroups(TFEpochIterator):
         self._iterators = []  # those that are not destroyed; the last groups may use ended ones
         # Python also calls it before it ends, when `destroy_iterator` can still start a thread.
         weakref.finalize(self, _destroy, self._iterators)
-        EpochIterator.__init__(self, **data)
+        # kdist divides global batches itself. Keras accepts both kinds of dataset as well.
+        EpochIterator.__init__(self, **{**data, "x": undistributed(data["x"])})
         dataset = self.data_adapter.get_tf_dataset()
         # Each host feeds its own TPU cores, which need data that is divided in advance.
         if isinstance(distribute_strategy, tf.distribute.TPUStrategy):

@@ -15,6 +15,7 @@ from kdist.training.replica.dependence.values import FIXED
 from kdist.training.replica.reduction import gather_rows
 
 
+@tf.autograph.experimental.do_not_convert
 def gather_batch(tensors):
     """Returns the rows that all replicas hold of each tensor, in the order of the batch.
 

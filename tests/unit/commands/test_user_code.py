@@ -4,7 +4,6 @@ import pytest
 
 from kdist.commands.training_run.applications import APPLICATIONS, application
 from kdist.commands.training_run.user_code import (
-    UserCodeFailed,
     call,
     check_reference,
     is_reference,
@@ -40,7 +39,7 @@ def test_a_function_receives_the_parameters_that_it_has(tmp_path):
     check_reference("model", f"{path}:build")
     assert call(f"{path}:build", data) == (3, 1)
     assert call(f"{path}:build", data, num_classes=5, width=2) == (5, 2)
-    with pytest.raises(UserCodeFailed, match="unexpected keyword argument"):
+    with pytest.raises(ValueError, match=r"argument 'depth'.*build\(num_classes, width=1\)"):
         call(f"{path}:build", data, depth=2)
 
 

@@ -94,6 +94,11 @@ def test_lines_are_simulated_and_points_are_measured():
     assert value == pytest.approx(1.05e3 * first.best.outcome.mean_seconds)
 
 
+def test_latencies_have_whole_numbers_as_labels():
+    plot = page.latency_plot(example(Objective()), "p99_seconds", "99th percentile")
+    assert {"1", "10"} < set(plot.layout["yaxis"]["ticktext"])
+
+
 def test_measured_with_another_largest_batch_is_told_apart():
     found = example(Objective(), shares=(0.3,))
     rate = found.rates[0]
