@@ -336,6 +336,7 @@ def _reduced(
     # Not of the loss: Keras divides a mask by its mean.
     mixes_rows = any(map(step.mixes_rows, (values, sample_weight, mask)))
     mixes_rows |= has_rows and (step.is_scaled_by_rows(values) or step.are_some_rows(values))
+    step.check_micro_step(values)
     if not loss.shape.rank and (not has_rows or mixes_rows):
         return step.as_mean(loss)  # not a mean over rows, each of which has its own value
     if loss.shape.rank:

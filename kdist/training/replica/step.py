@@ -23,6 +23,7 @@ import copy
 import dataclasses
 import functools
 import logging
+import re
 import threading
 import types
 import warnings
@@ -151,7 +152,8 @@ class ReplicaStep:
         self.added: dict[int, list] = {}  # losses by the id of the layer that added them
         self._colocation = colocate_with_inputs if has_group else contextlib.nullcontext
         self._scaled_by: set[int] = set()
-        self._gathers = self._differentiates_sum = self._has_warned = False
+        self._gathers = self._differentiates_sum = False
+        self._has_warned = self._has_accumulated = False
         self._graph = tf.compat.v1.get_default_graph()
         self._written: dict[int, keras.Variable] = {}
         self._functions: dict[int, tuple] = {}
@@ -245,6 +247,8 @@ class ReplicaStep:
             is_loss: whether to warn if the graph does not tell what `value` is. Defaults to True.
         """
         value = tf.convert_to_tensor(value)
+        if is_loss:
+            self.check_micro_step(value)
         if value.shape.rank:
             (*_, degree) = self._terms(value)[0]
             total = tf.reduce_sum(value)
@@ -294,6 +298,9 @@ class ReplicaStep:
         to_variables = any(map(self._is_weight, flat))
         terms, is_function = [], False
         for one in targets:
+            if to_variables:
+                self.check_micro_step(one)
+                self._check_not_in_turn()
             function = self._function_of_target(one) if to_variables else None
             is_function |= function is not None
             terms += function.terms if function else self._terms(one, to_variables, to_variables)
@@ -453,6 +460,33 @@ class ReplicaStep:
             self._can_exchange and not _is_eager(tensor) and self._dependence.of(tensor).mixes_rows
         )
 
+    def check_micro_step(self, loss):
+        """Warns if a loss combines the rows of a batch, of which a micro-step has only some."""
+        if self._accumulators is None or self._has_warned or _is_eager(loss):
+            return
+        if self._dependence.of(loss).mixes_rows:
+            self._check_rows_are_unknown()
+            self._fall_back(
+                f"the loss {_name(loss)!r} combines rows of the batch with each other. Compile with "
+                "accumulate=1, or accept the loss of each micro-step's rows by "
+                'compile(loss_reduction="mean")',
+                "Each micro-step has some rows of the batch only, so that the result is not that "
+                "of one device",
+            )
+
+    def _check_not_in_turn(self):
+        """Warns if a micro-step computes a gradient after an update, which the last one makes."""
+        if self._accumulators is None or not self._has_accumulated or self._has_warned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            "accumulate: the step computes a gradient after an optimizer was applied, as steps of "
+            "GANs do. Optimizers update weights in the last micro-step only, so that the others "
+            "compute this gradient with the weights before the update, and the result is not that "
+            "of one device. Compile with accumulate=1",
+            stacklevel=2,
+        )
+
     def is_scaled_by_rows(self, tensor) -> bool:
         """Returns True if the values of rows were multiplied or divided by the number of rows.
 
@@ -493,7 +527,7 @@ class ReplicaStep:
 
     def _fall_back_on_mixed_rows(self, tensor, noun="loss"):
         self._fall_back(
-            f"the {noun} {tensor.name!r} combines rows of the batch with each other or with a "
+            f"the {noun} {_name(tensor)!r} combines rows of the batch with each other or with a "
             "mean or sum over rows, or takes rows by their positions. Call kdist.gather_batch on "
             f"what is combined, or accept the {noun} of each replica's rows by "
             'compile(loss_reduction="mean") '
@@ -502,7 +536,7 @@ class ReplicaStep:
         )
 
     def _fall_back_on_unknown(self, loss, noun="loss"):
-        name = "" if _is_eager(loss) else f" {loss.name!r}"
+        name = "" if _is_eager(loss) else f" {_name(loss)!r}"
         where = "run_eagerly=True leaves no graph" if _is_eager(loss) else "its graph does not tell"
         self._fall_back(
             f"the {noun}{name} may be a mean or a sum over the rows of a batch; {where}. Use "
@@ -829,6 +863,7 @@ class ReplicaStep:
             )
         ]
         if self._accumulators is not None:
+            self._has_accumulated = True
             gradients = self.reduced_in_micro_step(optimizer, gradients, variables)
             with self._marked("applying"):  # its variables are no state of the program
                 gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)
@@ -1234,6 +1269,14 @@ def _is_variable(source):
 
 def _is_eager(tensor):
     return not hasattr(tensor, "graph")
+
+
+def _name(tensor):
+    """Returns a tensor's name, which is the same for all replicas and micro-steps.
+
+    Python shows equal warnings once.
+    """
+    return re.sub(r"^(while/|replica_\d+/)+", "", tensor.name)
 
 
 def _is_in_graph(tensor):
