@@ -467,8 +467,8 @@ class ReplicaStep:
         if self._dependence.of(loss).mixes_rows:
             self._check_rows_are_unknown()
             self._fall_back(
-                f"the loss {_name(loss)!r} combines rows of the batch with each other. Compile with "
-                "accumulate=1, or accept the loss of each micro-step's rows by "
+                f"the loss {_name(loss)!r} combines rows of the batch with each other. Compile "
+                "with accumulate=1, or accept the loss of each micro-step's rows by "
                 'compile(loss_reduction="mean")',
                 "Each micro-step has some rows of the batch only, so that the result is not that "
                 "of one device",
