@@ -1,10 +1,13 @@
 """Kinds of Keras optimizers: which wrap others, and which update each element separately."""
 
+import warnings
 from collections.abc import Iterator
 
 import keras
+import numpy as np
 
 from kdist.compat.keras import MULTI_OPTIMIZERS
+from kdist.training.scopes import outside_any_scope
 
 _of = keras.optimizers
 
@@ -26,7 +29,8 @@ _REASONS = {
 def check_elementwise(optimizer: keras.optimizers.Optimizer, where: str, otherwise: str):
     """Raises ValueError unless an optimizer is known to act on each element separately.
 
-    Wrapped optimizers are also checked.
+    Wrapped optimizers are also checked. An `update_step` of the program is tried on a small weight,
+    with a warning if that fails.
 
     Args:
         optimizer: the optimizer.
@@ -46,6 +50,49 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer, where: str, otherwi
             raise ValueError(
                 f"{where}, and {name} is not known to act on each element separately. {remedy}"
             )
+        if not type(each).update_step.__module__.startswith("keras."):
+            _check_own_update(each, where, remedy)
+
+
+def _check_own_update(optimizer, where, remedy):
+    """Raises ValueError if `update_step` changes parts of a weight in another way than the whole.
+
+    Averages over a gradient and norms of a weight do, for example.
+    """
+    name = type(optimizer).__name__
+    try:
+        of_whole, of_parts = outside_any_scope(lambda: _updates(optimizer))
+    except Exception as error:
+        warnings.warn(
+            f"{where}, and update_step of {name} could not be tried: {error}. It must act on each "
+            "element separately",
+            stacklevel=3,
+        )
+        return
+    if not np.allclose(of_whole, of_parts, atol=1e-6):
+        raise ValueError(
+            f"{where}, and update_step of {name} does not act on each element separately. {remedy}"
+        )
+
+
+def _updates(optimizer):
+    """Returns a small weight after some updates: as a whole, and from updates of its halves."""
+    whole = np.sin(np.arange(24.0)).reshape(6, 4)
+    halves = [half.reshape(-1, 1) for half in np.split(whole, 2)]
+    updated = [_updated(optimizer, values) for values in (whole, *halves)]
+    return updated[0], np.concatenate(updated[1:]).reshape(whole.shape)
+
+
+def _updated(optimizer, values):
+    """Returns the values of a weight after some updates by a copy of an optimizer."""
+    copy = type(optimizer).from_config({**optimizer.get_config(), "learning_rate": 0.1})
+    weight = keras.Variable(values, dtype="float32", name="kernel")
+    copy.build([weight])
+    for number in range(3):
+        gradient = keras.ops.cos((number + 2.0) * values)
+        copy.update_step(keras.ops.cast(gradient, "float32"), weight.value, copy.learning_rate)
+        copy.iterations.assign_add(1)
+    return weight.numpy()
 
 
 def unwrapped(

@@ -43,8 +43,8 @@ def scope(replicas, shard="optimizer"):
     """Returns the scope of sharded replicas; one without effect for 0."""
     if not replicas:
         return contextlib.nullcontext()
-    layout = kdist.Layout(data=replicas, shard=shard, min_shard_bytes=MIN_BYTES)
-    return kdist.create_strategy(layout).scope()
+    sizes = {"min_shard_bytes": MIN_BYTES} if shard else {}
+    return kdist.create_strategy(kdist.Layout(data=replicas, shard=shard, **sizes)).scope()
 
 
 def trained(optimizer, replicas=0, shard="optimizer", epochs=2, callbacks=(), **options):
@@ -275,6 +275,50 @@ def test_optimizers_that_need_whole_weights_are_refused(optimizer, message):
         model = network()
         with pytest.raises(ValueError, match=message):
             model.compile(optimizer(), LOSS)
+
+
+class Decaying(optimizers.SGD):
+    """An optimizer that decays matrices, and trains the head slowly, as programs write it."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        if len(variable.shape) > 1:
+            gradient = tf.convert_to_tensor(gradient) + 0.1 * variable
+        factor = 0.1 if "head/" in variable.name else 1.0
+        super().update_step(gradient, variable, factor * learning_rate)
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer", "weights"])
+def test_an_update_of_ones_own_receives_names_and_numbers_of_axes(shard):
+    expected, model = (trained(lambda: Decaying(0.1), n, shard) for n in (0, 2))
+    assert_same_weights(model.get_weights(), expected.get_weights(), 1e-6)
+
+
+class Centralized(optimizers.SGD):
+    """An optimizer that subtracts the mean of each gradient."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = tf.convert_to_tensor(gradient)
+        super().update_step(gradient - tf.reduce_mean(gradient), variable, learning_rate)
+
+
+class Inimitable(optimizers.SGD):
+    """An optimizer that has no configuration."""
+
+    def __init__(self, factor):
+        super().__init__(factor * 0.1)
+        self.factor = factor
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_an_update_of_ones_own_that_needs_whole_weights_is_refused():
+    with scope(2):
+        model = network()
+        with pytest.raises(ValueError, match="update_step of Centralized"):
+            model.compile(Centralized(0.1), LOSS)
+        with pytest.warns(UserWarning, match="update_step of Inimitable"):
+            model.compile(Inimitable(0.1), LOSS)
 
 
 def test_local_steps_are_refused():

@@ -265,6 +265,7 @@ def _reduced(
     # Not of the loss: Keras divides a mask by its mean.
     mixes_rows = any(map(step.mixes_rows, (values, sample_weight, mask)))
     mixes_rows |= has_rows and (step.is_scaled_by_rows(values) or step.are_some_rows(values))
+    step.check_micro_step(values)
     if not loss.shape.rank and (not has_rows or mixes_rows):
         return step.as_mean(loss)  # not a mean over rows, each of which has its own value
     if loss.shape.rank:
@@ -650,9 +651,20 @@ def _already_reduced(step, keras_function, optimizer, grads_and_vars):
     return list(grads_and_vars)
 
 
+def _update_step(optimizer, gradients, variables, learning_rate):
+    """Updates weights like Keras's code for one device, which calls `update_step`.
+
+    As on one device, `update_step` receives variables of TensorFlow. Their names, by which an
+    optimizer of a program may choose a learning rate, contain the names of layers.
+    """
+    for gradient, variable in zip(gradients, variables, strict=True):
+        optimizer.update_step(gradient, variable.value, learning_rate)
+
+
 def _per_replica(name):
     """Returns a hook with Keras's code for one device instead of that which updates all copies."""
-    for_one_device = getattr(BaseOptimizer, name)
+    is_update = name == "_backend_update_step"
+    for_one_device = _update_step if is_update else getattr(BaseOptimizer, name)
 
     def update(step, keras_function, optimizer, *args, **kwargs):
         act = step.optimizer_method(name, for_one_device, keras_function)

@@ -150,7 +150,7 @@ class ReplicaStep:
         self.added: dict[int, list] = {}  # losses by the id of the layer that added them
         self._colocation = colocate_with_inputs if has_group else contextlib.nullcontext
         self._scaled_by: set[int] = set()
-        self._differentiates_sum = self.has_warned = False
+        self._differentiates_sum = self._has_accumulated = self.has_warned = False
         self._graph = tf.compat.v1.get_default_graph()
         self._written: dict[int, keras.Variable] = {}
         self._functions: dict[int, tuple] = {}
@@ -235,6 +235,8 @@ class ReplicaStep:
             is_loss: whether to warn if the graph does not tell what `value` is. Defaults to True.
         """
         value = tf.convert_to_tensor(value)
+        if is_loss:
+            self.check_micro_step(value)
         if value.shape.rank:
             (*_, degree) = self._terms(value)[0]
             total = tf.reduce_sum(value)
@@ -279,6 +281,9 @@ class ReplicaStep:
         to_variables = any(map(self.dependence.is_weight, flat))
         terms, is_function = [], False
         for one in targets:
+            if to_variables:
+                self.check_micro_step(one)
+                self._check_not_in_turn()
             function = self._function_of_target(one) if to_variables else None
             is_function |= function is not None
             terms += function.terms if function else self._terms(one, to_variables, to_variables)
@@ -347,6 +352,19 @@ class ReplicaStep:
         A replica has its own rows only, so that its values are not those of one device.
         """
         return self._can_exchange and not is_eager(tensor) and self.dependence.of(tensor).mixes_rows
+
+    def check_micro_step(self, loss):
+        """Warns if a loss combines the rows of a batch, of which a micro-step has only some."""
+        if self._accumulators is None or self.has_warned or is_eager(loss):
+            return
+        if self.dependence.of(loss).mixes_rows:
+            self.dependence.check_rows_are_unknown()
+            fallbacks.on_rows_of_micro_step(self, loss)
+
+    def _check_not_in_turn(self):
+        """Warns if a micro-step computes a gradient after an update, which the last one makes."""
+        if self._has_accumulated and not self.has_warned:
+            fallbacks.on_gradient_after_update(self)
 
     def is_scaled_by_rows(self, tensor) -> bool:
         """Returns True if the values of rows were multiplied or divided by the number of rows.
@@ -597,6 +615,7 @@ class ReplicaStep:
             )
         ]
         if self._accumulators is not None:
+            self._has_accumulated = True
             gradients = self.reduced_in_micro_step(optimizer, gradients, variables)
             with self._marked("applying"):  # its variables are no state of the program
                 gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)

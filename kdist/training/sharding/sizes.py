@@ -19,7 +19,8 @@ HELD = 2
 class PartSizes:
     """Sizes of the equal parts of a tensor, the last of which are padded.
 
-    A part consists of rows (the first axis), or of elements if there are too few rows.
+    A part consists of rows (the first axis), or of elements if there are too few rows. It has as
+    many axes as the tensor, by which an optimizer may distinguish matrices from vectors.
 
     Args:
         shape: shape of the tensor.
@@ -43,7 +44,9 @@ class PartSizes:
 
     @property
     def _shape_of_rows(self):
-        return self.shape if self.is_by_rows else (math.prod(self.shape),)
+        if self.is_by_rows:
+            return self.shape
+        return (math.prod(self.shape), *[1] * (len(self.shape) - 1))
 
 
 def is_large(shape: Sequence[int], number_bytes: int, count: int, min_shard_bytes: int) -> bool:

@@ -4,6 +4,7 @@ If every replica has the whole batch, the step is traced again and computes all 
 program is warned, or stopped, with what to change.
 """
 
+import re
 import warnings
 
 from kdist.training.replica.dependence.of_step import is_eager
@@ -41,7 +42,7 @@ def on_mixed_rows(step, tensor, noun: str = "loss"):
     """Falls back for a tensor, of which `noun` tells what it is, whose rows were combined."""
     fall_back(
         step,
-        f"the {noun} {tensor.name!r} combines rows of the batch with each other or with a "
+        f"the {noun} {_name(tensor)!r} combines rows of the batch with each other or with a "
         "mean or sum over rows, or takes rows by their positions. Call kdist.gather_batch on "
         f"what is combined, or accept the {noun} of each replica's rows by "
         'compile(loss_reduction="mean") '
@@ -50,9 +51,33 @@ def on_mixed_rows(step, tensor, noun: str = "loss"):
     )
 
 
+def on_rows_of_micro_step(step, loss):
+    """Falls back for a loss that combines rows, of which a micro-step has only some."""
+    fall_back(
+        step,
+        f"the loss {_name(loss)!r} combines rows of the batch with each other. Compile "
+        "with accumulate=1, or accept the loss of each micro-step's rows by "
+        'compile(loss_reduction="mean")',
+        "Each micro-step has some rows of the batch only, so that the result is not that "
+        "of one device",
+    )
+
+
+def on_gradient_after_update(step):
+    """Warns that a step with micro-steps computes a gradient after it has applied an optimizer."""
+    step.has_warned = True
+    warnings.warn(
+        "accumulate: the step computes a gradient after an optimizer was applied, as steps of "
+        "GANs do. Optimizers update weights in the last micro-step only, so that the others "
+        "compute this gradient with the weights before the update, and the result is not that "
+        "of one device. Compile with accumulate=1",
+        stacklevel=2,
+    )
+
+
 def on_unknown(step, loss, noun: str = "loss"):
     """Falls back for a tensor that may be a mean or a sum over rows."""
-    name = "" if is_eager(loss) else f" {loss.name!r}"
+    name = "" if is_eager(loss) else f" {_name(loss)!r}"
     where = "run_eagerly=True leaves no graph" if is_eager(loss) else "its graph does not tell"
     fall_back(
         step,
@@ -79,3 +104,11 @@ def on_changed_gradient(step, leaves_no_graph: bool = False):
         "Each replica changes the gradient of its own rows",
         is_certain=leaves_no_graph,
     )
+
+
+def _name(tensor):
+    """Returns a tensor's name, which is the same for all replicas and micro-steps.
+
+    Python shows equal warnings once.
+    """
+    return re.sub(r"^(while/|replica_\d+/)+", "", tensor.name)
