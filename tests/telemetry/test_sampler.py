@@ -192,3 +192,9 @@ def test_all_devices_of_a_task(fake_nvml, samples_host):
     assert ("cpu/0" in devices) == samples_host
     assert {r["utilization"] for r in records if r["device"] == "gpu/2"} == {0.3}
     assert told["overhead"] > 0
+
+
+def test_a_short_run_has_one_sample(sampler_of):
+    sampler, records = sampler_of(Costly(), every_seconds=60)
+    sampler.stop()
+    assert len(records) == 1

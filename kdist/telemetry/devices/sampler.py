@@ -144,18 +144,23 @@ class DeviceSampler:
             wait = min(_SECONDS_TO_FIRST, self._every_seconds)
             while not stopped.wait(wait):
                 sample_began, sample_cpu = time.monotonic(), time.thread_time()
-                for sampler in samplers:
-                    self._sample(sampler, began, stopped)
+                self._sample_all(samplers, began, stopped)
                 cost = time.thread_time() - sample_cpu
                 interval = max(self._every_seconds, cost / _MAX_OVERHEAD_SHARE)
                 wait = max(sample_began + interval - time.monotonic(), 0.0)
                 self._account(began_here, cpu_before)
                 began_here, cpu_before = time.monotonic(), time.thread_time()
+            if not self._seconds:  # a run that is shorter than the first interval has one sample
+                self._sample_all(samplers, began, threading.Event())
         self._account(began_here, cpu_before)
 
     def _account(self, began, cpu_before):
         self._seconds += time.monotonic() - began
         self._cpu_seconds += time.thread_time() - cpu_before
+
+    def _sample_all(self, samplers, began, stopped):
+        for sampler in samplers:
+            self._sample(sampler, began, stopped)
 
     def _sample(self, sampler, began, stopped):
         def sample():
