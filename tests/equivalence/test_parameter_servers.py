@@ -233,3 +233,82 @@ def test_data_of_unknown_length_count_the_steps_that_ran():
         assert results[f"within {staleness}"] == ends
         assert results[f"warned {staleness}"]
     assert results["resumed"] == [10, True]
+
+
+OWN_STEPS = """
+import json
+import kdist
+strategy = kdist.create_strategy("parameter_server")
+import keras
+import numpy as np
+import tensorflow as tf
+
+def logging_class(base):
+    class Logging(base):
+        # Logs a mean, a sum, and metrics, and counts its steps.
+        def build(self, shape):
+            self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+            self.number = self.add_weight(shape=(), initializer="zeros", trainable=False)
+            super().build(shape)
+        def train_step(self, data):
+            self.count.assign_add(1.0)
+            self.number.assign(self.number + 1.0)
+            return super().train_step(data)
+        def compute_metrics(self, x, y, y_pred, sample_weight=None):
+            logs = super().compute_metrics(x, y, y_pred, sample_weight)
+            errors = tf.abs(y - y_pred)
+            return {**logs, "mean": tf.reduce_mean(errors), "sum": tf.reduce_sum(errors)}
+    return Logging
+
+def sometimes_class(base):
+    class Sometimes(base):
+        # Updates its weights in every second step.
+        def build(self, shape):
+            super().build(shape)
+            self.calls = tf.Variable(0, trainable=False)
+            self.sums = [tf.Variable(tf.zeros_like(v), trainable=False)
+                         for v in self.trainable_variables]
+        def train_step(self, data):
+            x, y = data
+            self.calls.assign_add(1)
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = self.compute_loss(x, y, y_pred)
+            for total, gradient in zip(self.sums, tape.gradient(loss, self.trainable_variables)):
+                total.assign_add(gradient)
+            tf.cond(self.calls % 2 == 0, self.update, lambda: None)
+            return self.compute_metrics(x, y, y_pred)
+        def update(self):
+            self.optimizer.apply_gradients(zip(self.sums, self.trainable_variables))
+            for total in self.sums:
+                total.assign(tf.zeros_like(total))
+    return Sometimes
+
+def train(model_class, **options):
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input((4,))
+    model = model_class(inputs, keras.layers.Dense(1)(inputs))
+    model.build((None, 4))
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"], **options)
+    x, y = np.random.default_rng(0).normal(size=(2, 44, 4)).astype("float32")
+    history = model.fit(x, y[:, :1], batch_size=16, epochs=3, verbose=0, shuffle=False)
+    weights = {v.path: v.numpy() for v in model.variables}
+    return {**history.history, **weights}
+
+found = {}
+for name, define, accumulate in (
+    ("logs", logging_class, 1), ("micro-batches", logging_class, 2), ("tf.cond", sometimes_class, 1)
+):
+    expected = train(define(keras.Model))
+    with strategy.scope():
+        results = train(define(kdist.Model), max_staleness=0, accumulate=accumulate)
+    found[name] = sorted(results) == sorted(expected) and max(
+        float(np.max(np.abs(np.subtract(results[key], expected[key])))) for key in expected)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_steps_of_ones_own_are_those_of_one_device():
+    found, *_ = python_tasks(OWN_STEPS, {"chief": 1, "worker": 1, "ps": 1})
+    assert found == pytest.approx({"logs": 0, "micro-batches": 0, "tf.cond": 0}, abs=1e-5)

@@ -232,9 +232,9 @@ class MicroBatchStep(_StepProxy):
             yield
         _check_repeatable(graph, graph.get_operations()[before:])
 
-    def note_written(self, variable: keras.Variable):
-        """Records that a layer or a metric is about to write `variable`."""
-        self._step.note_written(variable)
+    def note_written(self, variable: keras.Variable, value):
+        """Records that a layer or a metric is about to write `value` to `variable`."""
+        self._step.note_written(variable, value)
         if id(variable) in self._weights and not self.is_normalizing:
             warnings.warn(
                 f"a layer writes {variable.path!r} once in each of {self.micro_batches} "

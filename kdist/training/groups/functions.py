@@ -299,6 +299,7 @@ class ReplicatedStep:
         self._accumulators = accumulators
         self._micro_steps = micro_steps
         self.results: dict = {}
+        self._divided_logs: list[str] = []  # names of logs that micro-steps have parts of
         self._strategy = trainer.distribute_strategy
         self._replicas = self._strategy.num_replicas_in_sync
         self._has_copies = isinstance(
@@ -384,20 +385,22 @@ class ReplicatedStep:
         division = self._division(data, worker_slice)
         last = self._micro_steps - 1
         run = functools.partial(self._micro_step, data, division)
+        sums = [tf.zeros([1], tf.float64)] * num_local_replicas(self._strategy)
         if self._trainer.run_eagerly:
             for number in range(last):
-                run(number)
+                sums = run(number, sums)
         elif last:
             # One after the other, so that only one micro-step's activations are in memory.
-            (done,) = tf.while_loop(
-                lambda number: number < last,
-                lambda number: (number + 1, run(number))[:1],
-                [tf.constant(0)],
+            done, sums = tf.while_loop(
+                lambda number, _: number < last,
+                lambda number, sums: (number + 1, run(number, sums)),
+                (tf.constant(0), sums),
+                (tf.TensorShape([]), [tf.TensorShape([None])] * len(sums)),
                 parallel_iterations=1,
             )
             with tf.control_dependencies([done]):
                 data = tf.nest.map_structure(clocks.identity, data, expand_composites=True)
-        return self._micro_step(data, division, last, is_last=True)
+        return self._micro_step(data, division, last, sums, is_last=True)
 
     def _division(self, data, worker_slice):
         """Returns the `BatchDivision` of a batch, which may have to remain undivided."""
@@ -412,7 +415,20 @@ class ReplicatedStep:
             self._repeat(error)
         return divide(is_repeated=True)
 
-    def _micro_step(self, data, division, number, is_last=False):
+    def _micro_step(self, data, division, number, sums, is_last=False):
+        """Runs a micro-step on each replica.
+
+        Args:
+            data: a batch.
+            division: its `BatchDivision`.
+            number: index of the micro-step.
+            sums: parts of logs, added up over earlier micro-steps: a vector for each replica.
+            is_last: whether this is the last micro-step. Defaults to False.
+
+        Returns:
+            The outputs of the step, on each replica. `sums` with those of this micro-step, if it
+            is not the last one.
+        """
         own_objects = _objects_of_program(self._trainer)
         shared_trace = SharedTrace() if self._shares_trace else None
 
@@ -439,17 +455,27 @@ class ReplicatedStep:
             with attributes_of_replica(own_objects), step.running():
                 with step.undoing_if_empty(self._trainer.metrics_variables):
                     outputs = self._step(rows)
+                step.check_updates()
                 step.average_state(except_for=self._synchronized_statistics())
+                step.undo_repeated_changes()
             if isinstance(outputs, dict):
                 read = {name: results.get(id(value)) for name, value in outputs.items()}
                 self.results.update({name: found[1] for name, found in read.items() if found})
-            return step.as_logs(outputs)
+            parts, earlier = step.log_parts(outputs, results), sums[step.local_replica]
+            if not is_last:
+                self._divided_logs = list(parts)
+                return earlier + _vector(parts.values())
+            return {**outputs, **_added(parts, self._divided_logs, earlier)} if parts else outputs
 
         on_replica = tf.autograph.experimental.do_not_convert(on_replica)
         with recorded_results([*self._trainer.metrics, *self._trainer._metrics]) as results:
             if self._trainer.run_eagerly:
-                return run_once(self._strategy, on_replica, data)
-            return self._strategy.run(on_replica, args=(data,))
+                outputs = run_once(self._strategy, on_replica, data)
+            else:
+                outputs = self._strategy.run(on_replica, args=(data,))
+        if is_last:
+            return outputs
+        return list(self._strategy.experimental_local_results(outputs))
 
     @property
     def _shares_trace(self):
@@ -485,6 +511,24 @@ def _objects_of_program(trainer):
         for one in (trainer, *trainer._flatten_layers(include_self=False))
         if not type(one).__module__.startswith(("keras.", "kdist."))
     ]
+
+
+def _vector(numbers):
+    """Returns scalars as one float64 vector, which may be empty."""
+    return (
+        tf.stack([tf.cast(n, tf.float64) for n in numbers])
+        if numbers
+        else tf.zeros([0], tf.float64)
+    )
+
+
+def _added(parts, names, sums):
+    """Returns {name: part} with sums of earlier micro-steps, a vector in the order of `names`."""
+    earlier = {name: sums[place] for place, name in enumerate(names)}
+    return {
+        name: part + tf.cast(earlier[name], part.dtype) if name in earlier else part
+        for name, part in parts.items()
+    }
 
 
 def run_converted(trainer, replicated_step, data, worker_slice):

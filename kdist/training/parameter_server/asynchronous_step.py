@@ -33,16 +33,19 @@ from kdist.training.scopes import in_new_thread
 
 
 class MicroSteps:
-    """Gradient sums of the micro-steps of one replica's step.
+    """Sums of gradients and logs over the micro-steps of one replica's step.
 
     They are tensors, since no other worker needs them.
 
     Attributes:
         began_at: the count of updates when the first micro-step read its weights.
+        increments: the increments of metric variables so far; None before the first micro-step.
     """
 
     def __init__(self):
         self._parts = {}
+        self._logs = {}
+        self.increments = None
         self.began_at = None
 
     def add(self, optimizer, gradients, variables, is_last):
@@ -52,6 +55,16 @@ class MicroSteps:
             if gradient is not None:
                 self._parts.setdefault(key, []).append(gradient)
         return [_sum(self._parts.get(key, [])) for key in keys] if is_last else None
+
+    def add_increments(self, added):
+        """Adds the increments of metric variables in one micro-step."""
+        before = self.increments or [tf.zeros_like(value) for value in added]
+        self.increments = [a + b for a, b in zip(before, added, strict=True)]
+
+    def add_logs(self, parts):
+        """Adds {name: part of a log}, and returns the sums."""
+        self._logs = {name: part + self._logs.get(name, 0) for name, part in parts.items()}
+        return self._logs
 
 
 def _sum(gradients):
@@ -83,8 +96,13 @@ class LocalCopies(keras.StatelessScope):
         self.is_updating = False
         self.step: StepOnCopies | None = None
 
-    def pull(self, counter):
-        """Reads the variables; returns the value of `counter`, read first, if there is one."""
+    def pull(self, counter, increments=None):
+        """Reads the variables; returns the value of `counter`, read first, if there is one.
+
+        Args:
+            counter: variable that is read before all others; None for none.
+            increments: what earlier micro-steps have yet to add to the metrics. Defaults to None.
+        """
         read = self._others if self._from_zero else [*self._others, *self._metrics]
         values, count = pull([variable._value for variable in read], counter)
         self._copies = {id(read[number]): value for number, value in values.items()}
@@ -92,6 +110,9 @@ class LocalCopies(keras.StatelessScope):
             if id(variable) not in self._copies:
                 begin = 0 if self._from_zero else variable._value.read_value()
                 self._copies[id(variable)] = tf.zeros(variable.shape, variable.dtype) + begin
+        if increments and not self._from_zero:
+            for variable, increment in zip(self._metrics, increments, strict=True):
+                self._copies[id(variable)] += increment
         self._begun_with = [self._copies[id(variable)] for variable in self._metrics]
         return count
 
@@ -123,7 +144,8 @@ class LocalCopies(keras.StatelessScope):
             variable._direct_assign(value)
         else:
             self._copies[id(variable)] = tf.cast(value, variable.dtype)
-            self._written.add(id(variable))
+            if self.step.is_kept(variable, value):
+                self._written.add(id(variable))
 
     def note_added(self, variable, value):
         """Adds `value` to the copy of a variable that has itself been increased by it."""
@@ -229,7 +251,7 @@ class AsynchronousStep(StepOnCopies):
     @contextlib.contextmanager
     def running(self):
         # Weights are read after the counter, so that updates in between count as staleness.
-        began_at = self._copies.pull(self._counter)
+        began_at = self._copies.pull(self._counter, self._micro_steps.increments)
         if self._micro_steps.began_at is None:
             self._micro_steps.began_at = began_at
         with super().running(), self._copies:
@@ -262,7 +284,8 @@ class AsynchronousStep(StepOnCopies):
 
         parts = tf.nest.flatten(moved, expand_composites=True)
         written_at = run_on_server(counter.device, on_its_server, *parts)
-        if counter is self._counter and self._written_at is None:
+        is_certain = tf.compat.v1.get_default_graph() is self._graph  # and in no `tf.cond`
+        if is_certain and counter is self._counter and self._written_at is None:
             self._written_at = written_at
         self._copies.forget(variables)
 
@@ -287,7 +310,8 @@ class AsynchronousStep(StepOnCopies):
             return keras_function(variable, value)
         native = variable._value
         value = tf.cast(value, native.dtype)
-        native.assign_add(value)
+        if self.is_kept(variable, value):
+            native.assign_add(value)
         self._copies.note_added(variable, value)
         return native
 
@@ -308,6 +332,7 @@ class AsynchronousStep(StepOnCopies):
         """
         none_yet = tf.constant(NONE_YET, tf.int64)
         added = [self.zero_if_empty(part) for part in self._copies.added()]
+        self._micro_steps.add_increments(added)
         if self._written_at is None:
             return added, tf.zeros([], tf.int64), none_yet
         with tf.device(self._written_at.device):

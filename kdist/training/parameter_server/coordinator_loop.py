@@ -27,7 +27,7 @@ from kdist.training.groups.predictions import concatenate
 from kdist.training.groups.step_groups import GroupResult, StepGroup
 from kdist.training.parameter_server.asynchronous_step import AsynchronousStep, MicroSteps
 from kdist.training.parameter_server.variables import push
-from kdist.training.replica.own_metrics import own_metric_variables
+from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
 from kdist.training.replica.row_shares import BatchDivision
 from kdist.training.scopes import this_replica
 
@@ -345,8 +345,11 @@ class WorkerStep:
             step.own_metrics = own_metric_variables(self._trainer.metrics)
             with step.running():
                 outputs = self._step(rows)
-            return *step.outcome(), outputs
+                parts = micro_steps[replica].add_logs(step.log_parts(outputs, results))
+            return *step.outcome(), {**outputs, **parts} if parts else outputs
 
-        return self._strategy.run(
-            tf.autograph.experimental.do_not_convert(on_replica), args=(data,)
-        )
+        metrics = [*self._trainer.metrics, *self._trainer._metrics]
+        with recorded_results(metrics) as results:
+            return self._strategy.run(
+                tf.autograph.experimental.do_not_convert(on_replica), args=(data,)
+            )

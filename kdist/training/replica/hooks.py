@@ -256,6 +256,7 @@ def _reduced(
 ):
     """Returns a loss, corrected for the mean over replicas if it is not a mean over rows."""
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
+    step.check_loss(*(each for each in (values, sample_weight, mask) if tf.is_tensor(each)))
     if step.is_whole_loss:
         return loss if loss.shape.rank else step.note_mean(loss)
     if loss.shape == (0,) and reduction not in (None, "none"):
@@ -265,7 +266,6 @@ def _reduced(
     # Not of the loss: Keras divides a mask by its mean.
     mixes_rows = any(map(step.mixes_rows, (values, sample_weight, mask)))
     mixes_rows |= has_rows and (step.is_scaled_by_rows(values) or step.are_some_rows(values))
-    step.check_micro_step(values)
     if not loss.shape.rank and (not has_rows or mixes_rows):
         return step.as_mean(loss)  # not a mean over rows, each of which has its own value
     if loss.shape.rank:
@@ -448,7 +448,7 @@ def _assign(step, keras_function, variable, value):
     metric = step.own_metrics.get(id(variable))
     if metric is not None:
         value = own_metrics.corrected(step, metric, variable, value)
-    step.note_written(variable)
+    step.note_written(variable, value)
     native = variable._value
     if metric is None and not step.is_normalizing:
         value = step.state_of_batch(variable, tf.convert_to_tensor(value, native.dtype))
@@ -464,7 +464,7 @@ def _assign_raw(step, function, native, value, *args, **kwargs):
     """Assigns or adds to a `tf.Variable` of the program."""
     if not (step.applying or step.is_assigning):
         variable = steps.RawVariable(native)
-        step.note_written(variable)
+        step.note_written(variable, tf.convert_to_tensor(value, native.dtype))
         value = step.state_of_batch(variable, tf.convert_to_tensor(value, native.dtype))
     if step.applying and step.has_copies and _is_assigned_on_each(native, True):
         return getattr(step.local(native), function.__name__)(value, *args, **kwargs)

@@ -109,6 +109,8 @@ class _Passes:
                 _check_are_tensors(outputs)
                 if any(self._step.added.values()):
                     raise NotSharedError("layers add losses, which the step may read")
+                if self._step.has_repeated_changes:
+                    raise NotSharedError("a micro-step undoes changes of state after the passes")
                 self._found = self._step.dependence.found(outputs)
             return outputs
 

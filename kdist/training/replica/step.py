@@ -63,6 +63,7 @@ _this_thread = threading.local()
 
 # Large odd stride, so that per-replica seeds never collide.
 _SEED_STRIDE = 0x9E3779B1
+_STATE_OF_SEEDS = "seed_generator_state"  # name of a variable of `keras.random.SeedGenerator`
 
 
 def current() -> "ReplicaStep | None":
@@ -150,10 +151,13 @@ class ReplicaStep:
         self.added: dict[int, list] = {}  # losses by the id of the layer that added them
         self._colocation = colocate_with_inputs if has_group else contextlib.nullcontext
         self._scaled_by: set[int] = set()
-        self._differentiates_sum = self._has_accumulated = self.has_warned = False
+        self._differentiates_sum = self.has_warned = False
         self._graph = tf.compat.v1.get_default_graph()
         self._written: dict[int, keras.Variable] = {}
+        self._before: dict[int, tuple | None] = {}  # values before changes that are not kept
         self._functions: dict[int, tuple] = {}
+        # Variables that the last micro-step updates, and the number of operations before.
+        self._waiting: dict[int, tuple[keras.Variable, int]] = {}
 
     def running(self):
         """Makes this step the one that hooks call."""
@@ -172,6 +176,7 @@ class ReplicaStep:
         inner.dependence = self.dependence.in_function(share, replica)
         inner.share, inner.replica = share, replica
         inner.added, inner._written, inner._functions, inner._scaled_by = {}, {}, {}, set()
+        inner._before = {}
         inner._graph = tf.compat.v1.get_default_graph()
         inner.shared_trace = None  # all replicas make the same calls, but one traces this function
         return inner
@@ -213,6 +218,7 @@ class ReplicaStep:
         """
         self._scaled_by.add(id(optimizer))
         loss = tf.convert_to_tensor(loss)
+        self.check_loss(loss)
         if not loss.shape.rank or self.mixes_rows(loss):
             scaled = self.as_mean(loss) * tf.cast(self.weight, loss.dtype)
             return self.dependence.note(scaled, SUM)
@@ -235,8 +241,6 @@ class ReplicaStep:
             is_loss: whether to warn if the graph does not tell what `value` is. Defaults to True.
         """
         value = tf.convert_to_tensor(value)
-        if is_loss:
-            self.check_micro_step(value)
         if value.shape.rank:
             (*_, degree) = self._terms(value)[0]
             total = tf.reduce_sum(value)
@@ -247,20 +251,33 @@ class ReplicaStep:
             return self.note_mean(function.replica_value() if is_loss else function.value)
         return with_correct_sums(self, value, is_loss)
 
-    def as_logs(self, outputs):
-        """Returns outputs of a step whose means over replicas are the logs of the batch."""
-        if not isinstance(outputs, dict):
-            return outputs
-        return {name: self._as_log(value) for name, value in outputs.items()}
+    def log_parts(self, outputs, results=()):
+        """Returns {name: this micro-step's part} of the logs that depend on the rows.
 
-    def _as_log(self, value):
+        The log of the batch is the sum of the parts over micro-steps, and their mean over replicas.
+
+        Args:
+            outputs: what the step returned.
+            results: the ids of results of metrics, which are read after the step.
+        """
+        if not isinstance(outputs, dict):
+            return {}
+        return {
+            name: self._log_part(value)
+            for name, value in outputs.items()
+            if id(value) not in results and self._is_divided_log(value)
+        }
+
+    def _is_divided_log(self, value):
         is_scalar = (
             isinstance(value, tf.Tensor) and value.shape.rank == 0 and value.dtype.is_floating
         )
-        if not is_scalar or is_eager(value) or self.dependence.of(value).is_fixed:
-            return value
-        weight = tf.cast(self.share.micro_step_fraction, value.dtype) * self.replicas
-        return tf.math.multiply_no_nan(self.as_mean(value, is_loss=False), weight)
+        return is_scalar and (is_eager(value) or not self.dependence.of(value).is_fixed)
+
+    def _log_part(self, value):
+        weight = tf.cast(self.share.batch_fraction, value.dtype) * self.replicas
+        value = value if is_eager(value) else self.as_mean(value, is_loss=False)
+        return tf.math.multiply_no_nan(value, weight)
 
     def tape_gradient(self, gradient, target, sources):
         """Returns `gradient(target, sources)` and records whether it is that of a mean or a sum.
@@ -279,11 +296,10 @@ class ReplicaStep:
         if not all(isinstance(t, tf.Tensor) for t in targets):
             return gradient(target, sources, None)
         to_variables = any(map(self.dependence.is_weight, flat))
+        if to_variables:
+            self.check_loss(*targets)
         terms, is_function = [], False
         for one in targets:
-            if to_variables:
-                self.check_micro_step(one)
-                self._check_not_in_turn()
             function = self._function_of_target(one) if to_variables else None
             is_function |= function is not None
             terms += function.terms if function else self._terms(one, to_variables, to_variables)
@@ -353,18 +369,21 @@ class ReplicaStep:
         """
         return self._can_exchange and not is_eager(tensor) and self.dependence.of(tensor).mixes_rows
 
-    def check_micro_step(self, loss):
-        """Warns if a loss combines the rows of a batch, of which a micro-step has only some."""
-        if self._accumulators is None or self.has_warned or is_eager(loss):
-            return
-        if self.dependence.of(loss).mixes_rows:
-            self.dependence.check_rows_are_unknown()
-            fallbacks.on_rows_of_micro_step(self, loss)
+    def check_loss(self, *tensors):
+        """Warns if a loss is computed from tensors that combine rows, of which a step has a part.
 
-    def _check_not_in_turn(self):
-        """Warns if a micro-step computes a gradient after an update, which the last one makes."""
-        if self._has_accumulated and not self.has_warned:
-            fallbacks.on_gradient_after_update(self)
+        With several replicas, `_function_of_batch` finds it, but does not tell micro-steps apart.
+        """
+        if self._accumulators is None and self.communicates:
+            return
+        for tensor in filter(is_in_graph, tensors):
+            if self.dependence.of(tensor).mixes_rows:
+                self.dependence.check_rows_are_unknown()
+                if self._accumulators is None:
+                    fallbacks.on_mixed_rows(self, tensor)
+                else:
+                    fallbacks.on_rows_of_micro_step(self, tensor)
+                return
 
     def is_scaled_by_rows(self, tensor) -> bool:
         """Returns True if the values of rows were multiplied or divided by the number of rows.
@@ -615,14 +634,43 @@ class ReplicaStep:
             )
         ]
         if self._accumulators is not None:
-            self._has_accumulated = True
             gradients = self.reduced_in_micro_step(optimizer, gradients, variables)
             with self._marked("applying"):  # its variables are no state of the program
                 gradients = self._accumulators.add(optimizer, gradients, variables, self.is_last)
             if not self.is_last:
+                self._note_update_to_come(variables)
                 return None
         reduced = self.reduced_for(optimizer, gradients, variables)
         return [g if w is None else w for g, w in zip(reduced, whole, strict=True)]
+
+    def _note_update_to_come(self, variables):
+        number = len(self._graph.get_operations())
+        for variable in variables:
+            if not hasattr(variable, "gathered"):  # divided among replicas, and read by gathers
+                self._waiting.setdefault(id(variable), (variable, number))
+
+    def check_updates(self):
+        """Warns if a loss is computed with weights that the step has updated on one device.
+
+        With micro-steps, all optimizers apply their gradients in the last one.
+        """
+        if not self._waiting or self.local_replica or tf.executing_eagerly():
+            return
+        waiting = self._waiting.values()
+        tainted = set()  # ids of what is computed from such weights alone
+        first = min(number for _, number in waiting)
+        for number, operation in enumerate(self._graph.get_operations()[first:], first):
+            if operation.type == "ReadVariableOp":
+                (value,) = operation.outputs
+                is_late = any(n <= number and self.is_read_of(v, value) for v, n in waiting)
+            else:
+                others = [tensor for tensor in operation.inputs if id(tensor) not in tainted]
+                is_late = len(others) < len(operation.inputs)
+                if is_late and not all(self.dependence.of(each).is_fixed for each in others):
+                    fallbacks.on_late_updates(next(iter(waiting))[0])
+                    return
+            if is_late:
+                tainted.update(map(id, operation.outputs))
 
     def _scaled_by_rows(self, gradients, is_scaled):
         """Returns gradients whose sum over replicas is that of the global batch.
@@ -762,10 +810,47 @@ class ReplicaStep:
 
     # State.
 
-    def note_written(self, variable):
-        """Records a variable that a layer wrote, for `average_state`."""
-        if not self.applying:
-            self._written.setdefault(id(variable), variable)
+    def note_written(self, variable, value):
+        """Records that a layer writes a value to a variable, for `average_state`."""
+        if self.applying:
+            return
+        self._written.setdefault(id(variable), variable)
+        if variable.synchronization == "on_read" or hasattr(variable, "gathered"):
+            return  # a metric, or a weight that replicas divide
+        key, native = id(variable._value), self.local(variable._value)
+        if self.is_kept(variable, value):
+            self._before[key] = None
+            self._check_is_assigned_once(variable, value)
+        else:
+            self._before.setdefault(key, (native, tf.identity(native)))
+
+    def _check_is_assigned_once(self, variable, value):
+        """Warns if a program updates a weight itself, in each micro-step."""
+        is_first = self.is_last and not self.local_replica and self._accumulators is not None
+        if not (is_first and getattr(variable, "trainable", False) and is_in_graph(value)):
+            return
+        if not self.dependence.of(value).is_fixed:
+            fallbacks.on_repeated_assignment(variable)
+
+    def is_kept(self, variable, value):
+        """Returns False for a change of state that only the last micro-step of a step makes.
+
+        Each micro-step would repeat what does not depend on the rows, such as a count of steps.
+        """
+        is_random = getattr(variable, "name", "") == _STATE_OF_SEEDS
+        is_alike = is_in_graph(value) and self.dependence.of(value).is_fixed
+        return self.is_last or is_random or not is_alike
+
+    @property
+    def has_repeated_changes(self):
+        """True if the step has changed state that it does not keep."""
+        return any(self._before.values())
+
+    def undo_repeated_changes(self):
+        """Restores the state that is not kept; called at the end of each micro-step."""
+        for before in filter(None, self._before.values()):
+            native, value = before
+            native.assign(value)
 
     def state_of_batch(self, variable, value):
         """Returns what a layer or a program assigns to a variable, given what this replica would.
@@ -946,6 +1031,10 @@ class RawVariable(NamedTuple):
     @property
     def path(self):
         return self.value.name
+
+    @property
+    def _value(self):
+        return self.value
 
 
 def can_be_averaged(variable, of_any_type=False):

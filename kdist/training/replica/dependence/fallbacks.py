@@ -33,9 +33,10 @@ def fall_back(step, problem: str, consequence: str, is_certain: bool = False):
         raise WholeBatchError(problem)
     if is_certain:
         raise ValueError(f"{problem}. {consequence}")
-    if step.micro_batches == 1 or not step.has_warned:  # once for all micro-batches
-        step.has_warned = True
-        warnings.warn(f"{problem}. {consequence}", stacklevel=2)
+    if step.has_warned or step.local_replica or not step.is_last:
+        return  # the same of another loss, replica, or micro-step
+    step.has_warned = True
+    warnings.warn(f"{problem}. {consequence}", stacklevel=2)
 
 
 def on_mixed_rows(step, tensor, noun: str = "loss"):
@@ -63,14 +64,23 @@ def on_rows_of_micro_step(step, loss):
     )
 
 
-def on_gradient_after_update(step):
-    """Warns that a step with micro-steps computes a gradient after it has applied an optimizer."""
-    step.has_warned = True
+def on_late_updates(variable):
+    """Warns of a micro-step that computes with weights which one device would have updated."""
     warnings.warn(
-        "accumulate: the step computes a gradient after an optimizer was applied, as steps of "
-        "GANs do. Optimizers update weights in the last micro-step only, so that the others "
-        "compute this gradient with the weights before the update, and the result is not that "
-        "of one device. Compile with accumulate=1",
+        "accumulate: the step computes a loss or a log with weights after it has updated them "
+        f"({variable.path!r}, …), such as a generator's loss with an updated critic. All "
+        "optimizers apply their gradients in the last micro-batch, so that the result is not "
+        "that of the whole batch. Compute all losses before the first update, or use "
+        "accumulate=1",
+        stacklevel=2,
+    )
+
+
+def on_repeated_assignment(variable):
+    """Warns of a program that assigns a weight itself, which each micro-step repeats."""
+    warnings.warn(
+        f"accumulate: the step assigns the weight {variable.path!r}, which it does in each "
+        "micro-batch. Update it by an optimizer, or use accumulate=1",
         stacklevel=2,
     )
 
