@@ -875,6 +875,8 @@ class ReplicaStep:
     def _note_update_to_come(self, variables):
         number = len(self._graph.get_operations())
         for variable in variables:
+            if hasattr(variable, "gathered"):
+                continue  # a weight that replicas divide, whose reads are gathers
             self._waiting.setdefault(id(variable), (variable, number))
 
     def check_updates(self):
