@@ -200,7 +200,7 @@ def feature_queue():
     return outcome(history, model, queue=model.queue.numpy(), largest=model.largest.numpy())
 
 
-@program(differs=ACROSS_ROWS)
+@program
 def attributes_of_a_step():
     """Step that stores tensors in attributes, and calls `tf.function`s with tapes and loops."""
 

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import ASSIGNED_IN_THE_STEP, UPDATED_IN_TURN, outcome, program
+from tests.programs.program import UPDATED_IN_TURN, outcome, program
 
 
 def _images(n, seed=0):
@@ -429,7 +429,7 @@ def _noise_network():
     return keras.Model([noisy, variances], layers.Conv2D(1, 1, kernel_initializer="zeros")(z))
 
 
-@program(slow=True, differs=ASSIGNED_IN_THE_STEP)
+@program(slow=True)
 def denoising_diffusion():
     """Diffusion: adapted Normalization, a cloned EMA network, validation; the model has no call."""
     images, noises = _images(36), _noise(36, 8, 8, 1)

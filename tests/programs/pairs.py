@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import ACROSS_ROWS, ASSIGNED_IN_THE_STEP, outcome, program
+from tests.programs.program import ACROSS_ROWS, outcome, program
 
 
 def _encoder(width=6):
@@ -286,7 +286,7 @@ class MomentumEncoder(keras.Model):
         return {"loss": self.tracker.result()}
 
 
-@program(slow=True, differs=ASSIGNED_IN_THE_STEP)
+@program(slow=True)
 def momentum_encoder():
     """BYOL: the step assigns a moving average of the weights to a second network."""
     model = MomentumEncoder()

@@ -24,7 +24,6 @@ SUBJECTS = (
 # Of programs that combine the rows of a batch.
 ACROSS_ROWS = {"accumulate": "a micro-step has only some rows of the batch"}
 MASKED_MEAN = {"accumulate": "a masked mean divides by the number of words of a micro-batch"}
-ASSIGNED_IN_THE_STEP = {"accumulate": "the step assigns its own state in each micro-step"}
 UPDATED_IN_TURN = {"accumulate": "all networks are updated in the last micro-step only"}
 CALLBACKS_PER_CALL = {"groups": "callbacks of a batch run once per call, with its last batch"}
 _PROGRAMS: dict[str, "Program"] = {}

@@ -5,7 +5,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.programs.program import ACROSS_ROWS, ASSIGNED_IN_THE_STEP, outcome, program
+from tests.programs.program import ACROSS_ROWS, outcome, program
 
 
 def _data(n=50, seed=0):
@@ -146,7 +146,7 @@ class GradientPenalty(keras.Model):
         return {**self.compute_metrics(x, y, y_pred), "penalty": penalty}
 
 
-@program(differs={"accumulate": "a log that is no metric is that of the last micro-step"})
+@program
 def gradient_penalty():
     """Second derivatives: the penalty of the input gradient is part of the loss and of the logs."""
     x, y = _data(48)
@@ -199,7 +199,7 @@ class FrozenAtFirst(keras.Model):
         return {"objective": loss}
 
 
-@program(differs=ASSIGNED_IN_THE_STEP)
+@program
 def masked_kernel():
     """Autoregressive layer that masks its kernel, under a head that is frozen in each step."""
     x, y = _data(48)
@@ -327,7 +327,7 @@ class Accumulating(keras.Model):
         return self.compute_metrics(x, y, y_pred)
 
 
-@program(differs=ASSIGNED_IN_THE_STEP)
+@program
 def accumulating_step():
     """Step that adds up gradients in variables of the model and applies them every second time."""
     x, y = _data(64)
