@@ -189,6 +189,7 @@ def test_initial_epoch_begins_with_the_first_batch_as_in_keras(kind):
         np.testing.assert_allclose(ours, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_distributed_datasets_are_those_that_were_distributed(mirrored):
     x = np.random.default_rng(0).normal(size=(13, 3)).astype("float32")
     plain = tf.data.Dataset.from_tensor_slices((x, x.sum(axis=1))).batch(4)

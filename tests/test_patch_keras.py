@@ -119,6 +119,7 @@ def test_one_line_makes_two_devices_train_as_one(on_one_device):
         np.testing.assert_allclose(found[name]["predicted"], expected["predicted"], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kdists_own_models_still_train_afterwards():
     code = """
 import json, keras, kdist, numpy as np
@@ -141,6 +142,7 @@ print(json.dumps(losses))
         assert last < first
 
 
+@pytest.mark.slow
 def test_a_model_outside_of_the_scope_is_reported_once():
     code = """
 import kdist

@@ -191,6 +191,7 @@ def trained(new_model):
     return model
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("new_model", "copied"),
     covering(

@@ -125,6 +125,7 @@ def test_resume_with_all_training_options(tmp_path, mirrored, options):
     assert_equal(resumed, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("calls", "step"), [(3, 6), *seldom([(2, 4), (4, 10)])])
 def test_resume_within_epochs_of_unknown_length(tmp_path, mirrored, calls, step):
     """Calls of four steps, of which an epoch's end leaves two."""
@@ -195,6 +196,7 @@ def test_resume_with_another_number_of_replicas(tmp_path, capsys):
     assert history["loss"][-1] == pytest.approx(plain["loss"][-1], rel=0.3)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -210,6 +212,7 @@ def test_checkpoint_of_another_run_is_rejected(tmp_path, options, expected):
         fit(strategy, [Checkpoint(tmp_path)], **options)
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_an_error(tmp_path):
     strategy = create_strategy("one_device")
     fit(strategy, [Checkpoint(tmp_path, keep=1)], epochs=1)
@@ -254,6 +257,7 @@ def test_a_checkpoint_that_lacks_values_is_an_error(tmp_path):
         saved.tensors()
 
 
+@pytest.mark.slow
 def test_resume_from_a_path(tmp_path):
     strategy = create_strategy("one_device")
     fit(strategy, [Checkpoint(tmp_path / "a", every_steps=5, keep=10)], epochs=1)
@@ -264,6 +268,7 @@ def test_resume_from_a_path(tmp_path):
         fit(strategy, [Checkpoint(tmp_path / "b", resume=tmp_path / "none")])
 
 
+@pytest.mark.slow
 def test_second_fit_with_the_same_callback_continues(tmp_path):
     strategy = create_strategy("one_device")
     train, _ = pipelines()
@@ -436,6 +441,7 @@ def test_a_run_of_telemetry_alone_resumes_its_curves(tmp_path):
     assert json.loads(run.summary.read_text())["epochs"] == 3
 
 
+@pytest.mark.slow
 def test_resumed_run_has_one_line_of_metrics_per_step(tmp_path):
     strategy = create_strategy("one_device")
     run = RunDirectory(tmp_path)

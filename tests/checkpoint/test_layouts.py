@@ -265,6 +265,7 @@ def test_slots_count(written, whole, tmp_path):
     assert difference > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_divided_variables_stay_on_their_devices(written, tmp_path):
     model = resumed("tensor=2", written("one device"), tmp_path)
     parts = [each for each in model.trainable_variables if each.path.startswith("up/shard_")]
@@ -341,6 +342,7 @@ def towers():
     return keras.Model(inputs, layers.Dense(4, activation="softmax", name="head")(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [

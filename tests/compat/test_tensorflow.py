@@ -26,6 +26,7 @@ from kdist.strategies import create_strategy
 from tests.forked import python
 
 
+@pytest.mark.slow
 def test_tensorflow_has_started_after_the_first_operation():
     code = """
 import json, tensorflow as tf

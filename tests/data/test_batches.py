@@ -457,6 +457,7 @@ def test_a_state_of_another_source_is_refused(tmp_path):
         fit(kdist.data.from_batches(Other()), callbacks=[Checkpoint(tmp_path)])
 
 
+@pytest.mark.slow
 def test_rows_of_uneven_batches_and_mappings_count_once(mirrored):
     batches = [(X[:8], Y[:8]), (X[8:9], Y[8:9]), (X[9:16], Y[9:16])]
     expected = fit(kdist.data.from_batches(batches))
@@ -485,6 +486,7 @@ def test_checkpoints_and_telemetry_count_the_examples(tmp_path):
     assert json.loads(records[-1])["examples"] == 12 * BATCH
 
 
+@pytest.mark.slow
 def test_own_loops_resume_within_an_epoch(tmp_path, mirrored):
     def run(directory, stop=None):
         keras.utils.set_random_seed(1)
@@ -517,6 +519,7 @@ def test_own_loops_resume_within_an_epoch(tmp_path, mirrored):
     assert_equal(run(tmp_path / "run"), whole)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_read_such_batches(mirrored):
     with mirrored.scope():
         inputs = keras.Input((3,))

@@ -69,6 +69,7 @@ def test_wrong_number_of_class_names():
         from_arrays(np.zeros((2, 3, 3), "uint8"), [0, 1], num_classes=2, class_names="abc")
 
 
+@pytest.mark.slow
 def test_eval_operations():
     operations = (resize(12, 12), random_crop(10, 10))
     load = {"batch": Batch(8), "operations": operations}

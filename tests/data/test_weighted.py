@@ -15,6 +15,7 @@ def model():
     return keras.Model(inputs, keras.layers.Softmax()(x))
 
 
+@pytest.mark.slow
 def test_padding_has_no_weight(model):
     """Loss, metric, and regularizer of seven examples in two padded batches of four."""
     draw = np.random.default_rng(0)

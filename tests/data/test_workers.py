@@ -62,6 +62,7 @@ def batches_of(pipeline, number, **options):
     return list(pipeline.dataset(**options).take(number).as_numpy_iterator())
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("training", "options"),
     [(True, {}), (True, {"start_step": 5, "part": (1, 2)}), (False, {})],

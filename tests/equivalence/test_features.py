@@ -44,6 +44,7 @@ def test_feature_is_that_of_one_device(name, replicas):
 _FAST = ("Adam", "custom train_step", "synchronised BatchNorm, uneven batch")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [*_FAST, *seldom(FEATURES, other_than=_FAST)])
 def test_feature_is_that_of_one_device_with_central_storage(name):
     says = verdict(name, kdist.Model, kdist.create_strategy("central_storage", 2))
@@ -57,6 +58,7 @@ _NOT_SHARDED = ("MultiOptimizer",)
 _NOT_SHARDED_WEIGHTS = (*_NOT_SHARDED, "jit_compile")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "replicas", "shard"),
     [

@@ -171,6 +171,7 @@ def test_two_processes_train_apart_as_two_devices_do(tmp_path, options):
     np.testing.assert_allclose(chief["predicted"], expected["predicted"], atol=2e-5)
 
 
+@pytest.mark.slow
 def test_training_apart_is_something_else():
     with pytest.raises(AssertionError, match="weights differ by"):
         assert_same_weights(mirrored_reference()["weights"], reference(False)["weights"], 1e-3)

@@ -113,6 +113,7 @@ def test_a_failure_after_the_chief_has_ended_counts(launcher):
     assert code == 9
 
 
+@pytest.mark.slow
 def test_servers_are_ended_quietly_when_the_coordinator_has(launcher, all_end):
     code, out, err, seconds = launcher.run(
         """

@@ -48,6 +48,7 @@ def test_a_stopped_task_is_named_and_ended(launcher, beating, all_end):
     all_end(launcher.pids("worker-0", "worker-1"), 0)
 
 
+@pytest.mark.slow
 def test_a_task_that_others_wait_for_is_named_and_dumps_its_stack(launcher, beating):
     code, out, err, seconds = launcher.run(
         beating

@@ -101,6 +101,7 @@ def test_bytes_and_floats_give_the_same_float32(name):
         np.testing.assert_allclose(outputs.sum(1), 1.0, rtol=1e-5)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", ["lenet", "resnet18", "transformer"])
 def test_precision_reaches_the_layers_but_not_the_output(name, precision):
@@ -314,6 +315,7 @@ def test_weights_file_of_another_format(tmp_path):
         models.mobilenet_v2((32, 32, 3), weights=tmp_path / "notes.h5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".weights.h5", *seldom([".keras"])])
 def test_weights_from_a_file(tmp_path, suffix):
     extractor = keras.applications.MobileNetV2((32, 32, 3), include_top=False, weights=None)

@@ -133,6 +133,7 @@ def test_a_file_goes_to_a_mesh_and_back_as_though_it_had_stayed(name, runs, layo
     assert int(back.optimizer.iterations) == 3 + jax_programs.STEPS
 
 
+@pytest.mark.slow
 @layouts
 @models
 def test_parts_of_weights_and_slots_are_on_their_devices(name, runs, layout, request):

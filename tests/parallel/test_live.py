@@ -54,6 +54,7 @@ def assert_is_one_forward_one_backward(rows):
     assert all(row.forward and row.backward for row in rows)
 
 
+@pytest.mark.slow
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_to_come(monkeypatch):
     assert_is_one_forward_one_backward(found("pipeline=3,micro_batches=4"))
 
@@ -72,6 +73,7 @@ def test_gpipe_holds_all_micro_batches():
     assert held(rows) == [4 * (INPUTS + COMPUTED), 4 * (TAKEN + COMPUTED), last]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("schedule", "taken"), [("1f1b", (3, 2)), ("gpipe", (4, 4))])
 def test_who_recomputes_holds_what_was_taken_and_one_micro_batch(schedule, taken):
     rows = found(f"pipeline=3,micro_batches=4,schedule={schedule},recompute")
@@ -123,6 +125,7 @@ def test_branches_hold_their_own():
     assert held(rows)[0] >= ROWS * (UNITS + 3 * UNITS + 4) * FLOAT
 
 
+@pytest.mark.slow
 def test_of_loops_it_is_not_known():
     layers = keras.layers
     plain = keras.Sequential(

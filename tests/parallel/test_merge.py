@@ -157,6 +157,7 @@ def test_what_is_not_split():
         merged(kdist.Model.of(sequential()))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["transformer by tensors", "transformer by stages"])
 @pytest.mark.parametrize("is_in_scope", [False, True])
 def test_what_is_exported_names_no_device(name, is_in_scope, tmp_path):

@@ -156,6 +156,7 @@ def test_inputs_and_outputs_of_several_stages(data):
     assert_trains_alike(model, plain, x, y)
 
 
+@pytest.mark.slow
 def test_unequal_micro_batches_weigh_by_their_rows(monkeypatch):
     """Batches of 5 rows as micro-batches of 1, 1, 1 and 2; equal weights would be wrong."""
     x, y = vectors(50)
@@ -207,6 +208,7 @@ def test_sample_weights(reduction, data):
     assert_trains_alike(model, plain, x, y, sample_weight=weights, tolerance=2e-5)
 
 
+@pytest.mark.slow
 def test_class_weights_and_a_loss_that_is_not_reduced():
     x, y = vectors()
     plain = dense()
@@ -263,6 +265,7 @@ class AddsLoss(keras.layers.Layer):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [2, *seldom([1])])
 def test_losses_of_layers(data):
     layers, regularizers = keras.layers, keras.regularizers
@@ -321,6 +324,7 @@ def test_losses_that_are_sums_over_rows(data):
     assert_trains_alike(model, plain, x, np.eye(4)[y])
 
 
+@pytest.mark.slow
 def test_losses_that_may_be_means_or_sums():
     plain, (x, y) = adds_sum(is_hidden=True), vectors(32)
     y = np.eye(4)[y]
@@ -393,6 +397,7 @@ def test_mixed_precision_with_a_loss_scale():
     assert_trains_alike(model, plain, *vectors(), tolerance=3e-3)
 
 
+@pytest.mark.slow
 def test_evaluate_and_predict_take_any_batch():
     plain = dense()
     layout = kdist.Layout(data=2, pipeline=2, micro_batches=4)

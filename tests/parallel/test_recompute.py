@@ -91,6 +91,7 @@ def passes(operations, replica=0):
 # Equality.
 
 
+@pytest.mark.fast_cases(1)
 @every_schedule
 def test_the_weights_of_one_device(layout):
     plain = three_stages()
@@ -207,6 +208,7 @@ def test_masks_that_attention_detaches():
     assert_same_weights(model.get_weights(), plain.get_weights(), 1e-6)
 
 
+@pytest.mark.slow
 def test_mixed_precision_with_a_loss_scale():
     keras.config.set_dtype_policy("mixed_float16")
     try:

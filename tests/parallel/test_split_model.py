@@ -180,6 +180,7 @@ def test_mixed_precision_with_a_loss_scale():
 # Placement.
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("layout", ["two branches", "data 2 x branches 2"])
 def test_everything_is_where_it_was_asked_to_be(layout):
     model = split_in(LAYOUTS[layout], optimizer="adam")
@@ -198,6 +199,7 @@ def test_everything_is_where_it_was_asked_to_be(layout):
 # Files.
 
 
+@pytest.mark.slow
 def test_a_file_is_that_of_the_plain_model(tmp_path):
     plain = branches()
     model = split_in(LAYOUTS["data 2 x branches 2"], plain)

@@ -140,6 +140,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_weights_are_those_of_one_device_and_each_part_is_in_its_place(name, layout):
     layout = Layout.parse(layout)

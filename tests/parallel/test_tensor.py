@@ -283,7 +283,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("build", "placement"), GIVEN.values(), ids=GIVEN)
 def test_what_a_layer_is_given_counts(build, placement):
     plain = build()
@@ -367,6 +367,7 @@ def test_parts_drop_different_features():
     assert (dropped[:, :32] != dropped[:, 32:]).any()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
@@ -385,6 +386,7 @@ def test_clipping(layout, options):
     assert_trains_alike(model, compiled(plain, optimizer), (12,))
 
 
+@pytest.mark.slow
 def test_layers_that_are_nested_or_called_twice():
     inner = keras.Input((8,))
     block = keras.Model(inner, layers.Dense(8, name="up", activation="relu")(inner), name="block")

@@ -110,6 +110,7 @@ def row(tab, run):
     return dict(zip(headings, cells, strict=True))
 
 
+@pytest.mark.slow
 def test_it_opens_offline_and_every_plot_is_one_that_plotly_accepts(tab, runs, tmp_path):
     tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
     complaints = tab.evaluate(
@@ -139,6 +140,7 @@ def test_the_table_matches_the_summaries(tab, runs, tmp_path):
     assert cells["Cost (USD)"] == f"{3.6 * second['total_seconds'] / 3600:.2f}" == "0.30"
 
 
+@pytest.mark.slow
 def test_a_name_in_the_legend_hides_its_run_in_all_plots(tab, runs, tmp_path):
     tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
     draw(tab, "loss")
@@ -205,6 +207,7 @@ def test_a_heading_sorts_the_runs(tab, runs, tmp_path):
     assert names.all_inner_texts() == ["four_gpus", "one_gpu"]  # remembered
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("width", [400, 1400])
 def test_the_reader_chooses_the_columns_of_the_runs(tab, runs, tmp_path, width):
     tab.set_viewport_size({"width": width, "height": 900})
@@ -228,6 +231,7 @@ def test_the_reader_chooses_the_columns_of_the_runs(tab, runs, tmp_path, width):
     assert (shown("step_seconds_p90"), shown("Test accuracy")) == ([], accuracies)
 
 
+@pytest.mark.slow
 def test_the_keyboard_hides_a_run_and_opens_another(tab, runs, tmp_path):
     tab.goto(report.write(runs, tmp_path / "page.html").as_uri())
     tab.keyboard.press("Tab")
@@ -254,6 +258,7 @@ def test_the_text_at_the_pointer_is_the_measurement(tab, runs, tmp_path):
     assert loss == f"{measured[int(examples.replace(',', ''))]:.4g}"
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_fits_the_window_and_is_legible(tab, runs, tmp_path, width, scheme):

@@ -41,6 +41,7 @@ def get(port, path, **headers):
     return answer.status, answer.read().decode()
 
 
+@pytest.mark.slow
 def test_the_page_updates_only_when_a_file_changes(served, run, tmp_path):
     _, port = served
     status, page = get(port, "/")

@@ -85,6 +85,7 @@ def train(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_model_with_logits_is_a_classifier_that_is_exported(train, tmp_path):
     models = f"file://{tmp_path}/models/mine"
     flags = ["--model_args=width=32", "--epochs=6", "--optimizer=adam", "--learning_rate=0.01"]

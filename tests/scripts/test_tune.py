@@ -154,6 +154,7 @@ def test_processes_of_a_trial_end_with_it(how, reason, tmp_path):
         assert not running
 
 
+@pytest.mark.slow
 def test_a_turn_counts_the_steps_of_groups_that_an_epoch_cuts_short():
     small = ["--model=mlp", "--dataset=digits", "--examples=96", "--local_batch_size=32"]
     with Trial(trials.trial_command([*small, "--steps_per_execution=8"]), 1e12) as trial:
@@ -275,6 +276,7 @@ print(json.dumps({"printed": printed.getvalue(), "state": state, "changed": chan
 MLP = ["--model=mlp", "--dataset=digits", "--examples=512", "--num_devices=2"]
 
 
+@pytest.mark.slow
 def test_the_range_test_prints_a_rate_and_restores_the_state(tmp_path):
     plot = tmp_path / "plot.png"
     found = python(PROGRAM, ["--learning_rate", *MLP, f"--plot={plot}"])

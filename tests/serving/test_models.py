@@ -269,6 +269,7 @@ def test_a_directory_that_has_gone_leaves_what_is_loaded(served, refresh, ready,
     assert y_of(served) == 2
 
 
+@pytest.mark.slow
 def test_several_models_and_versions_at_once(ready, tmp_path):
     for name, versions in (("m", (1, 2, 3)), ("n", (3,))):
         for version in versions:

@@ -88,6 +88,7 @@ def test_nothing_is_left(seen):
     assert seen["without TensorFlow"]
 
 
+@pytest.mark.slow
 def test_the_example_is_what_ray_takes():
     code = """
 import json, textwrap, yaml

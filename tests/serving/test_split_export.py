@@ -92,6 +92,7 @@ def test_devices_are_in_the_graph_only_where_they_are_kept(kind, tmp_path):
     np.testing.assert_allclose(served["outputs"], expected, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_preprocessing_and_warm_up_go_with_it(tmp_path):
     words = keras.Input((), dtype="string", name="text")
     vocabulary = [chr(97 + n) for n in range(18)]

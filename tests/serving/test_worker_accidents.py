@@ -71,6 +71,7 @@ def test_workers_outlive_a_signal_to_all_processes(pair, version):
     assert pair.pids == before
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_started_once_is_started_later(pair, version, monkeypatch):
     real, failures = worker_process._context.Process, []
 
@@ -144,6 +145,7 @@ def test_a_signal_that_ends_a_worker_is_logged(pair, version, caplog):
     assert re.search(r"died; .*: SIGKILL; ", caplog.text)
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_while_it_loads_is_replaced(pair, version, monkeypatch):
     def call(worker, seconds, *command):
         if command[:2] == ("load", VersionKey("dense", 2)):
@@ -160,6 +162,7 @@ def test_a_worker_that_hangs_while_it_loads_is_replaced(pair, version, monkeypat
         answer_is_right(pair, version)
 
 
+@pytest.mark.slow
 def test_a_version_that_kills_workers_is_said_to(pair, version, monkeypatch):
     def load(worker, key, path, sizes):
         if key == KEY:

@@ -82,6 +82,7 @@ def test_they_compute_and_refuse(workers):
     assert compute(workers, 3) == [3]
 
 
+@pytest.mark.slow
 def test_workers_that_were_killed_while_idle_lose_no_request(workers):
     """All workers die while idle, which does not count against a batch."""
     for _ in range(2):

@@ -96,6 +96,7 @@ def test_a_slow_pipeline_is_input_bound_with_both_rates(tmp_path, options):
     assert summary["breakdown"]["input"] == pytest.approx(0.5, abs=0.06)
 
 
+@pytest.mark.slow
 def test_a_slow_device_is_not_input_bound(tmp_path):
     slept = []
     summary = fitted(model(0.12, slept), data(20, 0.01), tmp_path)
@@ -116,6 +117,7 @@ def test_windows_have_the_requested_length(tmp_path):
     assert all(w["window_seconds"] >= 0.3 for w in windows[:-1])
 
 
+@pytest.mark.slow
 def test_goodput_excludes_validation(tmp_path):
     telemetry = Telemetry(tmp_path, device_seconds=None)
     slow = model(0.02)

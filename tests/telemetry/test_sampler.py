@@ -150,6 +150,7 @@ def test_a_failing_writer_is_logged_once(capsys):
     assert capsys.readouterr().err.count("disk full") == 1
 
 
+@pytest.mark.slow
 def test_sampling_takes_at_most_one_percent_of_a_core(sampler_of):
     """20 ms every 50 ms would be 40 %; every 2 s they are 1 %."""
     sampler, records = sampler_of(Costly())

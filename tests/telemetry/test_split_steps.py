@@ -95,6 +95,7 @@ def test_unknown_devices_of_operations():
     assert "replica_busy_seconds" not in figures
 
 
+@pytest.mark.slow
 def test_training_of_a_split_model(tmp_path, monkeypatch):
     profiles = functools.partial(SampledProfiles, first_after_seconds=0.0)
     monkeypatch.setattr("kdist.telemetry.steps.windows.SampledProfiles", profiles)

@@ -61,6 +61,7 @@ class MoreLogs(kdist.Model):
         return {**logs, "error": ops.mean(ops.abs(y - y_pred))}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("model_class", [OwnLogs, MoreLogs])
 @pytest.mark.parametrize("accumulate", [2, 3])
 def test_logs_of_a_step_are_those_of_the_whole_batch(strategy, model_class, accumulate):
@@ -131,6 +132,7 @@ STATES = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", STATES)
 def test_state_that_does_not_depend_on_rows_changes_once_per_step(strategy, name):
     expected, _ = whole(STATES[name])
@@ -156,6 +158,7 @@ def test_micro_steps_draw_different_masks():
     assert state.numpy()[1] == 2 * 6
 
 
+@pytest.mark.slow
 def test_replicas_that_share_a_trace_count_steps(mirrored):
     build = STATES["a layer that counts"]
     expected, _ = whole(build)
@@ -163,6 +166,7 @@ def test_replicas_that_share_a_trace_count_steps(mirrored):
     assert_same_weights(found.get_weights(), expected.get_weights())
 
 
+@pytest.mark.slow
 def test_central_storage_counts_steps():
     strategy = kdist.create_strategy("central_storage", 2)
     expected, _ = whole(STATES["a layer that counts"])
@@ -192,6 +196,7 @@ class InBatch(kdist.Model):
         return {"loss": loss}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("devices", "options"),
     [(1, {"accumulate": 2}), (2, {"accumulate": 2}), (2, {"local_steps": 2})],
@@ -216,6 +221,7 @@ def test_losses_that_combine_rows_warn(build, devices, options):
     assert len({str(each.message) for each in caught}) == 1
 
 
+@pytest.mark.fast_cases(1)
 def test_losses_by_row_do_not_warn(strategy):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -248,6 +254,7 @@ class InTurn(kdist.Model):
         return {"loss": loss}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("in_turn", [True, False])
 def test_networks_that_are_updated_in_turn_warn(strategy, in_turn):
     with warnings.catch_warnings(record=True) as caught:
@@ -269,6 +276,7 @@ class OwnUpdate(kdist.Model):
         return {"loss": loss}
 
 
+@pytest.mark.fast_cases(1)
 def test_weights_that_a_step_updates_itself_warn(strategy):
     with pytest.warns(UserWarning, match="assigns the weight"):
         trained(strategy, lambda: functional(OwnUpdate), 2)

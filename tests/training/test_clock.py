@@ -55,6 +55,7 @@ def times_of_second_epoch(model, dataset, **options):
     return taking.times[1]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -139,6 +140,7 @@ def test_callbacks_are_measured(mirrored):
     assert 12 * 0.02 <= times.callback_seconds < times.seconds
 
 
+@pytest.mark.slow
 def test_validation_is_not_measured(mirrored):
     taking = Taking()
     compiled(mirrored).fit(

@@ -204,6 +204,7 @@ def maml():
 _SLOW = [pytest.param(b, marks=pytest.mark.slow) for b in (wgan_gp, maml)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "build", [regression, regularized, gan, *_SLOW, *seldom([vae, actor_critic])]
 )

@@ -123,6 +123,7 @@ def sgd():
     return keras.optimizers.SGD(0.1)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("where", "rows"),
     covering([("mirrored", 2), ("mirrored", 4), ("central_storage", 2)], [16, 17, 19]),
@@ -138,6 +139,7 @@ def test_retrieval_in_a_loss(where, rows):
     assert_equal_to_one_device(build, np.zeros(rows), rows=rows, devices=devices, strategy=strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "reduction", ["mean_with_sample_weight", *seldom(["sum_over_batch_size", "sum"])]
 )
@@ -154,6 +156,7 @@ def test_retrieval_by_compile(reduction):
     assert_equal_to_one_device(build, np.zeros(ROWS), sample_weight=weights)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("gathers", [True, False])
 def test_outputs_by_compile(gathers):
     """Each output's loss is logged, and labels are integers."""
@@ -202,6 +205,7 @@ def test_masks_by_compile():
     assert_same_weights(*results, 2e-6)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("devices", "scales_loss"), covering([2, 4], [True, False]))
 def test_contrastive_step(devices, scales_loss):
     def build(model_class, gather):
@@ -213,6 +217,7 @@ def test_contrastive_step(devices, scales_loss):
     assert_equal_to_one_device(build, devices=devices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [4, *seldom([2])])
 def test_statistics_in_a_layer(devices):
     """Each replica's loss depends on the rows of all others, and is that of its own rows."""
@@ -225,6 +230,7 @@ def test_statistics_in_a_layer(devices):
     assert_equal_to_one_device(build, np.arange(ROWS) / ROWS, devices=devices)
 
 
+@pytest.mark.slow
 def test_a_loss_needs_no_gather_batch():
     """Replicas exchange what a loss combines."""
     assert_equal_to_one_device(

@@ -119,6 +119,7 @@ def assert_weights_are_equal(strategy, model):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("of", "slots"),
     covering([*((2, name) for name in OPTIMIZERS), (3, "momentum")], ["keep", "average", "reset"]),
@@ -137,6 +138,7 @@ def test_replicas_are_averaged_after_k_steps(of, slots):
         assert_same_weights(own, expected, 1e-12)
 
 
+@pytest.mark.slow
 def test_the_comparison_detects_wrong_averages():
     others = [(3, "keep"), (20, "keep"), (4, "average"), (4, "reset")]
     model, *_ = trained(2, local_steps=4, epochs=2)
@@ -145,6 +147,7 @@ def test_the_comparison_detects_wrong_averages():
             assert_same_weights(model.get_weights(), by_hand(2, k, slots, epochs=2)[0], 1e-4)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_one_local_step_is_the_synchronous_step(accumulate):
     options = {"optimizer": "sgd", "epochs": 2, "accumulate": accumulate}
@@ -168,6 +171,7 @@ def test_one_local_step_of_a_sum_over_rows_is_the_synchronous_one(mirrored, redu
     assert_same_weights(weights(1), weights(None), 1e-9)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "compiled",
     [
@@ -200,6 +204,7 @@ def test_groups_and_micro_steps_change_nothing(compiled):
         np.testing.assert_allclose(history[name], values, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_data_of_unknown_length_end_a_round(mirrored):
     def weights(dataset):
         with mirrored.scope():
@@ -224,6 +229,7 @@ def test_statistics_of_a_batch_norm_are_averaged_with_the_weights():
     assert_weights_are_equal(strategy, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [121, *seldom([122])])
 def test_a_replica_without_rows_has_a_gradient_of_zero(number):
     """The last batch has one example, so that three of four replicas have none."""
@@ -348,6 +354,7 @@ def test_replicas_agree_on_a_loss_scale(mirrored):
     assert all(np.all(np.isfinite(w)) for w in model.get_weights())
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "name",
     [

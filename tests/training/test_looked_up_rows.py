@@ -99,6 +99,7 @@ def assert_equal(
 SOME_POSITIONS = ["length", "per row", "counted"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "positions", [*SOME_POSITIONS, *seldom(POSITIONS, other_than=SOME_POSITIONS)]
 )

@@ -426,6 +426,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_program_changes_gradients(change):
     """The gradient is that of the batch before it is clipped, as on one device."""
@@ -474,6 +475,7 @@ def test_gradients_within_another_tape_are_changed(change):
     assert_equal(changed_within_another_tape(change), warns="within another")
 
 
+@pytest.mark.slow
 def test_gradients_within_another_tape_are_refused_or_of_the_whole_batch_eagerly():
     strategy = kdist.create_strategy("mirrored", 2)
     step = changed_within_another_tape(of_first_order)
@@ -561,6 +563,7 @@ class Added(keras.layers.Layer):
         return x
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "added",
     [lambda x: x**2, lambda x: tf.reduce_sum(x**2), lambda x: tf.reduce_mean(x**2), tf.nn.l2_loss],
@@ -791,6 +794,7 @@ class _Function(keras.layers.Layer):
         return self.function(x)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("function", "rows"), covering([_until_small, _by_positions, tf.identity], ["any", "known"])
 )
@@ -821,6 +825,7 @@ class _CenteringCell(keras.layers.SimpleRNNCell):
         return super().call(x - keras.ops.mean(x, axis=0), states, training=training)
 
 
+@pytest.mark.slow
 def test_a_cell_of_all_rows_is_that_of_the_whole_batch():
     def make(x):
         steps = keras.layers.Reshape((2, 1))(x)
@@ -883,6 +888,7 @@ def test_normalized_rows_and_random_factors_are_not_reported(synchronized):
         trained(kdist.Model, None, strategy, make=make, loss="mse")
 
 
+@pytest.mark.slow
 def test_a_function_in_a_nested_function():
     @tf.function
     def gradients(model, x, y):
@@ -911,6 +917,7 @@ def test_functions_that_return_sums():
         np.testing.assert_allclose(own[name], values, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_that_the_graph_does_not_tell_can_be_declared():
     assert_equal(own_step(_untold), loss_reduction="sum")
 
@@ -1016,6 +1023,7 @@ def softmax_over_rows(y, outputs):
     return keras.losses.categorical_crossentropy(targets, both, from_logits=True, axis=0)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("loss", [without_own_row, softmax_over_rows])
 @pytest.mark.parametrize("data", [(X, Y), (X_STATIC, Y_STATIC)], ids=["22 rows", "24 rows"])
 def test_losses_over_rows_and_their_logs(loss, data):

@@ -13,6 +13,7 @@ from kdist.training.replica import row_shares
 from kdist.training.replica.row_shares import BatchDivision, WorkerSlice, number_of_rows
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 24])

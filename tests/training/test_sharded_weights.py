@@ -102,6 +102,7 @@ def depends(nodes, name, on_name):
     return False
 
 
+@pytest.mark.slow
 def test_evaluate_predict_and_weights():
     x, y = vectors()
     plain, model = deep(0), deep(2)
@@ -173,6 +174,7 @@ def test_micro_steps_and_eager_steps(options):
     assert_same_weights(model.get_weights(), plain.get_weights(), 1e-6)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 def test_sums_of_gradients_are_divided(shard):
     x, y = vectors()
@@ -217,6 +219,7 @@ def test_weights_that_a_step_reads_after_an_update():
     assert_same_weights(*results, 1e-6)
 
 
+@pytest.mark.slow
 def test_files_and_models_for_serving(tmp_path):
     x, y = vectors()
     model = deep(2, "adam")
@@ -346,6 +349,7 @@ def test_a_process_needs_less_memory_than_undivided_state():
     assert python(LARGE) < 0.75
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("shard", "gathers"), [("optimizer", 1), ("weights", 2)])
 def test_bytes_between_devices_are_those_of_the_formula(shard, gathers, tmp_path):
     """ZeRO paper, section 7; the first layer's weight is not gathered again for gradients."""

@@ -134,6 +134,7 @@ def without_embedding(optimizer, replicas, shard):
     return model
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_excluded_from_weight_decay():
     """It is given as a variable, of which the optimizer updates the shard."""
     results = []
@@ -148,6 +149,7 @@ def test_a_weight_that_is_excluded_from_weight_decay():
     assert_same_weights(*results, 1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_that_overflows_changes_nothing():
     """A replica whose part is finite must not update it if that of another one is not."""
 
@@ -187,6 +189,7 @@ def test_bytes_on_each_device(replicas):
         assert held.optimizer == pytest.approx(3 * weights / replicas, rel=0.01)
 
 
+@pytest.mark.slow
 def test_weights_that_a_program_sets_are_trained():
     """The shards follow the weights, whoever has written them."""
     start = [weight + 0.01 for weight in network(keras.Model).get_weights()]
@@ -287,6 +290,7 @@ class Decaying(optimizers.SGD):
         super().update_step(gradient, variable, factor * learning_rate)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("shard", [None, "optimizer", "weights"])
 def test_an_update_of_ones_own_receives_names_and_numbers_of_axes(shard):
     expected, model = (trained(lambda: Decaying(0.1), n, shard) for n in (0, 2))
@@ -326,6 +330,7 @@ def test_local_steps_are_refused():
         network().compile("sgd", LOSS, local_steps=2)
 
 
+@pytest.mark.slow
 def test_files_that_would_hold_one_part_of_a_slot_are_refused(tmp_path):
     model = trained(OPTIMIZERS["Adam"], 2, epochs=1)
     with pytest.raises(ValueError, match="include_optimizer=False"):

@@ -103,6 +103,7 @@ def of_unknown_length(batches):
     return endless().take(batches).filter(lambda x, y: True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -162,6 +163,7 @@ def test_epochs_of_unknown_length_may_differ(k):
     assert positions.epochs == [5, 8, 5, 8]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("k", [1, 7])
 def test_groups_change_neither_weights_nor_history(strategy, k):
     reference = linear(keras.Model)
@@ -255,6 +257,7 @@ class Shuffled(keras.utils.PyDataset):
         self.ends += 1
 
 
+@pytest.mark.slow
 def test_a_py_dataset_is_told_of_the_ends_that_keras_tells(mirrored):
     def trained(model):
         data, validation = Shuffled(), Shuffled()
@@ -285,6 +288,7 @@ def padded(number, batch):
 # One model evaluates all sizes: building and tracing it takes most of the time.
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_padding_counts_nowhere(strategy, run_eagerly):
     with strategy.scope():
@@ -452,6 +456,7 @@ print(json.dumps([weight.tolist() for weight in model.get_weights()]))
 """
 
 
+@pytest.mark.slow
 def test_strided_convolutions_by_1_x_1_kernels():
     """Two devices on two cores have one thread for each operation, for which oneDNN has a bug."""
     code = "import contextlib, json, sys\n" + STRIDED
@@ -563,6 +568,7 @@ def of_sparse_codes(model_class=kdist.Model):
     return history["loss"], model.get_weights()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*every replica computes the whole batch")
 def test_rows_of_sparse_codes_stay_apart(mirrored):
     losses, weights = of_sparse_codes(keras.Model)
@@ -654,6 +660,7 @@ def test_an_unbuilt_optimizer_of_ones_own_accumulates(mirrored):
     assert_same_weights(weights(2), weights(1), 1e-6)
 
 
+@pytest.mark.slow
 def test_auto_finds_and_logs_the_steps_per_call(mirrored, capsys):
     with mirrored.scope():
         model = linear(steps_per_execution="auto")
@@ -693,6 +700,7 @@ def test_losses_of_outputs_count_a_smaller_last_batch(strategy):
         np.testing.assert_allclose(found[name], values, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stateful_layers_see_the_whole_batch(mirrored):
     def train(strategy, **options):
         keras.utils.set_random_seed(3)

@@ -56,6 +56,7 @@ def test_two_workers_find_the_better_region(tmp_path):
     assert [run.finished for run in runs] == [True] * 10
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_does_not_end_the_search(tmp_path):
     found = search(tmp_path, 5, "crash", "raise", "limit")
     assert found["best"] == "good"

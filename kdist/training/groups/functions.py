@@ -385,6 +385,7 @@ class ReplicatedStep:
         division = self._division(data, worker_slice)
         last = self._micro_steps - 1
         run = functools.partial(self._micro_step, data, division)
+        # The number of logs is known after the first trace, and one zero can be added to any.
         sums = [tf.zeros([1], tf.float64)] * num_local_replicas(self._strategy)
         if self._trainer.run_eagerly:
             for number in range(last):
@@ -515,11 +516,7 @@ def _objects_of_program(trainer):
 
 def _vector(numbers):
     """Returns scalars as one float64 vector, which may be empty."""
-    return (
-        tf.stack([tf.cast(n, tf.float64) for n in numbers])
-        if numbers
-        else tf.zeros([0], tf.float64)
-    )
+    return tf.convert_to_tensor([tf.cast(number, tf.float64) for number in numbers], tf.float64)
 
 
 def _added(parts, names, sums):

@@ -120,6 +120,7 @@ def test_a_plan_of_another_cloud_is_refused(plans):
     assert "not for --cloud=aws" in launch(*flags, *TRAIN, check=False)
 
 
+@pytest.mark.slow
 def test_a_plan_for_own_machines_is_submitted_followed_and_stopped(plans, state):
     plan = planner.Plan.load(plans["own"])
     flags = ("--engine=slurm", f"--plan={plans['own']}", "--partition=gpu")

@@ -77,6 +77,7 @@ def test_a_task_that_fails_ends_the_others(group, tmp_path):
     assert "[worker 0] asked" in lines
 
 
+@pytest.mark.slow
 def test_a_task_that_hangs_is_named_and_ended(group):
     tasks, lines = group(
         """beat() { echo '{"doing": "in step 3", "in_step": true}' >&"${KDIST_HEARTBEAT%%:*}"; }
