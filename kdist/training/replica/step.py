@@ -63,7 +63,7 @@ _this_thread = threading.local()
 
 # Large odd stride, so that per-replica seeds never collide.
 _SEED_STRIDE = 0x9E3779B1
-_STATE_OF_SEEDS = "seed_generator_state"  # name of a variable of `keras.random.SeedGenerator`
+_STATE_OF_SEEDS = "seed_generator_state"  # name of the variable of a SeedGenerator
 
 
 def current() -> "ReplicaStep | None":
@@ -837,9 +837,9 @@ class ReplicaStep:
 
         Each micro-step would repeat what does not depend on the rows, such as a count of steps.
         """
-        is_random = getattr(variable, "name", "") == _STATE_OF_SEEDS
-        is_alike = is_in_graph(value) and self.dependence.of(value).is_fixed
-        return self.is_last or is_random or not is_alike
+        if self.is_last or getattr(variable, "name", "") == _STATE_OF_SEEDS:
+            return True
+        return not (is_in_graph(value) and self.dependence.of(value).is_fixed)
 
     @property
     def has_repeated_changes(self):
