@@ -20,6 +20,8 @@ from kdist.testing import assert_same_weights
 from tests.parallel import jax_programs
 from tests.tiers import seldom
 
+pytestmark = pytest.mark.slow  # each worker of pytest-xdist starts a process of half a minute
+
 MODELS = {
     "mlp": lambda: kdist.models.mlp((4, 4, 2), 4, widths=(16, 8)),
     "transformer": lambda: kdist.models.transformer(
@@ -119,7 +121,6 @@ models = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow
 @layouts
 @models
 def test_a_file_goes_to_a_mesh_and_back_as_though_it_had_stayed(name, runs, layout, request):
@@ -133,7 +134,6 @@ def test_a_file_goes_to_a_mesh_and_back_as_though_it_had_stayed(name, runs, layo
     assert int(back.optimizer.iterations) == 3 + jax_programs.STEPS
 
 
-@pytest.mark.slow
 @layouts
 @models
 def test_parts_of_weights_and_slots_are_on_their_devices(name, runs, layout, request):

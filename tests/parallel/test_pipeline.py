@@ -231,7 +231,7 @@ def test_fewer_rows_than_micro_batches_and_a_loss_that_is_not_reduced():
     assert_trains_alike(model, plain, *vectors(11), batch_size=8, epochs=1)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "low"), [(1, "LSTM"), (2, "Dense")])
 def test_masks(data, low):
     """Sequences of unequal length, so that micro-batches of equal rows have unequal masks."""

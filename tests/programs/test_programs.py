@@ -48,7 +48,7 @@ def _marks(program):
         yield pytest.mark.xfail(strict=True, reason=reason)
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[*_marks(program)]) for name, program in PROGRAMS.items()]
 )

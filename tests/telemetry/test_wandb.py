@@ -562,7 +562,7 @@ if any("wandb_process" in argument for argument in sys.orig_argv):
 """
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["quick", "slow"])
 @pytest.mark.parametrize("how", ["forgets", "killed"])
 def test_the_process_of_a_killed_training_ends(tmp_path, monkeypatch, how, start):

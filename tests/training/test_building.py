@@ -42,7 +42,7 @@ def test_equals_keras_on_one_device(mirrored, build):
     assert_same(model, plain)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"accumulate": 2, "steps_per_execution": 2}, {"local_steps": 1}], ids=str
 )

@@ -672,7 +672,7 @@ def _attention_over_rows(model, x, y):
     return tf.reduce_mean((model.layers[2](combined) - y) ** 2)
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "remedy"), [(_untold, "loss_reduction"), (_attention_over_rows, "gather_batch")]
 )

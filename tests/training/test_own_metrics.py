@@ -106,7 +106,7 @@ def logs_of(model_class, metric, strategy=None, rows=22, **options):
 LAYOUTS = [(3, {"rows": 16}), (2, {"rows": 17}), (2, {"rows": 16}), (2, {"accumulate": 2})]
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "replicas", "options"),
     [(name, 2, {}) for name in METRICS]
