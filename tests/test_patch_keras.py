@@ -170,3 +170,30 @@ del strategy
     )
     (line,) = [line for line in process.stderr.splitlines() if "strategy.scope()" in line]
     assert line.startswith("kdist: 'outside' trains on one device")
+
+
+@pytest.mark.slow
+def test_a_model_that_keras_alone_trains_is_reported_once():
+    code = """
+import kdist
+import keras
+import numpy as np
+
+strategy = kdist.create_strategy("mirrored", devices=2)
+
+def train(model_class, name, times=1):
+    with strategy.scope():
+        model = model_class([keras.Input((2,)), keras.layers.Dense(1)], name=name)
+        model.compile("sgd", "mse")
+    for _ in range(times):
+        model.fit(np.ones((4, 2)), np.ones(4), verbose=0)
+
+train(keras.Sequential, "plain", times=2)
+kdist.patch_keras()
+train(keras.Sequential, "patched")
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    (line,) = [line for line in process.stderr.splitlines() if "by Keras alone" in line]
+    assert line.startswith("kdist: 'plain' is trained")

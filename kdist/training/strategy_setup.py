@@ -1,6 +1,7 @@
 """Setup of TensorFlow strategies for training, whether kdist or the program has created them."""
 
 import contextlib
+import functools
 import hashlib
 import logging
 import random
@@ -12,6 +13,7 @@ import weakref
 import keras
 import tensorflow as tf
 
+from kdist.compat.keras import TensorFlowTrainer
 from kdist.compat.tensorflow import abort_collectives, reuse_collective_keys
 from kdist.exit_codes import PEER_HANGS
 from kdist.training.parameter_server.variables import Partitioner, partition_embeddings
@@ -22,7 +24,7 @@ _logger = logging.getLogger(__name__)
 _CHECKS_PER_LIMIT = 20
 # Strategies of several devices that `create_strategy` returned, while a program refers to them.
 _created: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
-# Models that `warn_outside_scope` has reported.
+# Models that have been reported.
 _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 # Reasons of `abort_steps`.
 _abort_reasons: list[str] = []
@@ -63,9 +65,33 @@ def set_up(
 
 
 def note_created(strategy: tf.distribute.Strategy):
-    """Remembers a strategy of `create_strategy`, for `warn_outside_scope`."""
+    """Remembers a strategy of `create_strategy`; models that do not train by it are reported."""
     if strategy.num_replicas_in_sync > 1 or has_parameter_servers(strategy):
         _created.add(strategy)
+        _report_plain_models()
+
+
+@functools.cache
+def _report_plain_models():
+    """Logs, once per model, that Keras alone trains it with a strategy of `create_strategy`.
+
+    A program that forgets `kdist.patch_keras()` would get the numbers of plain Keras.
+    """
+    make = TensorFlowTrainer.make_train_function
+
+    @functools.wraps(make)
+    def make_train_function(model, *args, **kwargs):
+        is_plain = not hasattr(model, "training_state")
+        if is_plain and model._distribute_strategy in _created and model not in _warned:
+            _warned.add(model)
+            _logger.warning(
+                "%r is trained by Keras alone, whose numbers differ from those of one device. Call "
+                "kdist.patch_keras() before it is created, or train kdist.Model.of(model)",
+                model.name,
+            )
+        return make(model, *args, **kwargs)
+
+    TensorFlowTrainer.make_train_function = make_train_function
 
 
 def warn_outside_scope(model: keras.Model):
