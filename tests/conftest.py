@@ -91,6 +91,8 @@ def _mark_slow_cases(items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     _mark_slow_cases(items)
+    # The longest test is in it: at the end of a run, all processes but one would wait for it.
+    items.sort(key=lambda item: "tuning" not in item.path.parts)
     for item in items:
         if _is_slow(item):
             if not item.get_closest_marker("timeout"):

@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import kdist
 from kdist.testing import assert_same_weights
+from tests.tiers import covering
 
 
 def data(rows=44):
@@ -62,8 +63,7 @@ class MoreLogs(kdist.Model):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("model_class", [OwnLogs, MoreLogs])
-@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize(("model_class", "accumulate"), covering([OwnLogs, MoreLogs], [2, 3]))
 def test_logs_of_a_step_are_those_of_the_whole_batch(strategy, model_class, accumulate):
     def build():
         return functional(model_class)
@@ -198,20 +198,18 @@ class InBatch(kdist.Model):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
-    ("devices", "options"),
-    [(1, {"accumulate": 2}), (2, {"accumulate": 2}), (2, {"local_steps": 2})],
-    ids=["one device", "two devices", "local steps"],
+    ("build", "setting"),
+    covering(
+        [
+            lambda: (functional(kdist.Model), contrastive),
+            lambda: (functional(Reversed), "mse"),
+            lambda: (functional(InBatch), None),
+        ],
+        [(1, {"accumulate": 2}), (2, {"accumulate": 2}), (2, {"local_steps": 2})],
+    ),
 )
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: (functional(kdist.Model), contrastive),
-        lambda: (functional(Reversed), "mse"),
-        lambda: (functional(InBatch), None),
-    ],
-    ids=["loss", "positions", "train_step"],
-)
-def test_losses_that_combine_rows_warn(build, devices, options):
+def test_losses_that_combine_rows_warn(build, setting):
+    devices, options = setting
     strategy = kdist.create_strategy("mirrored", devices)
     with strategy.scope():
         model, loss = build()
