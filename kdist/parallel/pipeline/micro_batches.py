@@ -142,9 +142,8 @@ class MicroBatchStep(_StepProxy):
         """
         if loss.shape.rank:
             counted = loss * tf.cast(self.micro_share.rows > 0, loss.dtype)
-            self.dependence.note_parts(
-                counted, loss
-            )  # the factor looks as if it depended on the batch
+            # The factor looks as if it depended on the batch.
+            self.dependence.note_parts(counted, loss)
             return counted
         return self.note_mean(loss * tf.cast(self.micro_share.batch_fraction, loss.dtype))
 

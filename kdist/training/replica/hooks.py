@@ -256,7 +256,7 @@ def _reduced(
 ):
     """Returns a loss, corrected for the mean over replicas if it is not a mean over rows."""
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
-    step.check_loss(*(each for each in (values, sample_weight, mask) if tf.is_tensor(each)))
+    step.check_loss(values, sample_weight, mask)
     if step.is_whole_loss:
         return loss if loss.shape.rank else step.note_mean(loss)
     if loss.shape == (0,) and reduction not in (None, "none"):

@@ -458,7 +458,7 @@ class ReplicaStep:
         Raises:
             UnknownFunctionError: the function cannot be computed.
         """
-        found = find_function(value, self.dependence.of_values, may_be_linear)
+        found = find_function(value, self.dependence.values, may_be_linear)
         if found is None:
             return None
         is_here = tf.compat.v1.get_default_graph() is self._graph is value.graph
@@ -817,12 +817,13 @@ class ReplicaStep:
         self._written.setdefault(id(variable), variable)
         if variable.synchronization == "on_read" or hasattr(variable, "gathered"):
             return  # a metric, or a weight that replicas divide
-        key, native = id(variable._value), self.local(variable._value)
+        key = id(variable._value)
         if self.is_kept(variable, value):
             self._before[key] = None
             self._check_is_assigned_once(variable, value)
-        else:
-            self._before.setdefault(key, (native, tf.identity(native)))
+        elif key not in self._before:
+            native = self.local(variable._value)
+            self._before[key] = native, tf.identity(native)
 
     def _check_is_assigned_once(self, variable, value):
         """Warns if a program updates a weight itself, in each micro-step."""

@@ -45,7 +45,8 @@ class StepDependence:
         self.holds_all_rows = False
 
     @functools.cached_property
-    def _values(self):
+    def values(self) -> BatchDependence:
+        """The dependence of all values, which `find_function` reads."""
         return BatchDependence(self._share.tensors, self.static_rows, self._static_batch_rows)
 
     @functools.cached_property
@@ -83,32 +84,27 @@ class StepDependence:
 
     def found(self, outputs):
         """Returns how each tensor in a structure depends on the batch, for `take_over`."""
-        return [(self._values.of(t), self._gradients.of(t)) for t in tensors_of(outputs)]
+        return [(self.values.of(t), self._gradients.of(t)) for t in tensors_of(outputs)]
 
     def take_over(self, found, outputs):
         """Records the result of `found` for what a call of the function returns."""
         for tensor, (dependence, of_gradient) in zip(tensors_of(outputs), found, strict=True):
-            self._values.note(tensor, dependence)
+            self.values.note(tensor, dependence)
             self._gradients.note(tensor, of_gradient)
 
     # Values.
 
-    @property
-    def of_values(self) -> BatchDependence:
-        """The dependence of all values, which `find_function` reads."""
-        return self._values
-
     def of(self, tensor) -> Dependence:
         """Returns the dependence of a tensor of a graph."""
-        return self._values.of(tensor)
+        return self.values.of(tensor)
 
     def noted(self, tensor) -> Dependence | None:
         """Returns the dependence of a tensor that has been recorded, or None."""
-        return self._values.noted(tensor)
+        return self.values.noted(tensor)
 
     def note(self, tensor, dependence: Dependence):
         """Records how a tensor depends on the batch, and returns it."""
-        self._values.note(tensor, dependence)
+        self.values.note(tensor, dependence)
         return tensor
 
     def terms(self, value):
@@ -122,7 +118,7 @@ class StepDependence:
         elif is_eager(value):
             terms = [(1.0, value, Dependence(degree=None))]
         else:
-            terms = self._values.terms(value)
+            terms = self.values.terms(value)
         return [(f, term, self._degree(term, dependence)) for f, term, dependence in terms]
 
     def _degree(self, value, dependence):
@@ -156,7 +152,7 @@ class StepDependence:
         # Indices that repeat for each row are constants, too, if the number of rows is.
         looked_up = indices.op.inputs[0] if indices.op.type == "Reshape" else indices
         rows = (looked_up.shape[0] or 0) if looked_up.shape.rank else 0
-        if rows < 2 or rows not in {self.static_rows, *self._values.rows_of_parts}:
+        if rows < 2 or rows not in {self.static_rows, *self.values.rows_of_parts}:
             return True
         values = tf.get_static_value(looked_up) if looked_up.shape.rank == 1 else None
         return values is not None and len(set(values.tolist())) == rows
@@ -221,7 +217,7 @@ class StepDependence:
 
     def note_sizes_of_parts(self, sizes):
         """Records the numbers of rows of such parts: integers, or tensors."""
-        self._values.rows_of_parts = {size for size in sizes if isinstance(size, int)}
+        self.values.rows_of_parts = {size for size in sizes if isinstance(size, int)}
 
     # Gradients.
 
