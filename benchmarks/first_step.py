@@ -1,10 +1,11 @@
-"""Time to the first step, with a trace per replica and with `share_trace=True`.
+"""Time to the first step: kdist with a trace per replica and with `share_trace=True`, and Keras.
 
   python -m benchmarks.first_step --devices=1,2,8
 
 Each number is of a process of its own. CPU seconds depend less on other load than wall time.
 """
 
+import contextlib
 import itertools
 import json
 import subprocess
@@ -13,6 +14,7 @@ import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl import app, flags
 
 import kdist
@@ -24,7 +26,8 @@ flags.DEFINE_list("devices", ["1", "2", "8"], "Numbers of logical devices.")
 flags.DEFINE_list("models", ["resnet", "transformer"], "Models to train.")
 flags.DEFINE_boolean("nodes", False, "Count the graph's nodes instead, which takes time itself.")
 flags.DEFINE_integer("minutes", 5, "Time limit of a process.")
-flags.DEFINE_string("only", None, "MODEL,DEVICES,SHARES: measure this in the present process.")
+flags.DEFINE_list("traces", ["Keras", "own", "shared"], "Plain Keras, and both traces of kdist.")
+flags.DEFINE_string("only", None, "MODEL,DEVICES,TRACE: measure this in the present process.")
 
 ROWS = 8  # of a replica
 STEPS = 12
@@ -68,13 +71,20 @@ class StepTimes(keras.callbacks.Callback):
         self.ends.append(time.perf_counter())
 
 
-def compiled(name, devices, shares):
+def compiled(name, devices, trace):
     """Returns a model on logical devices."""
-    strategy = kdist.create_strategy("mirrored" if devices > 1 else "one_device", devices)
-    with strategy.scope():
-        model = kdist.Model(*{"resnet": resnet, "transformer": transformer}[name]())
+    is_keras = trace == "Keras"
+    if is_keras:
+        names = kdist.devices.find_devices(devices)
+        strategy = tf.distribute.MirroredStrategy(names) if devices > 1 else None
+    else:
+        strategy = kdist.create_strategy("mirrored" if devices > 1 else "one_device", devices)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model_class = keras.Model if is_keras else kdist.Model
+        model = model_class(*{"resnet": resnet, "transformer": transformer}[name]())
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile("adam", loss, share_trace=shares)
+        options = {} if is_keras else {"share_trace": trace == "shared"}
+        model.compile("adam", loss, jit_compile=False, **options)
     return model
 
 
@@ -87,9 +97,9 @@ def data(model, number):
     return x.astype(model.inputs[0].dtype), y
 
 
-def measure(name, devices, shares):
+def measure(name, devices, trace):
     """Returns seconds and CPU seconds of the first step, and milliseconds of others."""
-    model = compiled(name, devices, shares)
+    model = compiled(name, devices, trace)
     batch_size = ROWS * devices
     first, others = data(model, batch_size), data(model, batch_size * STEPS)
     began, cpu_began = time.perf_counter(), time.process_time()
@@ -100,9 +110,9 @@ def measure(name, devices, shares):
     return [f"{seconds:.1f}", f"{cpu_seconds:.1f}", f"{1e3 * np.median(np.diff(times.ends)):.0f}"]
 
 
-def count_nodes(name, devices, shares):
+def count_nodes(name, devices, trace):
     """Returns the nodes of a step's graph and of its functions, before TensorFlow changes it."""
-    model = compiled(name, devices, shares)
+    model = compiled(name, devices, trace)
     with collect_function_graphs() as functions:
         model.fit(*data(model, ROWS * devices), batch_size=ROWS * devices, verbose=0)
     graph = max(
@@ -115,17 +125,17 @@ def main(_):
     """Prints a table, or with --only the numbers of one process."""
     run = count_nodes if FLAGS.nodes else measure
     if FLAGS.only:
-        name, devices, shares = FLAGS.only.split(",")
-        print(json.dumps(run(name, int(devices), shares == "True")))
+        name, devices, trace = FLAGS.only.split(",")
+        print(json.dumps(run(name, int(devices), trace)))
         return
     columns = ["nodes", "in functions"] if FLAGS.nodes else ["first step, s", "CPU s", "step, ms"]
     print("| model | devices | trace |", *(f"{column} |" for column in columns))
     print("|--|--:|--|" + "--:|" * len(columns))
-    for name, devices, shares in itertools.product(FLAGS.models, FLAGS.devices, (False, True)):
-        if devices == "1" and shares:
+    for name, devices, trace in itertools.product(FLAGS.models, FLAGS.devices, FLAGS.traces):
+        if devices == "1" and trace == "shared":
             continue
         program = [sys.executable, "-m", "benchmarks.first_step"]
-        options = [f"--only={name},{devices},{shares}", f"--nodes={FLAGS.nodes}"]
+        options = [f"--only={name},{devices},{trace}", f"--nodes={FLAGS.nodes}"]
         try:
             result = subprocess.run(
                 [*program, *options],
@@ -138,7 +148,6 @@ def main(_):
             found = json.loads(result.stdout.splitlines()[-1])
         except subprocess.TimeoutExpired:
             found = [f"> {60 * FLAGS.minutes}", *("–" for _ in columns[1:])]
-        trace = "shared" if shares else "own"
         print("|", " | ".join([name, devices, trace, *found]), "|", flush=True)
 
 

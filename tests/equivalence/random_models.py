@@ -12,6 +12,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import kdist
+from tests.equivalence import random_steps
 
 UNITS, CLASSES, WORDS = 3, 3, 6
 INPUT_SHAPES = {"vector": (4,), "image": (5, 5, 2), "tokens": (4,), "sequence": (4, 3)}
@@ -30,10 +31,21 @@ VECTOR_LAYERS = {
     "multiply": lambda: Merged(keras.layers.Multiply),
     "concatenate": lambda: Merged(keras.layers.Concatenate),
     "maximum": lambda: Merged(keras.layers.Maximum),
+    "spectral": lambda: keras.layers.SpectralNormalization(keras.layers.Dense(UNITS)),
+    "unit_norm": keras.layers.UnitNormalization,
+    "prelu": keras.layers.PReLU,
+    "added_mean": lambda: AddedLoss(keras.ops.mean),
+    "added_sum": lambda: AddedLoss(keras.ops.sum),
+    "centered": lambda: Centered(),
+    "counter": lambda: Counter(),
 }
 IMAGE_LAYERS = {
     "conv": lambda: keras.layers.Conv2D(2, 3, padding="same", activation="tanh"),
     "depthwise": lambda: keras.layers.DepthwiseConv2D(3, padding="same"),
+    "transpose": lambda: keras.layers.Conv2DTranspose(2, 3, padding="same"),
+    "group_norm": lambda: keras.layers.GroupNormalization(1),
+    "pool": lambda: keras.layers.MaxPooling2D(2, strides=1, padding="same"),
+    "centered": VECTOR_LAYERS["centered"],
     "batch_norm": VECTOR_LAYERS["batch_norm"],
     "dropout": VECTOR_LAYERS["dropout"],
 }
@@ -45,6 +57,13 @@ SEQUENCE_LAYERS = {
     "batch_norm": VECTOR_LAYERS["batch_norm"],
     "positions": lambda: Positions(),
     "add": VECTOR_LAYERS["add"],
+    "attention": lambda: Attention(),
+    "bidirectional": lambda: keras.layers.Bidirectional(
+        keras.layers.GRU(UNITS, return_sequences=True), merge_mode="sum"
+    ),
+    "conv": lambda: keras.layers.Conv1D(UNITS, 2, padding="causal"),
+    "added_mean": VECTOR_LAYERS["added_mean"],
+    "spectral": VECTOR_LAYERS["spectral"],
 }
 LAYERS = {
     "vector": VECTOR_LAYERS,
@@ -66,6 +85,29 @@ LOSSES = {
     "huber": keras.losses.Huber,
     "log_cosh": keras.losses.LogCosh,
     "crossentropy": keras.losses.SparseCategoricalCrossentropy,
+    "binary": lambda **o: keras.losses.BinaryCrossentropy(from_logits=True, **o),
+    "cosine": keras.losses.CosineSimilarity,
+    "dice": keras.losses.Dice,
+    "function": lambda **o: squared_difference,
+    "scalar": lambda **o: mean_squared_difference,
+    "root": lambda **o: root_of_mean,
+    "sum": lambda **o: sum_of_squares,
+}
+# Metrics of outputs that are not classes; the loss is one, too.
+METRICS = {
+    "mae": lambda: "mae",
+    "mse": lambda: "mse",
+    "root": keras.metrics.RootMeanSquaredError,
+    "r2": keras.metrics.R2Score,
+    "cosine": keras.metrics.CosineSimilarity,
+    "function": lambda: largest_difference,
+    "scalar": lambda: mean_squared_difference,
+}
+CLASS_METRICS = {
+    "accuracy": lambda: "accuracy",
+    "top_2": lambda: keras.metrics.SparseTopKCategoricalAccuracy(2),
+    "crossentropy": keras.metrics.SparseCategoricalCrossentropy,
+    "mean_iou": lambda: keras.metrics.MeanIoU(CLASSES, sparse_y_pred=False),
 }
 OPTIMIZERS = {
     "sgd": lambda **o: keras.optimizers.SGD(0.1, **o),
@@ -93,6 +135,77 @@ class Positions(keras.layers.Layer):
 
     def call(self, x):
         return x + self.embedding(keras.ops.arange(x.shape[1]))
+
+
+class AddedLoss(keras.layers.Layer):
+    """Adds a loss of what passes through."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self._reduce = reduce
+
+    def call(self, x):
+        self.add_loss(0.1 * self._reduce(keras.ops.square(x)))
+        return x
+
+
+class Centered(keras.layers.Layer):
+    """Subtracts the mean of the batch."""
+
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
+class Counter(keras.layers.Layer):
+    """Counts steps of training, and scales by a function of their number."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+
+    def call(self, x, training=False):
+        if training:
+            self.count.assign_add(1.0)
+        return x / (1.0 + 0.1 * self.count)
+
+
+class Attention(keras.layers.Layer):
+    """Attention of a sequence to itself, with a mask of the past."""
+
+    def __init__(self):
+        super().__init__()
+        self.supports_masking = True
+        self._attention = keras.layers.MultiHeadAttention(2, 2)
+
+    def build(self, shape):
+        self._attention.build(shape, shape)
+
+    def call(self, x):
+        return x + self._attention(x, x, use_causal_mask=True)
+
+
+def squared_difference(y_true, y_pred):
+    """Returns a value for each row."""
+    return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+
+
+def mean_squared_difference(y_true, y_pred):
+    """Returns a scalar."""
+    return keras.ops.mean(keras.ops.square(y_true - y_pred))
+
+
+def root_of_mean(y_true, y_pred):
+    """Returns a scalar that is no mean of values of rows."""
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)))
+
+
+def sum_of_squares(y_true, y_pred):
+    """Returns a scalar that grows with the number of rows."""
+    return 0.1 * keras.ops.sum(keras.ops.square(y_true - y_pred))
+
+
+def largest_difference(y_true, y_pred):
+    """Returns a value for each row."""
+    return keras.ops.max(keras.ops.abs(y_true - y_pred), axis=-1)
 
 
 @dataclasses.dataclass
@@ -129,7 +242,14 @@ def cases(draw):
         "layers": draw(st.lists(st.sampled_from(sorted(LAYERS[kind])), max_size=2)),
         "masked": kind in ("tokens", "sequence") and draw(st.booleans()),
         "reducer": draw(st.sampled_from([0, 1, 2, None])) if kind != "vector" else None,
+        "frozen": draw(st.integers(0, 5)) == 0,
         "loss": loss,
+        "metric": one_of(CLASS_METRICS if loss == "crossentropy" else METRICS),
+        "step": draw(st.sampled_from([None, None, *random_steps.STEPS])),
+        "data": draw(st.sampled_from(["arrays", "arrays", "dataset", "py_dataset"])),
+        "validates": draw(st.integers(0, 3)) == 0,
+        "shares_trace": draw(st.booleans()),
+        "shard": draw(st.sampled_from([None, None, None, "optimizer", "gradients", "weights"])),
         "reduction": one_of(["sum_over_batch_size", "sum", "mean", "mean_with_sample_weight"]),
         "second_output": draw(st.booleans()),
         "loss_weights": draw(st.booleans()),
@@ -141,7 +261,7 @@ def cases(draw):
         "accumulate": draw(st.sampled_from([1, 1, 1, 2, 3])),
         "steps_per_execution": draw(st.sampled_from([1, 1, 2])),
         "eager": draw(st.integers(0, 3)) > 0,
-        "devices": draw(st.sampled_from([2, 2, 2, 4])),
+        "devices": draw(st.sampled_from([2, 2, 2, 3, 4])),
     }
     return normalized(case)
 
@@ -158,8 +278,18 @@ def normalized(case):
         case["weights"] = "sample"
     # Micro-steps have statistics and means over weights of their own.
     sees_batch = "batch_norm" in case["layers"] or case["masked"]
+    sees_batch |= "centered" in case["layers"] or case["step"] in ("assigned", "contrast")
+    sees_batch |= case["loss"] in ("root", "dice", "scalar")
+    # Gradients of a mean and of a sum, added up.
+    sees_batch |= case["step"] == "persistent" and "sum" in (case["loss"], case["reduction"])
     if sees_batch or case["reduction"] == "mean_with_sample_weight":
         case["accumulate"] = 1
+    if case["step"]:
+        case["second_output"] = False
+    if case["step"] == "penalty" and case["kind"] == "tokens":
+        case["step"] = "guide"
+    if case["step"] not in (None, "guide") or case["shard"]:
+        case["eager"] = False
     if case["eager"]:
         case["steps_per_execution"] = 1
     return case
@@ -185,13 +315,19 @@ def model_of(case, model_class):
         outputs = keras.layers.Dense(2, name="first")(x)
     if case["second_output"]:
         outputs = {"first": outputs, "second": keras.layers.Dense(1, name="second")(x)}
-    return model_class(inputs, outputs)
+    if case["step"]:
+        model_class = random_steps.with_step(model_class, case["step"])
+    model = model_class(inputs, outputs)
+    if case["frozen"] and case["layers"]:
+        model.layers[1].trainable = False
+    return model
 
 
 def compile_options(case, is_kdist):
     """Returns the arguments of `compile`."""
     loss = LOSSES[case["loss"]](reduction=case["reduction"])
-    metric = "accuracy" if case["loss"] == "crossentropy" else "mae"
+    are_classes = case["loss"] == "crossentropy"
+    metric = (CLASS_METRICS if are_classes else METRICS)[case["metric"]]()
     options = {"loss": loss, "metrics": [metric], "weighted_metrics": ["mse"]}
     if case["loss"] == "crossentropy":
         options["weighted_metrics"] = ["accuracy"]
@@ -201,6 +337,7 @@ def compile_options(case, is_kdist):
             options["loss_weights"] = {"first": 0.7, "second": 2.0}
     if is_kdist:
         options["accumulate"] = case["accumulate"]
+        options["share_trace"] = case["shares_trace"]
     return {
         **options,
         "optimizer": OPTIMIZERS[case["optimizer"]](**case["optimizer_options"]),
@@ -225,6 +362,8 @@ def data_of(case, output_shape):
     y = generator.normal(size=(rows, *output_shape[1:]))
     if case["loss"] == "crossentropy":
         y = generator.integers(0, CLASSES, (rows, *output_shape[1:-1]))
+    if case["loss"] == "dice":
+        y = generator.uniform(size=y.shape)
     data = {"x": x, "y": y}
     if case["second_output"]:
         data["y"] = {"first": y, "second": generator.normal(size=(rows, *output_shape[1:-1], 1))}
@@ -236,6 +375,32 @@ def data_of(case, output_shape):
     if case["weights"] == "class":
         data["class_weight"] = {0: 0.5, 1: 2.0, 2: 1.0}
     return data
+
+
+class Slices(keras.utils.PyDataset):
+    """Batches of arrays."""
+
+    def __init__(self, arrays, batch):
+        super().__init__()
+        self._arrays, self._batch = arrays, batch
+
+    def __len__(self):
+        return -(-len(keras.tree.flatten(self._arrays)[0]) // self._batch)
+
+    def __getitem__(self, index):
+        part = slice(index * self._batch, (index + 1) * self._batch)
+        return keras.tree.map_structure(lambda array: array[part], self._arrays)
+
+
+def batches(case, data):
+    """Returns the arguments of `fit` for `data` in the form of the case."""
+    if case["data"] == "arrays":
+        return {**data, "batch_size": case["batch"]}
+    others = {"class_weight": data["class_weight"]} if "class_weight" in data else {}
+    arrays = tuple(data[name] for name in ("x", "y", "sample_weight") if name in data)
+    if case["data"] == "py_dataset":
+        return {"x": Slices(arrays, case["batch"]), **others}
+    return {"x": tf.data.Dataset.from_tensor_slices(arrays).batch(case["batch"]), **others}
 
 
 def results_of(case, strategy=None):
@@ -251,9 +416,14 @@ def results_of(case, strategy=None):
         model = model_of(case, model_class)
         model.compile(**compile_options(case, strategy is not None))
     data = data_of(case, keras.tree.flatten(model.output)[0].shape)
-    fit = {"batch_size": case["batch"], "shuffle": False, "verbose": 0, "epochs": 2}
-    history = model.fit(**data, **fit).history
-    variables = [*model.weights, *model.optimizer.variables]
+    fit = {"shuffle": False, "verbose": 0, "epochs": 2}
+    if case["validates"]:
+        weights = [data["sample_weight"]] if "sample_weight" in data else []
+        fit["validation_data"] = (data["x"], data["y"], *weights)
+        fit["validation_batch_size"] = case["batch"]
+    history = model.fit(**batches(case, data), **fit).history
+    # Parts of slots have other shapes.
+    variables = [*model.weights, *([] if case["shard"] else model.optimizer.variables)]
     results = {f"variable {n}": np.asarray(v.numpy()) for n, v in enumerate(variables)}
     results |= {f"log {name}": np.asarray(values) for name, values in history.items()}
     data.pop("class_weight", None)

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from tests.equivalence import random_models
+from tests.equivalence import random_models, random_steps
 
 # By default, the same cases in every run.
 CASES = int(os.environ.get("KDIST_FUZZ_CASES", 0))
@@ -31,6 +31,13 @@ SIMPLE = {
     "reduction": "sum_over_batch_size",
     "second_output": False,
     "loss_weights": False,
+    "frozen": False,
+    "metric": "mae",
+    "step": None,
+    "data": "arrays",
+    "validates": False,
+    "shares_trace": False,
+    "shard": None,
     "optimizer": "sgd",
     "optimizer_options": {},
     "weights": None,
@@ -44,6 +51,12 @@ SIMPLE = {
 # The simple case itself, and cases that failed, as changes to it.
 FIXED: dict[str, dict] = {
     "simple": {},
+    "positions without a graph": {
+        "kind": "sequence",
+        "layers": ["positions"],
+        "reducer": 0,
+        "optimizer": "adam",
+    },
     "masked statistics": {
         "kind": "sequence",
         "layers": ["batch_norm", "dense"],
@@ -70,10 +83,11 @@ def check(case) -> str:
     try:
         expected = random_models.results_of(case)
     except Exception as error:
-        if not _is_raised_in(error, keras, tf):
+        if not _is_raised_in(error, keras, tf, random_steps):
             raise
         return f"invalid: {type(error).__name__}"
-    strategy = kdist.create_strategy("mirrored", case["devices"])
+    shards = {"shard": case["shard"], "min_shard_bytes": 1} if case["shard"] else {}
+    strategy = kdist.create_strategy(kdist.Layout(data=case["devices"], **shards))
     try:
         results = random_models.results_of(case, strategy)
     except ValueError as error:

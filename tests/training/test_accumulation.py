@@ -221,9 +221,39 @@ def test_losses_that_combine_rows_warn(build, setting):
 
 @pytest.mark.fast_cases(1)
 def test_losses_by_row_do_not_warn(strategy):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         trained(strategy, lambda: functional(kdist.Model, layers.LayerNormalization()), 2)
+    assert not caught
+
+
+class OfTensors(kdist.Model):
+    """Step whose gradients of looked-up rows become tensors."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(y - self(x, training=True)))
+        variables = self.trainable_variables
+        gradients = [0.5 * tf.convert_to_tensor(g) for g in tape.gradient(loss, variables)]
+        self.optimizer.apply(gradients, variables)
+        return {"loss": loss}
+
+
+@pytest.mark.fast_cases(1)
+def test_slices_that_become_tensors_do_not_warn(strategy):
+    def build():
+        inputs = keras.Input((6,))
+        words = layers.Embedding(5, 4)(ops.cast(ops.abs(inputs), "int32"))
+        return OfTensors(inputs, layers.Dense(1)(layers.Flatten()(words)))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, logs = trained(strategy, build, 2)
+    assert not caught
+    expected_model, expected = whole(build)
+    assert_same_weights(model.get_weights(), expected_model.get_weights(), 1e-6)
+    assert logs == [pytest.approx(each, rel=1e-5) for each in expected]
 
 
 class InTurn(kdist.Model):

@@ -719,7 +719,22 @@ class ReplicaStep:
 
     def split_slices(self, gradient):
         """Returns the `SplitSlices` of a gradient of looked-up rows."""
-        return SplitSlices.of(gradient, self.dependence.are_fixed)
+        return SplitSlices.of(gradient, self._are_fixed)
+
+    def _are_fixed(self, indices):
+        """Returns True if the indices of a lookup do not depend on the batch.
+
+        Without a graph, these are distinct indices that are equal on all replicas.
+        """
+        if not is_eager(indices):
+            return self.dependence.are_fixed(indices)
+        if self.replicas == 1:
+            return False
+        mark = tf.raw_ops.Fingerprint(data=tf.reshape(indices, [1, -1]), method="farmhash64")
+        numbers = tf.cast(mark, tf.float64)
+        sums, squares = self._all_reduce_sum([numbers, tf.square(numbers)])
+        are_equal = tf.reduce_all(self.replicas * squares == tf.square(sums))
+        return bool(are_equal) and len(tf.unique(indices)[0]) == len(indices)
 
     def reduced_in_micro_step(self, optimizer, gradients, variables):
         """Returns the gradients of a micro-step that are added up, and reduced in the last one."""

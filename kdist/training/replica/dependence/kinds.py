@@ -28,6 +28,7 @@ OF_SORTED_SEGMENTS |= {"SegmentSumV2", "SparseSegmentMean", "SparseSegmentSum"}
 # Operations that commute with a sum over replicas, if their other inputs are not gradients.
 LINEAR_IN_GRADIENTS = {"BroadcastTo", "ConcatV2", "ExpandDims", "GatherV2", "Mean", "Pack"}
 LINEAR_IN_GRADIENTS |= {"Reshape", "Split", "SplitV", "StridedSlice", "Sum", "Tile", "Transpose"}
+LINEAR_IN_GRADIENTS |= {"UnsortedSegmentSum"}  # slices as a tensor
 LINEAR_IN_GRADIENTS |= {"Add", "AddN", "AddV2", "Sub", "Unpack", *LINEAR} - {"Abs", "Relu"}
 ELEMENTWISE = {"Mul", "SquaredDifference", *QUOTIENTS, *SUMS} - {"AddN"}
 COMPARISONS = {"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr"}

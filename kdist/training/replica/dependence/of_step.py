@@ -147,7 +147,7 @@ class StepDependence:
 
     def are_fixed(self, indices) -> bool:
         """Returns True if the indices of a lookup do not depend on the batch."""
-        if is_eager(indices) or not self.of(indices).is_fixed:
+        if not self.of(indices).is_fixed:
             return False
         # Indices that repeat for each row are constants, too, if the number of rows is.
         looked_up = indices.op.inputs[0] if indices.op.type == "Reshape" else indices

@@ -232,6 +232,8 @@ def _cumulated(tensor, inputs):
 def _segmented(tensor, inputs):
     """Returns the dependence of rows that are added up in a fixed number of segments."""
     data, _, number = inputs
+    if data.is_of_weights and data.axis is None:  # slices of a gradient, as a tensor
+        return Dependence(data.degree)
     operand, segments = tensor.op.inputs[0], tensor.shape[0] if tensor.shape.rank else None
     is_per_row = not number.is_fixed or segments in (None, operand.shape[0])
     if data.axis != 0 or is_per_row or tensor.op.inputs[1].shape.rank != 1:
