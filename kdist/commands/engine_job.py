@@ -15,6 +15,7 @@ from kdist import program
 from kdist.launch.engines import ENGINES, Job, MachineType, NoSuchJobError, get_engine
 from kdist.launch.engines.base import Saving, check_job_name, job_name_of, similar_machines
 from kdist.launch.supervision import LIMIT_VARIABLE
+from kdist.launch.task import PREFIX
 from kdist.mirror.store import is_url, local_directory
 from kdist.planner.plans import Plan, describe, duration, train_command
 from kdist.planner.tables.prices import known_offers
@@ -88,12 +89,12 @@ def start(command, run_dir):
     if problems := engine.check(job):
         raise ValueError("\n  ".join([f"--engine={engine.name} would not run the job:", *problems]))
     if remark := engine.checkpoint_remark(job):
-        sys.stderr.write(f"launch: {remark}\n")
+        sys.stderr.write(f"{PREFIX}{remark}\n")
     if FLAGS.write:
         return _write(engine.text(job))
     handle = engine.submit(job)
     sys.stderr.write(
-        f"launch: submitted to {engine.name} as {job.name}; look at it with kdist launch "
+        f"{PREFIX}submitted to {engine.name} as {job.name}; look at it with kdist launch "
         f"--engine={engine.name} --job={job.name}, --follow, --stop, or --cost\n"
     )
     return _follow(handle) if FLAGS.follow else 0
@@ -292,7 +293,7 @@ def planned_command(plan, command):
             minutes = plan.checkpoint_minutes
             saving = f" and a checkpoint every {minutes:g} minutes" if minutes else ""
             sys.stderr.write(
-                f"launch: {command[0]} has to train as planned, with a local batch of "
+                f"{PREFIX}{command[0]} has to train as planned, with a local batch of "
                 f"{plan.local_batch}{saving}: kdist.planner.Plan.load, or flags of its own\n"
             )
         return command
@@ -330,7 +331,7 @@ def _write(text):
     else:
         with replacing(FLAGS.write) as file:
             file.write(text)
-        sys.stderr.write(f"launch: wrote {FLAGS.write}; nothing is submitted\n")
+        sys.stderr.write(f"{PREFIX}wrote {FLAGS.write}; nothing is submitted\n")
     return 0
 
 
@@ -343,6 +344,6 @@ def _follow(handle):
         return handle.follow(show)
     except KeyboardInterrupt:
         sys.stderr.write(
-            f"\nlaunch: the job continues; kdist launch --job={handle.name} --stop ends it\n"
+            f"\n{PREFIX}the job continues; kdist launch --job={handle.name} --stop ends it\n"
         )
         raise

@@ -15,6 +15,7 @@ from kdist.cluster.heartbeat import Beat
 from kdist.launch.supervision import SupervisedTask
 from kdist.launch.watchdog import signal_group, tied_command
 
+PREFIX = "kdist launch: "  # of the launcher's own messages
 _NUM_LAST_LINES = 15
 _READ_BYTES = 1 << 16
 _PROGRESS_INTERVAL_SECONDS = 5.0
@@ -101,7 +102,7 @@ class Screen:
 
     def announce(self, message: str):
         """Writes a message of the launcher."""
-        self._write(self._errors or sys.stderr, f"launch: {message}\n")
+        self._write(self._errors or sys.stderr, f"{PREFIX}{message}\n")
 
     def _prefix(self, out, name):
         color = self._colors.setdefault(name, _COLORS[len(self._colors) % len(_COLORS)])
@@ -124,8 +125,8 @@ class Screen:
         self._is_closed = True
         with contextlib.suppress(OSError):
             sys.stderr.write(
-                f"launch: the output has no reader any more ({error.strerror}); the job continues, "
-                "and its log files are complete\n"
+                f"{PREFIX}the output has no reader any more ({error.strerror}); the job "
+                "continues, and its log files are complete\n"
             )
             sys.stderr.flush()
 

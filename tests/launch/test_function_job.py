@@ -44,7 +44,7 @@ def test_quiet_hides_the_tasks_output(capsys, tmp_path):
         kdist.launch.local(function, workers=1, arguments=(True,), quiet=True)
     out, err = capsys.readouterr()
     assert out == ""
-    assert "launch: worker 0 failed" in err
+    assert "kdist launch: worker 0 failed" in err
 
 
 def test_other_tasks_may_return_what_cannot_be_pickled():

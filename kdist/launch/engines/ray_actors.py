@@ -39,7 +39,7 @@ from kdist.launch.engines.base import Cost, Job, Status
 from kdist.launch.engines.ray import bundle, room_seconds, strategy
 from kdist.launch.local_engine import command_of, reserve_ports, share_threads
 from kdist.launch.supervision import RestartPolicy, limit_seconds
-from kdist.launch.task import Screen, Task
+from kdist.launch.task import PREFIX, Screen, Task
 from kdist.launch.task_group import TaskGroup, Timeouts, failure_report
 from kdist.launch.watchdog import MARKS_VARIABLE, Watchdog
 from kdist.run_directory import RunDirectory
@@ -475,7 +475,7 @@ class Supervisor:
             self._condition.notify_all()
 
     def _announce(self, message):
-        self._add(f"launch: {message}")
+        self._add(f"{PREFIX}{message}")
 
     def _add(self, line):
         with self._condition:
@@ -497,7 +497,7 @@ class _Lines(Screen):
 
     def announce(self, message: str):
         """Passes a message of the launcher."""
-        self._add(f"launch: {message}")
+        self._add(f"{PREFIX}{message}")
 
 
 def _create_places(job, group):

@@ -158,7 +158,7 @@ def test_a_job_continues_with_as_many_workers_as_have_room(monkeypatch, supervis
     room.free = 4
     assert job._find_room().bundle_count == 4
     lines = [line.partition(";")[0] for line in job.read(0)[0]]
-    assert lines == [f"launch: no room for {number} of 4 workers" for number in (4, 3)]
+    assert lines == [f"kdist launch: no room for {number} of 4 workers" for number in (4, 3)]
 
 
 def test_a_job_without_limits_needs_room_for_all_tasks(monkeypatch, supervisor):
