@@ -32,6 +32,18 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Log of the libraries of kubectl: "E1125 15:09:07.364296     435 memcache.go:265] …".
 _LOG_LINE = re.compile(r"[EWIF]\d{4} ")
+# Part of the errors of an engine's program that reaches no cluster, or has no account -> what is
+# wrong, and the remedy.
+_UNREACHABLE = {
+    "configuration source|contact slurm controller": (
+        "no Slurm cluster answers; start kdist launch on a machine of the cluster, or write the "
+        "file with --write=FILE and submit it there"
+    ),
+    "connection to the server|Unable to connect to the server": (
+        "no Kubernetes cluster answers; choose one with kubectl config use-context, or KUBECONFIG"
+    ),
+    "active account": "no account of Google Cloud is active; log in with gcloud auth login",
+}
 # Names of the planner's machines: "gcp n1-standard-4 + 4 x K80", "aws p3.2xlarge (1x V100)".
 _CLOUDS = ("gcp", "aws", "azure", "lambda")
 _PLANNED_NAME = re.compile(r"(.+?)(?: \+ \d+ x (.+)| \(\d+ ?x ([^)]+)\))?")
@@ -589,6 +601,7 @@ def call(arguments: Sequence[str], text: str | None = None) -> str:
         output = done.stderr or done.stdout
         lines = [line for line in output.splitlines() if line.strip()]
         told = [line for line in lines if not _LOG_LINE.match(line)] or lines
-        message = f"{arguments[0]} failed ({done.returncode}): {' '.join(told[-3:])}"
-        raise CommandError(message, output)
+        reasons = (text for pattern, text in _UNREACHABLE.items() if re.search(pattern, output))
+        reason = next(reasons, " ".join(told[-3:]))
+        raise CommandError(f"{arguments[0]} failed ({done.returncode}): {reason}", output)
     return done.stdout

@@ -1,12 +1,13 @@
 """Jobs of engines, and machines that can replace a planned one."""
 
 import dataclasses
+import subprocess
 
 import pytest
 
 from kdist import planner
 from kdist.launch.engines import ENGINES, Cost, Job, MachineType, Status, get_engine
-from kdist.launch.engines.base import Saving, similar_machines
+from kdist.launch.engines.base import Saving, call, similar_machines
 
 
 def test_parameter_servers_add_a_chief():
@@ -54,6 +55,23 @@ def test_notices_of_preemptions(engine, cloud, options, notice):
     job = Job("cats", ("train.py",), machine=machine, spot=True, options=options)
     assert get_engine(engine).notice_seconds(job) == notice
     assert get_engine(engine).notice_seconds(dataclasses.replace(job, spot=False)) is None
+
+
+@pytest.mark.parametrize(
+    ("errors", "remedy"),
+    [
+        ("squeue: fatal: Could not establish a configuration source", "machine of the cluster"),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", "--write"),
+        ("The connection to the server localhost:8080 was refused", "KUBECONFIG"),
+        ("ERROR: You do not currently have an active account selected.\nRun:\n a\n b", "auth login"),
+        ("squeue: error: Invalid user", "Invalid user"),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_named(errors, remedy, monkeypatch):
+    done = subprocess.CompletedProcess([], 1, "", errors)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(RuntimeError, match=remedy):
+        call(["program"])
 
 
 def test_the_notice_is_the_shortest_of_all_clouds():
