@@ -161,6 +161,12 @@ def check_local(path: str | os.PathLike):
         )
 
 
+def write_text(path: str | os.PathLike, text: str):
+    """Writes a text file, which is complete, or keeps what it had before; see `replacing`."""
+    with replacing(path) as file:
+        file.write(text)
+
+
 def check_writable(path: str | os.PathLike):
     """Raises an OSError if a file or directory cannot be created at a path, as far as is known.
 
@@ -354,8 +360,7 @@ class RunDirectory:
                 continue
             lines = path.read_bytes().splitlines(keepends=True)
             kept = b"".join(line for line in lines if _is_up_to(step, line))
-            with replacing(path) as file:
-                file.write(kept.decode())
+            write_text(path, kept.decode())
 
     def update_config(self, config: Mapping[str, Any]):
         """Writes `config.json`, or adds values to it, unless a program holds the run's lock.

@@ -19,7 +19,7 @@ from kdist.launch.task import PREFIX
 from kdist.mirror.store import is_url, local_directory
 from kdist.planner.plans import Plan, describe, duration, train_command
 from kdist.planner.tables.prices import known_offers
-from kdist.run_directory import RunDirectory, measured_saving, replacing
+from kdist.run_directory import RunDirectory, measured_saving, write_text
 
 FLAGS = flags.FLAGS
 
@@ -329,8 +329,7 @@ def _write(text):
     if FLAGS.write == "-":
         sys.stdout.write(text)
     else:
-        with replacing(FLAGS.write) as file:
-            file.write(text)
+        write_text(FLAGS.write, text)
         sys.stderr.write(f"{PREFIX}wrote {FLAGS.write}; nothing is submitted\n")
     return 0
 

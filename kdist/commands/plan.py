@@ -49,7 +49,7 @@ from kdist.planner import measurements
 from kdist.planner.measurements import Calibration, calibrated_step_seconds
 from kdist.planner.selection.constraints import DEFAULT_STRATEGIES, price_rejections
 from kdist.planner.tables import catalog, prices
-from kdist.run_directory import RunDirectory, replacing
+from kdist.run_directory import RunDirectory, write_text
 from kdist.tuning.settings import Tuned
 
 FLAGS = flags.FLAGS
@@ -419,8 +419,7 @@ def calibrate():
     from kdist.calibrate import calibrate as measure  # imports TensorFlow
 
     found = measure(FLAGS.num_devices, tell=functools.partial(print, flush=True))
-    with replacing(FLAGS.calibrate) as file:
-        file.write(found.to_json())
+    write_text(FLAGS.calibrate, found.to_json())
     print(
         f"{found.machine}, {found.replicas} devices: the error of predicting one network "
         f"from the others is {found.probe_error:.0%} (median) and {found.max_probe_error:.0%} "

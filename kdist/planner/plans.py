@@ -20,7 +20,7 @@ from kdist.planner.cost.setup import Gradients, InputWork, Setup
 from kdist.planner.cost.step import Spot, Term
 from kdist.planner.tables.machines import Machine
 from kdist.planner.workload.layers import Workload
-from kdist.run_directory import replacing
+from kdist.run_directory import write_text
 
 PRECISIONS = ("float32", "mixed_float16", "mixed_bfloat16")
 # 500 × 375 pixels, the mean of ImageNet's JPEGs.
@@ -293,8 +293,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike):
         """Writes the plan as JSON and replaces an existing file."""
-        with replacing(path) as file:
-            file.write(json.dumps(self.to_dict(), indent=1) + "\n")
+        write_text(path, json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":

@@ -1,6 +1,5 @@
 """Web page about one or several runs, in a single file that needs no network."""
 
-import errno
 import hashlib
 import html
 import json
@@ -23,7 +22,7 @@ from kdist.report.telemetry_plots import (
     share_plots,
     step_time_plots,
 )
-from kdist.run_directory import replacing
+from kdist.run_directory import write_text
 
 # Verdicts and names of more runs are collapsed, so that the page does not start with pages of them.
 _MAX_RUNS_UNFOLDED = 5
@@ -112,14 +111,7 @@ def _in_notebook():
 def save(text: str, output: str | os.PathLike) -> pathlib.Path:
     """Returns the path of a page after writing it; raises OSError if that fails."""
     path = pathlib.Path(output)
-    try:
-        with replacing(path) as file:
-            file.write(text)
-    except OSError as error:
-        remedy = "give a file in a directory that exists and that you may write to"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "free disk space, or give a file on another disk"
-        raise OSError(f"cannot write the page {path} ({error.strerror}); {remedy}") from error
+    write_text(path, text)
     return path
 
 

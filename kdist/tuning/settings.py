@@ -12,7 +12,7 @@ from typing import Any
 from kdist.hardware import count_cores, find_gpus
 from kdist.json_text import parse_json
 from kdist.layout import Layout
-from kdist.run_directory import replacing
+from kdist.run_directory import write_text
 
 # Flags of `kdist train` that a file may set, with the types of their values.
 FLAG_TYPES: dict[str, type] = {
@@ -115,8 +115,7 @@ class Tuned:
 
     def save(self, path: str | os.PathLike):
         """Writes the settings as JSON and replaces an existing file."""
-        with replacing(path) as file:
-            file.write(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write_text(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Tuned":

@@ -235,13 +235,15 @@ def test_a_full_disk_keeps_the_earlier_file(tmp_path, monkeypatch, save):
     assert path.read_text() == "earlier"
 
 
-def test_the_advice_about_a_page_fits_a_full_disk(tmp_path, monkeypatch):
+def test_a_program_can_name_the_file_and_a_remedy(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    path = tmp_path / "report.html"
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="free disk space"):
-        page.save("<html>", tmp_path / "report.html")
+    with pytest.raises(OSError, match="No space left") as raised:
+        page.save("<html>", path)
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(path))
 
 
 def test_a_device_is_written_to_and_not_replaced(tmp_path):

@@ -20,7 +20,7 @@ from kdist.parallel import placement as patterns
 from kdist.parallel.search import suggest
 from kdist.parallel.search.divide import choose_divisions
 from kdist.public_names import renamed_argument
-from kdist.run_directory import replacing
+from kdist.run_directory import write_text
 
 # Functions that a file may name.
 _FUNCTIONS = {
@@ -111,8 +111,7 @@ def write_placement(placement: patterns.Placement, path: str | os.PathLike):
         kdist.parallel.write_placement(placement, "placement.json")
     """
     entries = {pattern: _json_value(where) for pattern, where in placement.items()}
-    with replacing(path) as file:
-        file.write(json.dumps(entries, indent=1) + "\n")
+    write_text(path, json.dumps(entries, indent=1) + "\n")
 
 
 def _json_value(where):

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kdist.json_text import parse_json
-from kdist.run_directory import replacing
+from kdist.run_directory import write_text
 from kdist.serving.core.settings import BatchSettings, padded_sizes
 
 METADATA = pathlib.PurePath("assets.extra", "kdist.json")
@@ -156,5 +156,4 @@ def write_serving_files(directory: str | os.PathLike, settings: BatchSettings) -
         "}",
     ]
     for name, lines in ((BATCHING_PARAMETERS, parameters), (MODEL_CONFIG, config)):
-        with replacing(directory / name) as file:
-            file.write("\n".join(lines) + "\n")
+        write_text(directory / name, "\n".join(lines) + "\n")

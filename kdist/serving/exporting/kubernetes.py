@@ -16,7 +16,7 @@ import re
 import urllib.parse
 from typing import Any
 
-from kdist.run_directory import replacing
+from kdist.run_directory import write_text
 from kdist.serving.core.model_directory import (
     BATCHING_PARAMETERS,
     MODEL_CONFIG,
@@ -162,8 +162,7 @@ def write_manifests(
     text = yaml.safe_dump_all(manifests(model_directory, options), sort_keys=False)
     path = pathlib.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(text)
+    write_text(path, text)
     return path
 
 
