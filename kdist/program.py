@@ -150,6 +150,14 @@ def own_flags(module: str | None = None) -> dict[str, flags.Flag]:
     return {flag.name: flag for flag in FLAGS.flags_by_module_dict().get(name, ())}
 
 
+def _flags_of_kdist():
+    """Returns the flags of the running program, and of programs of kdist that it imports."""
+    modules = [name for name in FLAGS.flags_by_module_dict() if name.startswith("kdist.")]
+    return {
+        id(flag): flag for name in (_running, *modules) for flag in own_flags(name).values()
+    }.values()
+
+
 def _flag_text(flag):
     name = f"[no]{flag.name}" if flag.boolean else flag.name
     words = " ".join(flag.help.partition(";\n")[0].split())  # absl appends a line to list flags
@@ -209,7 +217,7 @@ def _run_guarded(main, arguments, positional, is_required):
         return _fail(name, f"unknown argument {arguments[1]!r}; flags are --name=value (--help)")
     if len(arguments) == 1 and positional and is_required:
         return _fail(name, missing_argument(positional))
-    if wrong := next(filter(None, map(objection, own_flags().values())), None):
+    if wrong := next(filter(None, map(objection, _flags_of_kdist())), None):
         return _fail(name, wrong)
     if not FLAGS["verbosity"].present:  # TensorFlow logs how it writes a SavedModel as INFO
         absl_logging.set_verbosity(absl_logging.WARNING)

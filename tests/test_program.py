@@ -213,4 +213,5 @@ def test_help_of_a_program_with_flags_of_another_lists_its_own():
     process = kdist("tune", "--help")
     assert process.returncode == 0
     assert "--max_batch" in process.stdout
+    assert "--minutes: Time for the search. (default: 5.0)" in process.stdout
     assert "--optimizer" not in process.stdout  # of `kdist train`

@@ -57,6 +57,13 @@ _REPLACED = ("learning_rate", "scale_learning_rate", "base_batch_size")
 _NOISE_BATCHES = 100
 
 with program.flag_group("Speed"):
+    flags.DEFINE_float(
+        "minutes",
+        5.0,
+        "Time for the search.",
+        lower_bound=0.01,
+        allow_override=True,  # that of kdist train, whose trials have no time budget
+    )
     flags.DEFINE_list(
         "search",
         [],

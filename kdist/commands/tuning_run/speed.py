@@ -19,7 +19,6 @@ from kdist.tuning.speed import TIME_OVER, Knob, MeasurementError, SpeedSearch
 
 FLAGS = flags.FLAGS
 _TURN_SECONDS = 0.5
-_DEFAULT_MINUTES = 5.0
 # No step group takes longer than this: it would need the time of many turns, and save little.
 _MAX_GROUP_SECONDS = 2.0
 # Time that candidates may need for their first steps, even in a shorter search.
@@ -55,7 +54,7 @@ def find_settings():
         RuntimeError: the training of the flags fails.
     """
     limit, process_limit = memory_limits()
-    minutes = _DEFAULT_MINUTES if FLAGS.minutes is None else FLAGS.minutes
+    minutes = FLAGS.minutes
     with TrialPool(limit, on_gpus=process_limit > limit) as pool:
         training = TrainingWithKnobs(pool)
         knobs, useless = training.knobs()

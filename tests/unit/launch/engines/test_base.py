@@ -63,7 +63,7 @@ def test_notices_of_preemptions(engine, cloud, options, notice):
         ("squeue: fatal: Could not establish a configuration source", "machine of the cluster"),
         ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", "--write"),
         ("The connection to the server localhost:8080 was refused", "KUBECONFIG"),
-        ("ERROR: You do not currently have an active account selected.\nRun:\n a\n b", "auth login"),
+        ("ERROR: You do not currently have an active account selected.\nRun:\n a", "auth login"),
         ("squeue: error: Invalid user", "Invalid user"),
     ],
 )
