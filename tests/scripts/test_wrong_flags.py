@@ -52,6 +52,10 @@ TRAIN = [
     (["--model=broken.py:build"], "is no Python"),
     (["--model_args=8"], "an argument has no name"),
     (["--model_args=width=os.getcwd()"], "is no list of named values"),
+    (["--model_args=depth=8"], "unexpected keyword argument 'depth'"),
+    (["--model=my_code.py:build", "--model_args=depth=8"], "correct --model_args"),
+    (["--model=my_code:large"], "missing a required argument: 'depth'"),
+    (["--model=ResNet50", "--model_args=classes=3"], "is built for the images and classes"),
     (["--model=my_code.py:build", "--sync_batch_norm"], "synchronized=True"),
     (["--dataset=my_code.py:lod"], "did you mean 'load'"),
     (["--export=a_file"], "--export=a_file is not a directory"),
@@ -235,7 +239,9 @@ OTHERS = [
     ("tune", ["--run_dir=runs/a"], "--run_dir has no meaning for kdist tune"),
     ("tune", ["--backend=jax"], "--backend=jax is not supported by kdist tune"),
     ("tune", ["--memory_gb=nan"], "--memory_gb=nan"),
+    ("tune", ["--checkpoint_minutes=nan"], "give a finite number"),  # a flag of kdist train
     ("tune", ["--search=presision"], "did you mean 'precision'"),
+    ("tune", ["--model_args=depth=8"], "unexpected keyword argument 'depth'"),
     ("tune", ["--model=lenett"], "did you mean 'lenet'"),
     ("tune", ["--batch", "--num_packs=2", "--strategy=one_device"], "options of 'mirrored'"),
     ("tune", ["--batch", "--minutes=1"], "--minutes has no effect here; leave --batch out"),
@@ -382,7 +388,9 @@ def outcomes(tmp_path_factory):
     (folder / "models" / "m" / "1" / "saved_model.pb").touch()
     (folder / "m.keras").touch()
     (folder / "a_file").write_text("not JSON")
-    (folder / "my_code.py").write_text("import keras\ndef build(): ...\ndef load(): ...\n")
+    (folder / "my_code.py").write_text(
+        "import keras\ndef build(): ...\ndef load(): ...\ndef large(depth): ...\n"
+    )
     (folder / "broken.py").write_text("def build(:\n")
     (folder / "bad.weights.h5").write_text("not HDF5")
     (folder / "binary").write_bytes(b"\xff\xfe\x00")

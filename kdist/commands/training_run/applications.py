@@ -7,7 +7,7 @@ import os
 import pathlib
 import socket
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 PREFIX = "keras.applications."
@@ -77,13 +77,7 @@ def build_application(
 
     from kdist.models.parts import builder, model, pixels, probabilities
 
-    fixed = {"weights", "include_top", "input_tensor", "input_shape", "pooling", "classes"}
-    if wrong := sorted(fixed & arguments.keys()):
-        raise ValueError(
-            f"--model_args={wrong[0]}=…: {PREFIX}{name} is built for the images and classes of the "
-            "data, and --weights sets its start weights; for another model write a function, and "
-            "pass it as --model=path.py:function"
-        )
+    check_application_arguments(name, arguments)
     create = getattr(keras.applications, name)
 
     @builder
@@ -124,6 +118,17 @@ def build_application(
             f"{PREFIX}{name}: images of {tuple(input_shape[:2])} pixels are too small ({error}); "
             "enlarge them: --operations='resize(224, 224)'"
         ) from error
+
+
+def check_application_arguments(name: str, arguments: Iterable[str]):
+    """Raises a ValueError if an argument is one that `build_application` sets itself."""
+    fixed = {"weights", "include_top", "input_tensor", "input_shape", "pooling", "classes"}
+    if wrong := sorted(fixed.intersection(arguments)):
+        raise ValueError(
+            f"--model_args={wrong[0]}=…: {PREFIX}{name} is built for the images and classes of the "
+            "data, and --weights sets its start weights; for another model write a function, and "
+            "pass it as --model=path.py:function"
+        )
 
 
 def check_download(name: str):

@@ -7,10 +7,20 @@ import pathlib
 from absl import flags
 
 from kdist import program
-from kdist.commands.training_run.applications import APPLICATIONS, PREFIX, application
+from kdist.commands.training_run.applications import (
+    APPLICATIONS,
+    PREFIX,
+    application,
+    check_application_arguments,
+)
 from kdist.commands.training_run.compiled_model import MODELS, TEXT_MODEL
 from kdist.commands.training_run.fine_tuning import check_weights, freeze_patterns
-from kdist.commands.training_run.user_code import check_reference, is_reference, parse_arguments
+from kdist.commands.training_run.user_code import (
+    check_arguments,
+    check_reference,
+    is_reference,
+    parse_arguments,
+)
 from kdist.data.names import TEXT_PREFIX, check_dataset_name, dataset_path
 from kdist.data.operations import as_operations
 from kdist.data.worker_addresses import check_answers, parse_data_workers
@@ -23,6 +33,8 @@ FLAGS = flags.FLAGS
 
 # Traces of more steps fill the memory and the disk.
 _MAX_PROFILED_STEPS = 1000
+# Parameters of a builder that the data set.
+_OF_DATA = ("input_shape", "num_classes")
 # Strategies whose replicas share their weights.
 _SHARE_WEIGHTS = ("parameter_server", "central_storage", "tpu")
 
@@ -107,9 +119,10 @@ def check_split():
 def _check_model():
     name, own = FLAGS.model, (*MODELS, TEXT_MODEL)
     is_for_text = FLAGS.dataset.startswith(TEXT_PREFIX)
-    parse_arguments("model_args", FLAGS.model_args)
+    arguments = parse_arguments("model_args", FLAGS.model_args)
     if is_reference(name):
         check_reference("model", name)
+        check_arguments(name, _OF_DATA, arguments)
     elif name == TEXT_MODEL and not is_for_text:
         raise ValueError(
             f"--model={name} predicts the next byte of a text, and --dataset={FLAGS.dataset} is no "
@@ -128,6 +141,12 @@ def _check_model():
             f"--model={name} is for images, and --dataset={FLAGS.dataset} is text; add "
             f"--model={TEXT_MODEL}, or your own function"
         )
+    elif name in own:
+        module = "transformer" if name == TEXT_MODEL else "images"
+        arguments.pop("precision", None)  # of the decorator of all builders
+        check_arguments(f"kdist.models.{module}:{name}", _OF_DATA, arguments, decorated=True)
+    else:
+        check_application_arguments(application(name), arguments)
     if FLAGS.sync_batch_norm and name not in MODELS:
         raise ValueError(
             f"--sync_batch_norm is for {', '.join(MODELS)}; leave it out, and in your own model "

@@ -16,7 +16,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -59,6 +59,80 @@ def check_reference(flag: str, text: str):
         check_name(f"function of {where}", name, functions)
 
 
+def check_arguments(
+    text: str, optional: Iterable[str], arguments: dict[str, Any], decorated: bool = False
+):
+    """Checks the arguments of a later `call` without importing the function's module.
+
+    A function whose source does not show its signature is not checked, such as one that is
+    imported, or defined twice.
+
+    Args:
+        text: `module:function` or `path.py:function`.
+        optional: names of arguments that are passed if the function has such parameters.
+        arguments: arguments that are passed in any case.
+        decorated: whether decorators of the function keep its signature. Defaults to False, and
+            decorated functions are not checked.
+
+    Raises:
+        ValueError: the function cannot be called with these arguments.
+    """
+    where, name = _REFERENCE.fullmatch(text).groups()  # type: ignore[union-attr]
+    path = pathlib.Path(where) if where.endswith(".py") else _source_of_module(where)
+    if path is None or path.suffix != ".py":
+        return
+    tree = _parsed(path)
+    found = [node for node in ast.walk(tree) if name in _defined_by(node)]
+    if len(found) != 1 or found[0] not in tree.body or not isinstance(found[0], ast.FunctionDef):
+        return
+    if decorated or not found[0].decorator_list:
+        _bound(text, _signature(found[0].args), dict.fromkeys(optional), arguments)
+
+
+class _Default:
+    """Default of a parameter, which messages show as it is written in the source."""
+
+    def __init__(self, node: ast.expr):
+        self._node = node
+
+    def __repr__(self):
+        return ast.unparse(self._node)
+
+
+def _signature(arguments):
+    """Returns the signature of a function in a source, without its annotations."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    kinds = inspect.Parameter
+    groups = (
+        (kinds.POSITIONAL_ONLY, arguments.posonlyargs, defaults),
+        (kinds.POSITIONAL_OR_KEYWORD, arguments.args, defaults[len(arguments.posonlyargs) :]),
+        (kinds.VAR_POSITIONAL, [arguments.vararg], [None]),
+        (kinds.KEYWORD_ONLY, arguments.kwonlyargs, arguments.kw_defaults),
+        (kinds.VAR_KEYWORD, [arguments.kwarg], [None]),
+    )
+    return inspect.Signature(
+        [
+            kinds(node.arg, kind, default=kinds.empty if default is None else _Default(default))
+            for kind, nodes, defaults in groups
+            for node, default in zip(nodes, defaults, strict=False)
+            if node is not None
+        ]
+    )
+
+
+def _bound(text, signature, optional, arguments):
+    """Returns the arguments, and the optional ones that the function has parameters for."""
+    arguments = {k: v for k, v in optional.items() if k in signature.parameters} | arguments
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        remedy = "correct --model_args, or give the parameter a default"
+        name = text.rpartition(":")[2]
+        raise ValueError(f"{text}: {error}; {remedy}. It is {name}{signature}") from None
+    return arguments
+
+
 def call(text: str, optional: dict[str, Any] | None = None, **arguments: Any) -> Any:
     """Returns the result of the function that `text` names.
 
@@ -77,13 +151,7 @@ def call(text: str, optional: dict[str, Any] | None = None, **arguments: Any) ->
         signature = inspect.signature(function)
     except Exception as error:
         raise UserCodeFailed(f"{text} failed: {type(error).__name__}: {error}") from error
-    known = signature.parameters
-    arguments = {k: v for k, v in (optional or {}).items() if k in known} | arguments
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        remedy = "correct --model_args, or give the parameter a default"
-        raise ValueError(f"{text}: {error}; {remedy}. It is {name}{signature}") from None
+    arguments = _bound(text, signature, optional or {}, arguments)
     try:
         return function(**arguments)
     except Exception as error:
@@ -122,24 +190,33 @@ def _source_of_module(name):
     return pathlib.Path(spec.origin) if spec.origin else None
 
 
-def _names(path):
-    """Returns all names that a module defines or uses, and the public functions among them."""
+def _parsed(path):
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        return ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{path} is no Python: {error}") from error
+
+
+def _names(path):
+    """Returns all names that a module defines or uses, and the public functions among them."""
+    tree = _parsed(path)
     found, functions = set(), []
     for node in ast.walk(tree):
+        found |= _defined_by(node)
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
             functions += [node.name] * (node in tree.body and node.name[0] != "_")
-        elif isinstance(node, ast.alias):
-            found.add((node.asname or node.name).partition(".")[0])
-        elif isinstance(node, ast.Name) and (
-            isinstance(node.ctx, ast.Store) or node.id in _DYNAMIC
-        ):
-            found.add(node.id)
     return found, functions
+
+
+def _defined_by(node):
+    """Returns the names that a node of a source defines, or by which it defines others."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.alias):
+        return {(node.asname or node.name).partition(".")[0]}
+    if isinstance(node, ast.Name) and (isinstance(node.ctx, ast.Store) or node.id in _DYNAMIC):
+        return {node.id}
+    return set()
 
 
 @functools.cache

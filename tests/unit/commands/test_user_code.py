@@ -1,10 +1,13 @@
 """Functions of users that flags name, found without importing them."""
 
+import contextlib
+
 import pytest
 
 from kdist.commands.training_run.applications import APPLICATIONS, application
 from kdist.commands.training_run.user_code import (
     call,
+    check_arguments,
     check_reference,
     is_reference,
     parse_arguments,
@@ -41,6 +44,33 @@ def test_a_function_receives_the_parameters_that_it_has(tmp_path):
     assert call(f"{path}:build", data, num_classes=5, width=2) == (5, 2)
     with pytest.raises(ValueError, match=r"argument 'depth'.*build\(num_classes, width=1\)"):
         call(f"{path}:build", data, depth=2)
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "message"),
+    [
+        ("def build(num_classes, /, width=2**3): ...", {}, "positional"),
+        ("def build(a, b=1): ...", {"b": 2}, "missing a required argument: 'a'"),
+        (
+            "def build(width=2**3, *, act='a b'): ...",
+            {"w": 1},
+            r"build\(width=2 \*\* 3, \*, act='a b'\)",
+        ),
+        ("def build(num_classes, *rest, width=1, **more): ...", {"w": 1}, None),
+        ("def build(num_classes: int, width: int = 1) -> 'Model': ...", {"width": 1}, None),
+        ("@decorated\ndef build(): ...", {"w": 1}, None),
+        ("def build(): ...\ndef build(w): ...", {"w": 1}, None),
+        ("def build(): ...\nbuild = wrapped(build)", {"w": 1}, None),
+        ("class build:\n    def __init__(self, w): ...", {"w": 1}, None),
+        ("from other import build", {"w": 1}, None),
+    ],
+)
+def test_arguments_are_checked_in_the_source(tmp_path, source, arguments, message):
+    path = tmp_path / "models.py"
+    path.write_text(source)
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        check_arguments(f"{path}:build", ["num_classes"], arguments)
 
 
 def test_a_module_is_checked_without_running_it(tmp_path, monkeypatch):
