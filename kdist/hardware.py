@@ -51,6 +51,14 @@ def _device_name(text):
     return f"{match[1].upper()}:{int(match[2])}"
 
 
+def has_tpu(environment: Mapping[str, str]) -> bool:
+    """Returns whether this machine has a TPU, or variables name one; it may not answer."""
+    if any(environment.get(name) for name in ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS")):
+        return True
+    # Devices of Google's drivers: older ones, and those of TPU v5 and later.
+    return any(any(pathlib.Path("/dev").glob(files)) for files in ("accel*", "vfio/[0-9]*"))
+
+
 def find_gpus(environment: Mapping[str, str]) -> list[str]:
     """Returns the GPUs in CUDA_VISIBLE_DEVICES, or all GPUs of NVIDIA's driver if it is not set.
 

@@ -21,6 +21,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,9 @@ RUNS = pathlib.Path("runs")
 
 # The best model in validation.
 BEST = "best.keras"
+
+# On a disk with less, nothing useful can be written: a report alone has more.
+_MIN_FREE_BYTES = 10**6
 
 # A checkpoint's name is this prefix and its step. The last of its files makes it complete.
 CHECKPOINT_PREFIX, CHECKSUMS = "step-", "checksums.json"
@@ -177,6 +181,12 @@ def check_writable(path: str | os.PathLike):
         parent = os.path.dirname(parent)
     if os.path.isdir(parent) and not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(f"no permission to write in {parent}; give another path")
+    free = _free_bytes(parent)
+    if free is not None and free < _MIN_FREE_BYTES:
+        raise OSError(
+            f"no space left in {parent} ({free / 1e6:.1f} MB free); free disk space, or give "
+            "another path"
+        )
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -185,6 +195,15 @@ def check_writable(path: str | os.PathLike):
         raise type(error)(
             f"{os.fspath(path)} cannot be written ({error.strerror}); give another path"
         ) from error
+
+
+def _free_bytes(path):
+    """Returns the bytes that this user may still write on the disk of a path; None if unknown."""
+    disk = shutil.disk_usage(path)
+    if not disk.total:  # a pipe, or some file systems of networks
+        return None
+    is_root = hasattr(os, "geteuid") and os.geteuid() == 0  # may also use what is reserved
+    return disk.total - disk.used if is_root else disk.free
 
 
 class RunDirectory:

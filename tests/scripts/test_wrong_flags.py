@@ -74,6 +74,7 @@ TRAIN = [
     (["--strategy=mirored"], "did you mean 'mirrored'"),
     (["--strategy=local_sgd"], "--strategy=mirrored --local_steps=8"),
     (["--strategy=mirrored", "--reduction=ring"], "use one of auto, nccl"),
+    (["--strategy=tpu"], "set it to one that this machine can reach"),
     (["--shard=weight"], "should be one of <optimizer|gradients|weights>"),
     (["--strategy=central_storage", "--shard=optimizer"], "use --strategy=mirrored"),
     (["--shard=weights", "--jit_compile"], "gather all weights"),

@@ -1,3 +1,4 @@
+import collections
 import errno
 import json
 import os
@@ -126,6 +127,9 @@ def test_paths_are_no_urls(path):
     assert RunDirectory(path).path == pathlib.Path(path)
 
 
+Disk = collections.namedtuple("Disk", "total used free")
+
+
 def test_paths_that_cannot_be_written_are_known_before(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for path in (tmp_path / "new" / "run", tmp_path / "file", tmp_path):
@@ -134,6 +138,12 @@ def test_paths_that_cannot_be_written_are_known_before(tmp_path, monkeypatch):
     for path in (tmp_path / "file" / "run", tmp_path / ("x" * 300)):
         with pytest.raises(OSError, match="give another path"):
             check_writable(path)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: Disk(10**9, 10**9 - 4096, 4096))
+        with pytest.raises(OSError, match="no space left in .*; free disk space"):
+            check_writable(tmp_path / "new" / "run")
+        full.setattr(shutil, "disk_usage", lambda _: Disk(0, 0, 0))  # of a pipe
+        check_writable(tmp_path / "new" / "run")
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(PermissionError, match=f"write in {tmp_path}; give another path"):
         check_writable(tmp_path / "new" / "run")

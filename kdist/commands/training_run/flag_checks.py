@@ -24,6 +24,7 @@ from kdist.commands.training_run.user_code import (
 from kdist.data.names import TEXT_PREFIX, check_dataset_name, dataset_path
 from kdist.data.operations import as_operations
 from kdist.data.worker_addresses import check_answers, parse_data_workers
+from kdist.hardware import has_tpu
 from kdist.json_text import parse_json
 from kdist.mirror.mirror import find_checkpoint
 from kdist.mirror.store import Store, is_url
@@ -201,6 +202,11 @@ def _check_profile():
 
 
 def _check_strategy(spec):
+    if spec.kind == "tpu" and not has_tpu(os.environ):
+        raise ValueError(
+            "--strategy=tpu: this machine has no TPU, and TPU_NAME is not set; set it to one that "
+            "this machine can reach, or use --strategy=auto"
+        )
     if FLAGS.minutes is not None and spec.cluster.num_workers > 1:
         raise ValueError("--minutes is for one host; use --examples on several")
     if FLAGS.local_steps is not None and spec.kind in _SHARE_WEIGHTS:
