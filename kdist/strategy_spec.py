@@ -158,6 +158,8 @@ def resolve(
         partitioner,
         intra_op_threads,
     )
+    if partitioner is not None and name not in ("auto", "parameter_server"):
+        _logger.warning("partitioner has no effect under %s, which has no parameter servers", name)
     if name in SINGLE_PROCESS:
         _check_single_process(spec)
         if name != "auto":
@@ -206,6 +208,8 @@ def _in_cluster(spec, cluster, allow_remote):
     check_remote_access(cluster, allow_remote)
     if spec.kind == "multi_worker":
         _check_communication(spec)
+    elif spec.kind == "parameter_server":
+        _check_no_reduction(spec)
     if spec.kind != "layout" or not cluster.is_alone:
         cluster.check_roles_for(spec.job_name)
     if spec.kind != "multi_worker" and cluster.planned_workers is not None:
@@ -310,13 +314,10 @@ def _check_machines(layout, cluster):
 
 def _check_single_process(spec):
     name, devices = spec.kind, spec.devices
-    if name not in ("auto", "mirrored") and (spec.reduction, spec.num_packs) != ("auto", None):
-        raise ValueError(
-            f"reduction={spec.reduction!r} and num_packs={spec.num_packs} are options of "
-            f"'mirrored'; {name!r} does not support them, leave them out"
-        )
     if name in ("auto", "mirrored"):
         _check_reduction(spec.reduction, spec.num_packs)
+    else:
+        _check_no_reduction(spec)
     if name == "tpu" and devices is not None:
         raise ValueError("tpu uses all cores of the TPU; leave devices= (--num_devices) out")
     if name == "one_device" and devices is not None:
@@ -339,6 +340,14 @@ def _check_reduction(reduction, num_packs):
         raise ValueError(f"num_packs={num_packs} needs --reduction=nccl or hierarchical_copy")
     if num_packs < 0:
         raise ValueError(f"num_packs must be 0 (no packing) or more, got {num_packs}")
+
+
+def _check_no_reduction(spec):
+    if (spec.reduction, spec.num_packs) != ("auto", None):
+        raise ValueError(
+            f"reduction={spec.reduction!r} and num_packs={spec.num_packs} are options of "
+            f"'mirrored'; {spec.kind!r} does not support them, leave them out"
+        )
 
 
 def _check_communication(spec):

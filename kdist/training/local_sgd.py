@@ -48,6 +48,11 @@ def check(local_steps, local_slots, strategy: tf.distribute.Strategy):
     if local_slots not in SLOTS:
         raise ValueError(f"local_slots must be one of {', '.join(SLOTS)}, got {local_slots!r}")
     if local_steps is None:
+        if local_slots != "keep":
+            raise ValueError(
+                f"local_slots={local_slots!r} (--local_slots) has no effect without local_steps; "
+                "add local_steps=k, or leave it out"
+            )
         return
     if not isinstance(local_steps, int) or local_steps < 1:
         raise ValueError(

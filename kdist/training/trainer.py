@@ -7,6 +7,7 @@ described in docs/internals/one_step.md.
 
 import contextlib
 import functools
+import logging
 import numbers
 import warnings
 
@@ -62,6 +63,8 @@ from kdist.training.strategy_setup import set_up, warn_outside_scope
 hooks.install()
 install_partitioned_embedding()
 share_backups()
+
+_logger = logging.getLogger(__name__)
 
 _LOSS_REDUCTIONS = ("auto", "mean", "sum")
 
@@ -119,7 +122,7 @@ class Trainer(TensorFlowTrainer):
             max_staleness: with parameter servers, the maximum number of updates by other workers
                 between a step's read of the weights and its own update. Workers that are ahead
                 wait. 0 runs one step at a time, with the results of one device. Defaults to
-                None, no limit. Other strategies have no staleness.
+                None, no limit. Other strategies have no staleness, and a number above 0 is logged.
             local_steps: number of local steps per round of local SGD. Each replica takes them
                 alone, with the gradient of its own rows. Then weights, their moving averages, and
                 the state of layers become the mean over all replicas. Rounds begin and end with
@@ -180,6 +183,13 @@ class Trainer(TensorFlowTrainer):
         if max_staleness is not None and (not isinstance(max_staleness, int) or max_staleness < 0):
             raise ValueError(
                 f"max_staleness must be None or a non-negative integer, got {max_staleness!r}"
+            )
+        if max_staleness and not has_parameter_servers(self.distribute_strategy):
+            _logger.warning(
+                "max_staleness=%d has no effect under %s: only parameter servers apply gradients "
+                "of earlier weights",
+                max_staleness,
+                type(self.distribute_strategy).__name__,
             )
         if loss_reduction not in _LOSS_REDUCTIONS:
             raise ValueError(

@@ -92,6 +92,7 @@ TRAIN = [
     (["--profile=10"], "FIRST:LAST"),
     (["--profile=20:10"], "LAST is at least FIRST"),
     (["--profile=1:1000000000"], "at most 1000 steps are traced"),
+    (["--wandb_tags=a,b"], "no effect without --wandb_mode=auto"),
     (["--wandb_samples=4"], "no effect without --wandb_mode=auto"),
     # Numbers.
     (["--local_batch_size=0"], "--local_batch_size=0"),

@@ -389,12 +389,21 @@ def test_local_steps_have_no_effect_on_one_replica():
     [
         ({"local_steps": 0}, "local_steps .* positive integer, got 0"),
         ({"local_steps": 2.0}, "positive integer, got 2.0"),
+        ({"local_slots": "reset"}, "without local_steps"),
         ({"local_steps": 2, "local_slots": "mean"}, "one of keep, average, reset, got 'mean'"),
     ],
 )
 def test_invalid_arguments(mirrored, compiled, message):
     with mirrored.scope(), pytest.raises(ValueError, match=message):
         network(kdist.Model).compile("sgd", "mse", **compiled)
+
+
+def test_a_bound_on_staleness_without_servers_is_logged(mirrored, caplog):
+    with mirrored.scope():
+        network(kdist.Model).compile("sgd", "mse", max_staleness=0)
+        assert not caplog.text
+        network(kdist.Model).compile("sgd", "mse", max_staleness=2)
+    assert "max_staleness=2 has no effect" in caplog.text
 
 
 def test_replicas_that_share_variables_are_rejected():

@@ -7,6 +7,9 @@ from kdist.layout import Layout
 from kdist.strategy_spec import resolve
 
 PIPELINES = Layout(data=2, pipeline=2)
+SERVED = Cluster(
+    {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}, "chief"
+)
 
 
 def workers(number, host="localhost"):
@@ -114,6 +117,7 @@ def test_specs_are_frozen_and_comparable():
             "0 .no packing. or more, got -1",
         ),
         ({"name": "one_device", "reduction": "nccl"}, "options of 'mirrored'"),
+        ({"name": "parameter_server", "cluster": SERVED, "num_packs": 2}, "options of 'mirrored'"),
         ({"name": "tpu", "devices": 2}, "uses all cores"),
         ({"name": "mirrored", "devices": 0}, "at least 1"),
         ({"name": "mirrored", "devices": 257}, "at most 256"),
@@ -133,6 +137,14 @@ def test_specs_are_frozen_and_comparable():
 def test_resolve_rejects(arguments, message):
     with pytest.raises(ValueError, match=message):
         resolve(**arguments)
+
+
+def test_a_partitioner_without_servers_is_logged(caplog):
+    for arguments in ({"name": "auto"}, {"name": "parameter_server", "cluster": SERVED}):
+        resolve(**arguments, partitioner=len)
+    assert not caplog.text
+    resolve("mirrored", partitioner=len)
+    assert "partitioner has no effect under mirrored" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["parameter_server", PIPELINES])

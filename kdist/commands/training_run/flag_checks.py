@@ -34,6 +34,10 @@ FLAGS = flags.FLAGS
 
 # Traces of more steps fill the memory and the disk.
 _MAX_PROFILED_STEPS = 1000
+# Flags of a run in W&B.
+_OF_WANDB = tuple(
+    f"wandb_{name}" for name in ("project", "group", "job_type", "tags", "notes", "samples")
+)
 # Parameters of a builder that the data set.
 _OF_DATA = ("input_shape", "num_classes")
 # Strategies whose replicas share their weights.
@@ -246,7 +250,7 @@ def _check_effects(spec):
         ("decay", FLAGS.schedule == "ramp", "--schedule=ramp"),
         ("sequence_length", FLAGS.dataset.startswith(TEXT_PREFIX), "--dataset=text:PATH"),
         ("ramp_epochs", FLAGS.schedule != "constant", "--schedule=ramp or cosine"),
-        ("wandb_samples", FLAGS.wandb_mode != "off", "--wandb_mode=auto"),
+        *((name, FLAGS.wandb_mode != "off", "--wandb_mode=auto") for name in _OF_WANDB),
         ("mlflow_experiment", FLAGS.mlflow_uri is not None, "--mlflow_uri"),
         ("base_batch_size", FLAGS.scale_learning_rate != "none", "--scale_learning_rate"),
     ):
