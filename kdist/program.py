@@ -103,7 +103,9 @@ def run(
     """
     global _running
     _running = main.__module__
+    _open_closed_streams()
     _escape_unprintable()
+    _outlive_reader()
     # TensorFlow logs every gradient reduction that it plans at the level INFO.
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     # gcsfs logs a traceback for every request that fails. The mirror logs the failure.
@@ -186,10 +188,58 @@ def missing_argument(positional: str) -> str:
     return f"missing argument: {positional} (--help)"
 
 
+def _open_closed_streams():
+    """Connects closed standard streams to the null device; Python has None instead of them.
+
+    Another file that is opened would get the number of the stream, and its output.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115  # to the end
+            setattr(sys, name, stream)
+
+
 def _escape_unprintable():
     """Prints characters that the terminal's encoding lacks as escapes, instead of failing."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # as Python does for stderr
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+class _Output(io.FileIO):
+    """Standard output that discards what is written after its reader has ended, such as `head`.
+
+    A training goes to the end, and a plan is saved. Libraries and child processes write to the same
+    descriptor, which then is that of the null device.
+    """
+
+    def write(self, data):
+        """Returns the number of bytes that are written or discarded."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            name = os.path.basename(sys.argv[0])
+            sys.stderr.write(f"{name}: the output has no reader any more; the program continues\n")
+            return super().write(data)
+
+
+def _outlive_reader():
+    """Lets the program continue if the reader of its output ends."""
+    if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.flush()
+        output = _Output(sys.stdout.fileno(), "w", closefd=False)
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(output),
+            sys.stdout.encoding,
+            sys.stdout.errors,
+            line_buffering=sys.stdout.line_buffering,
+        )
 
 
 def _parsed(arguments):

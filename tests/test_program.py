@@ -159,6 +159,37 @@ def test_errors_of_the_file_system_name_the_file_and_a_remedy(run, source, messa
     assert "memory" not in line
 
 
+@pytest.mark.parametrize(
+    ("streams", "errors"),
+    [
+        ("| true", "long.py: the output has no reader any more; the program continues\n"),
+        ("<&- >&- 2>&-", ""),
+    ],
+)
+def test_a_program_outlives_the_reader_of_its_output(tmp_path, streams, errors):
+    (tmp_path / "long.py").write_text(
+        "import os, pathlib, sys\n"
+        "from kdist import program\n"
+        "def main(_):\n"
+        "    for n in range(10_000):\n"
+        "        print('a line')\n"
+        "    os.write(1, b'of a library')\n"
+        "    with open('result', 'w') as file:\n"
+        "        print(sys.stdout.isatty(), file=file)\n"
+        "program.run(main)\n"
+    )
+    process = subprocess.run(
+        ["sh", "-c", f"{sys.executable} long.py {streams}"],
+        cwd=tmp_path,
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.stderr == errors
+    assert (tmp_path / "result").read_text() == "False\n"
+
+
 def test_defects_keep_their_traceback(run):
     assert "Traceback" in run("--source=key").stderr
 

@@ -18,6 +18,7 @@ loads the new one, except from a bucket. It prints the directory of the version.
 
 import contextlib
 import pathlib
+import shlex
 import re
 
 from absl import flags
@@ -74,7 +75,8 @@ def main(arguments):
             examples=None if FLAGS.warm_up else {},
         )
     given = arguments[1] if is_url(arguments[1]) else source
-    print(f"{given} is exported to {version}; serve it: kdist serve --model_dir={FLAGS.output}")
+    serve = shlex.join(["kdist", "serve", f"--model_dir={FLAGS.output}"])
+    print(f"{given} is exported to {version}; serve it: {serve}")
 
 
 @contextlib.contextmanager

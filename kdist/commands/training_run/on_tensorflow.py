@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import logging
 import math
+import shlex
 import time
 
 from absl import flags
@@ -259,5 +260,6 @@ def export_model(model, run, class_names):
         examples=None if has_server else {},
     )
     exported = version if url is None else put_version(version, url)
-    print(f"export: {exported}; serve it: kdist serve --model_dir={FLAGS.export}")
+    serve = shlex.join(["kdist", "serve", f"--model_dir={FLAGS.export}"])
+    print(f"export: {exported}; serve it: {serve}")
     return version
