@@ -18,8 +18,8 @@ loads the new one, except from a bucket. It prints the directory of the version.
 
 import contextlib
 import pathlib
-import shlex
 import re
+import shlex
 
 from absl import flags
 
