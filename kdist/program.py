@@ -44,6 +44,7 @@ _REMEDIES = {
     errno.EPERM: "use a path for which you have the permission",
     errno.EROFS: "write to another directory",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EFBIG: "raise the limit of the size of files (ulimit -f)",
 }
 # Part of TensorFlow's messages that names an operation of kdist's graphs.
 _GRAPH_NODE = re.compile(r"\{\{function_node [^}]*\}\} ?")
@@ -291,7 +292,7 @@ def _reason(error):
         return found[1] if found else text.strip()
     # TensorFlow's error, which only some programs import, is longer than a line.
     if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
-        details = _GRAPH_NODE.sub("", text.strip().partition("\n")[0])
+        details = without_graph_node(text.strip().partition("\n")[0])
         if os.strerror(errno.ENOSPC) in details:  # TensorFlow has no type of its own for it
             return f"{details}; {_REMEDIES[errno.ENOSPC]}"
         return f"out of memory ({details}); use smaller batches, examples, or models"
@@ -302,6 +303,11 @@ def _reason(error):
         remedy = _REMEDIES.get(error.errno)
         return f"{where}{error.strerror}{f'; {remedy}' if remedy else ''}"
     return (text or type(error).__name__) if isinstance(error, _USER_ERRORS) else None
+
+
+def without_graph_node(text: str) -> str:
+    """Returns a message of TensorFlow without the operation of a graph that it names."""
+    return _GRAPH_NODE.sub("", text)
 
 
 def _is_peer_late(error):
@@ -424,16 +430,17 @@ def reads_file(name: str, remedy: str, unless: Sequence[str] = ()):
     _add_validator(name, check)
 
 
-def writes_file(name: str, unless: Sequence[str] = ()):
+def writes_file(name: str, unless: Sequence[str] = (), only_with: str | None = None):
     """Makes the parser refuse a value of flag `name` at which no file can be written.
 
     Args:
         name: the flag; without a value nothing is checked.
         unless: values that are not paths.
+        only_with: a flag without which the file is not written, and not checked.
     """
 
     def check(path):
-        if path is None or path in unless:
+        if path is None or path in unless or (only_with and not FLAGS[only_with].value):
             return
         check_local(path)
         if not path or os.path.isdir(path):

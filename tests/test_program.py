@@ -9,6 +9,7 @@ import pytest
 from absl import flags
 
 from kdist import program
+from kdist.commands import command_line
 from kdist.commands.command_line import COMMANDS
 
 PROGRAM = '''"""Copies a file.
@@ -225,6 +226,16 @@ def test_the_command_lists_its_programs():
         assert example.startswith(f"kdist {name}")
     assert kdist("--help").stdout == process.stdout
     assert "absl" not in kdist().stderr  # it appears at once
+
+
+def test_ctrl_c_while_a_program_is_imported_is_one_line(monkeypatch, capsys):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "run", interrupt)
+    monkeypatch.setattr(sys, "argv", ["kdist", "plan"])
+    assert command_line.main() == 130
+    assert capsys.readouterr().err == "\nkdist plan: stopped by Ctrl-C\n"
 
 
 def test_the_command_names_the_nearest_program():

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from kdist.json_text import parse_json
 from kdist.mirror.mirror import Mirror
+from kdist.program import without_graph_node
 from kdist.run_directory import (
     CHECKPOINT_PREFIX,
     CHECKSUMS,
@@ -313,7 +314,7 @@ def _write_tensors(directory, tensors):
                 tensors=[tf.constant(value) for value in tensors.values()],
             )
     except tf.errors.OpError as error:
-        raise OSError(error.message) from error
+        raise OSError(without_graph_node(error.message)) from error
 
 
 def _write_json(path, value):

@@ -12,6 +12,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from kdist.exit_codes import INTERRUPTED
+
 # Command -> what it does, and an example.
 COMMANDS = {
     "train": (
@@ -86,7 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
             sys.stderr.write(f"kdist: {error} (kdist --help)\n")
         return 1
     sys.argv = [f"kdist {name}", *rest]
-    return run(name)
+    try:
+        return run(name)
+    except KeyboardInterrupt:  # while the program is imported; later it reports this itself
+        sys.stderr.write(f"\nkdist {name}: stopped by Ctrl-C\n")
+        return INTERRUPTED
 
 
 def run(name: str):

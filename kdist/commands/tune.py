@@ -108,7 +108,7 @@ with program.flag_group("Learning rate and useful batch"):
 
 flags.mark_bool_flags_as_mutual_exclusive(["batch", "learning_rate_range", "noise_scale"])
 program.writes_file("output")
-program.writes_file("plot")
+program.writes_file("plot", only_with="learning_rate_range")
 
 
 def main(_):

@@ -250,6 +250,7 @@ OTHERS = [
     ("tune", ["--max_batch=8"], "--max_batch has no effect here; add --batch"),
     ("tune", ["--output=nowhere/tuned.json"], "in a directory that exists"),
     ("tune", ["--learning_rate", "--plot=nowhere/a.png"], "in a directory that exists"),
+    ("tune", ["--plot=nowhere/a.png"], "add --learning_rate_range"),
     ("tune", ["--noise_scale", "--learning_rate"], "At most one"),
     ("plan", ["--model=resnet5O", "--examples=9"], "did you mean resnet50"),
     ("plan", ["--model=lenet", "--examples=-3"], "--examples=-3"),

@@ -301,7 +301,8 @@ def _no_layout_message(offers, constraints, largest):
     return (
         f"no global batch of {largest} or less is possible with local batches from "
         f"{min(constraints.local_batches)} on, {accumulate} micro-steps, and these machines and "
-        f"strategies: raise max_global_batch to {smallest} at least, or lower local_batches"
+        f"strategies: raise max_global_batch to {smallest} at least (--max_global_batch), or lower "
+        "local_batches (--local_batch_sizes)"
     )
 
 
