@@ -233,7 +233,11 @@ class _Page:
         whole = breakdown_plot(runs)
         plots = [*([whole] if whole else []), *step_time_plots(runs, self._points)]
         without = [run for run in runs if not run.metrics("timing").length]
-        missing = _missing("metrics.jsonl has no records of kind “timing”", without)
+        missing = _missing(
+            "No step was timed, as in a run of few steps: metrics.jsonl has no records of kind "
+            "“timing”",
+            without,
+        )
         return missing + self.plots(plots)
 
     def devices(self, runs):

@@ -116,8 +116,20 @@ def recommendation(result: RankedPlans) -> str:
     price = f" for {dollars(best.usd)}" if best.usd else ""
     return (
         f"Recommended: {describe(best.layout, best.local_batch, best.machine)}, "
-        f"{duration(best.hours)}{price}: {' and '.join(reasons)}."
+        f"{duration(best.hours)}{price}: {_in_words(reasons)}."
     )
+
+
+def _in_words(names):
+    """Returns a list as English writes it.
+
+    >>> _in_words(["fastest", "cheapest", "balanced"])
+    'fastest, cheapest, and balanced'
+    """
+    *others, last = names
+    if len(others) > 1:
+        return f"{', '.join(others)}, and {last}"
+    return " and ".join(names)
 
 
 def run_text(plan: Plan) -> str:
@@ -137,7 +149,7 @@ def alternatives(result: RankedPlans, with_best: bool = False) -> list[list[str]
         named.setdefault(plan, []).append(name)
     return [
         [
-            " and ".join(names),
+            _in_words(names),
             describe(plan.layout, plan.local_batch, plan.machine),
             f"{duration(plan.hours)} ({plan.hours / result.best.hours:.2g} ×)",
             f"{dollars(plan.usd)} ({plan.usd / result.best.usd:.2g} ×)" if result.best.usd else "–",

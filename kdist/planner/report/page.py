@@ -53,10 +53,14 @@ def _parts(result):
         plans += f"<details><summary>The other {len(rows) - _MAX_ROWS}</summary>{others}</details>"
     return {
         "title": html.escape(
-            f"{job.workload.name}: {job.examples:,} examples, {job.epochs:g} epochs"
+            f"{job.workload.name}: {job.examples:,} examples, {job.epochs:g} "
+            f"epoch{'s' * (job.epochs != 1)}"
         ),
         "sentence": html.escape(listing.recommendation(result)),
-        "command": html.escape(listing.run_text(result.best)),
+        # Flags are not broken at their hyphens.
+        "command": " ".join(
+            f"<span>{html.escape(word)}</span>" for word in listing.run_text(result.best).split(" ")
+        ),
         "choices": _choices(result),
         "notes": html.escape(listing.notes_text(result)),
         "warnings": "".join(f"<p class=note>{html.escape(text)}</p>" for text in result.warnings),
