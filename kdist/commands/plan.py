@@ -43,8 +43,7 @@ from absl import flags
 import kdist
 from kdist import planner, program
 from kdist.commands.compare import import_benchmark
-from kdist.commands.training_run.applications import application
-from kdist.commands.training_run.compiled_model import MODELS
+from kdist.commands.training_run.compiled_model import MODELS, builds
 from kdist.planner import measurements
 from kdist.planner.measurements import Calibration, calibrated_step_seconds
 from kdist.planner.selection.constraints import DEFAULT_STRATEGIES, price_rejections
@@ -299,7 +298,7 @@ def plan():
 
 def how_to_run(plan):
     """Returns a hint for the plan of a model that `kdist train` cannot build."""
-    if plan.model in MODELS or application(plan.model):
+    if builds(plan.model):
         return ""
     return (
         f"kdist train builds {', '.join(MODELS)}, and keras.applications; for your own model pass "

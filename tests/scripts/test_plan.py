@@ -83,6 +83,11 @@ def test_flag_that_contradicts_the_plan_is_an_error(tmp_path):
     assert process.returncode == 1
     assert "--local_batch_size=7 contradicts" in process.stderr
     assert "leave the flag out" in process.stderr
+    own = ("train", f"--plan={plan}", "--model=no_file.py:build", "--dataset=digits")
+    assert "--model=no_file.py:build contradicts" in program(*own).stderr
+    # A plan of a model that kdist does not build is trained with the user's function.
+    plan.write_text(plan.read_text().replace('"lenet"', '"my_network"'))
+    assert "no file no_file.py" in program(*own).stderr
 
 
 @pytest.mark.parametrize(

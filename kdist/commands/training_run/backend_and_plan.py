@@ -9,6 +9,8 @@ from absl import flags
 
 import kdist
 from kdist import program
+from kdist.commands.training_run.compiled_model import builds
+from kdist.commands.training_run.user_code import is_reference
 from kdist.hardware import describe_processors, find_gpus
 from kdist.mirror.store import is_url
 from kdist.planner.plans import layout_flags
@@ -133,6 +135,8 @@ def apply_plan():
         "optimizer": plan.optimizer,
         "jit_compile": plan.jit_compile,
     }
+    if is_reference(FLAGS.model) and not builds(plan.model):
+        del planned["model"]  # the user's own function builds the model of the plan
     for name, value in planned.items():
         _check_agrees(name, value, FLAGS.plan, "kdist plan")
         FLAGS[name].value = value

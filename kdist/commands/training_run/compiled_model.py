@@ -59,6 +59,11 @@ def compiled_model(strategy, train, rate=None):
     return model
 
 
+def builds(name: str) -> bool:
+    """Returns whether `kdist train` itself builds the image model of a plan."""
+    return name in MODELS or application(name) is not None
+
+
 def splits_model():
     """Returns whether --layout is that of a split model, and not one of sharded replicas."""
     return bool(FLAGS.layout) and kdist.Layout.parse(FLAGS.layout).shard is None
