@@ -235,11 +235,13 @@ def _outlive_reader():
     if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.flush()
         output = _Output(sys.stdout.fileno(), "w", closefd=False)
+        is_unbuffered = sys.stdout.write_through  # python -u, as tasks of a job are started
         sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(output),
+            output if is_unbuffered else io.BufferedWriter(output),
             sys.stdout.encoding,
             sys.stdout.errors,
             line_buffering=sys.stdout.line_buffering,
+            write_through=is_unbuffered,
         )
 
 

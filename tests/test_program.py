@@ -1,6 +1,7 @@
 """Programs: grouped help, exit codes, and errors of one line."""
 
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -189,6 +190,16 @@ def test_a_program_outlives_the_reader_of_its_output(tmp_path, streams, errors):
     )
     assert process.stderr == errors
     assert (tmp_path / "result").read_text() == "False\n"
+
+
+@pytest.mark.parametrize(("unbuffered", "output"), [("1", "early\n"), ("", "")])
+def test_output_is_buffered_as_python_is_told(unbuffered, output):
+    code = (
+        "import os; from kdist import program; program.run(lambda _: print('early') or os._exit(0))"
+    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-c", code]
+    assert subprocess.check_output(command, text=True, timeout=60, env=environment) == output
 
 
 def test_defects_keep_their_traceback(run):
