@@ -4,7 +4,6 @@ import contextlib
 import copy
 import os
 import pickle
-import warnings
 
 import h5py
 import keras
@@ -13,6 +12,7 @@ import pytest
 
 import kdist
 from kdist.testing import assert_same_weights
+from tests.caught import no_warnings
 from tests.forked import python, python_tasks
 from tests.tiers import covering
 
@@ -221,8 +221,7 @@ def test_clones_of_a_model_train_as_it_does(new_model):
 
 def test_loading_compiles_as_keras_does(tmp_path):
     trained(Subclassed).save(tmp_path / "model.keras")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         loaded = keras.models.load_model(tmp_path / "model.keras")
     assert int(loaded.optimizer.iterations.numpy()) == 1
     uncompiled = keras.models.load_model(tmp_path / "model.keras", compile=False)

@@ -278,7 +278,7 @@ def normalized(case):
         case["weights"] = "sample"
     # Micro-steps have statistics and means over weights of their own.
     sees_batch = "batch_norm" in case["layers"] or case["masked"]
-    sees_batch |= "centered" in case["layers"] or case["step"] in ("assigned", "contrast")
+    sees_batch |= "centered" in case["layers"] or case["step"] in random_steps.OF_BATCHES
     sees_batch |= case["loss"] in ("root", "dice", "scalar")
     # Gradients of a mean and of a sum, added up.
     sees_batch |= case["step"] == "persistent" and "sum" in (case["loss"], case["reduction"])

@@ -139,3 +139,5 @@ STEPS = {
     "persistent": _Persistent,
     "assigned": _Assigned,
 }
+# What these compute of a micro-batch is not a part of what they compute of the batch.
+OF_BATCHES = ("assigned", "clipped", "contrast", "twice")

@@ -10,6 +10,7 @@ from keras import layers, ops
 
 import kdist
 from kdist.testing import assert_same_weights
+from tests.caught import no_warnings
 from tests.tiers import covering
 
 
@@ -221,10 +222,8 @@ def test_losses_that_combine_rows_warn(build, setting):
 
 @pytest.mark.fast_cases(1)
 def test_losses_by_row_do_not_warn(strategy):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with no_warnings():
         trained(strategy, lambda: functional(kdist.Model, layers.LayerNormalization()), 2)
-    assert not caught
 
 
 class OfTensors(kdist.Model):
@@ -247,10 +246,8 @@ def test_slices_that_become_tensors_do_not_warn(strategy):
         words = layers.Embedding(5, 4)(ops.cast(ops.abs(inputs), "int32"))
         return OfTensors(inputs, layers.Dense(1)(layers.Flatten()(words)))
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with no_warnings():
         model, logs = trained(strategy, build, 2)
-    assert not caught
     expected_model, expected = whole(build)
     assert_same_weights(model.get_weights(), expected_model.get_weights(), 1e-6)
     assert logs == [pytest.approx(each, rel=1e-5) for each in expected]
