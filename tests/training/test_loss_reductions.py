@@ -279,11 +279,12 @@ LOSSES = {
 }
 
 
-def own_step(loss, process=lambda gradients, x: gradients, scales=False):
+def own_step(loss, process=lambda gradients, x: gradients, scales=False, loss_scale=None):
     """Returns a `train_step` that differentiates `loss`."""
 
     def train_step(self, data):
         x, y = data
+        self.optimizer.loss_scale_factor = loss_scale
         with tf.GradientTape() as tape:
             value = loss(self, x, y)
             if scales:
@@ -923,6 +924,16 @@ def test_a_loss_that_the_graph_does_not_tell_can_be_declared():
 def test_a_sum_may_be_declared_without_a_graph():
     assert_equal(own_step(LOSSES["sum"]), loss_reduction="sum", run_eagerly=True)
     assert_equal(own_step(LOSSES["vector"]), run_eagerly=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"run_eagerly": True}, {"loss_reduction": "mean"}, {"accumulate": 2, "run_eagerly": True}],
+    ids=str,
+)
+def test_a_loss_scale_where_the_graph_is_not_read(options):
+    """The scale multiplies a loss that is already divided among the replicas."""
+    assert_equal(own_step(LOSSES["mean"], scales=True, loss_scale=8.0), **options)
 
 
 def test_a_division_by_a_constant_number_of_rows_stays_a_mean():

@@ -594,7 +594,11 @@ def _build(optimizer, variables):
 def _scale_loss(step, keras_function, optimizer, loss):
     if step.applying:
         return keras_function(optimizer, loss)
-    return keras_function(optimizer, step.scale_loss(loss, optimizer))
+    loss = step.scale_loss(loss, optimizer)
+    # Still a sum over replicas. The graph is not read if the program runs eagerly, or declares what
+    # its losses are.
+    scaled = tf.convert_to_tensor(keras_function(optimizer, loss))
+    return step.dependence.note(scaled, step.dependence.noted(loss))
 
 
 def _tape_gradient(
