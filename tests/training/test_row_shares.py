@@ -42,7 +42,8 @@ def test_every_row_is_in_exactly_one_share(rows, micro_steps, known):
     np.testing.assert_array_equal(
         np.sort(np.concatenate(own)[:, 0]), np.arange(rows) * 2, err_msg="rows lost or doubled"
     )
-    assert sum(float(fraction) for *_, fraction in taken) == pytest.approx(1.0)
+    # In float64: fractions that are rounded to float32 are far from 1 by 1e-8.
+    assert sum(float(fraction) for *_, fraction in taken) == pytest.approx(1.0, abs=1e-14)
     for start in range(0, len(taken), 4):
         micro_step = taken[start : start + 4]
         assert sum(int(size) for _, size, *_ in micro_step) == int(micro_step[0][2])

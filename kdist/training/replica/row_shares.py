@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist.training.scopes import computes_on_gpus
@@ -59,12 +60,12 @@ class RowShare:
 
     @property
     def batch_fraction(self):
-        """Fraction of the step's rows, a float or a float64 scalar."""
+        """Fraction of the step's rows, a float64 number or scalar tensor."""
         return fraction(self.rows, self.batch_rows)
 
     @property
     def micro_step_fraction(self):
-        """Fraction of the micro-step's rows, a float or a float64 scalar."""
+        """Fraction of the micro-step's rows, a float64 number or scalar tensor."""
         return fraction(self.rows, self.micro_rows)
 
     def is_same_on_all(self, replicas: int) -> bool:
@@ -312,7 +313,8 @@ def _sparse_rows(leaf, first, number):
 
 
 def fraction(part: Number, whole: Number):
-    """Returns part / whole, a float or a float64 scalar; 0 if `whole` is 0."""
+    """Returns part / whole, a float64 number or scalar tensor; 0 if `whole` is 0."""
     if isinstance(part, int) and isinstance(whole, int):
-        return part / whole if whole else 0.0
+        # TensorFlow rounds a float of Python to float32 before it casts it to another type.
+        return np.float64(part / whole if whole else 0.0)
     return tf.math.divide_no_nan(tf.cast(part, tf.float64), tf.cast(whole, tf.float64))
