@@ -728,7 +728,7 @@ class ReplicaStep:
         """
         if not is_eager(indices):
             return self.dependence.are_fixed(indices)
-        if self.replicas == 1:
+        if not self._can_exchange:
             return False
         mark = tf.raw_ops.Fingerprint(data=tf.reshape(indices, [1, -1]), method="farmhash64")
         numbers = tf.cast(mark, tf.float64)
