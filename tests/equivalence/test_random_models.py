@@ -18,7 +18,7 @@ from tests.equivalence import random_models
 # By default, the same cases in every run.
 CASES = int(os.environ.get("KDIST_FUZZ_CASES", 0))
 SHARDS = int(os.environ.get("KDIST_FUZZ_SHARDS", 1))
-DEFAULT_CASES = 4
+DEFAULT_CASES = 2
 TOLERANCE = 1e-7
 
 SIMPLE = {
