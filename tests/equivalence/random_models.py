@@ -278,8 +278,10 @@ def normalized(case):
         case["weights"] = "sample"
     # Micro-steps have statistics and means over weights of their own.
     sees_batch = "batch_norm" in case["layers"] or case["masked"]
-    sees_batch |= "centered" in case["layers"] or case["step"] in random_steps.OF_BATCHES
-    sees_batch |= case["loss"] in ("root", "dice", "scalar")
+    combines_rows = "centered" in case["layers"] or case["loss"] in ("root", "dice")
+    sees_batch |= combines_rows or case["step"] in random_steps.OF_BATCHES
+    # The weights of rows multiply such losses by their mean.
+    sees_batch |= case["loss"] in ("scalar", "sum")
     # Gradients of a mean and of a sum, added up.
     sees_batch |= case["step"] == "persistent" and "sum" in (case["loss"], case["reduction"])
     if sees_batch or case["reduction"] == "mean_with_sample_weight":
@@ -288,7 +290,8 @@ def normalized(case):
         case["second_output"] = False
     if case["step"] == "penalty" and case["kind"] == "tokens":
         case["step"] = "guide"
-    if case["step"] not in (None, "guide") or case["shard"]:
+    # Without a graph, kdist does not know which rows are combined.
+    if case["step"] not in (None, "guide") or case["shard"] or combines_rows:
         case["eager"] = False
     if case["eager"]:
         case["steps_per_execution"] = 1
