@@ -156,9 +156,7 @@ def own_flags(module: str | None = None) -> dict[str, flags.Flag]:
 def _flags_of_kdist():
     """Returns the flags of the running program, and of programs of kdist that it imports."""
     modules = [name for name in FLAGS.flags_by_module_dict() if name.startswith("kdist.")]
-    return {
-        id(flag): flag for name in (_running, *modules) for flag in own_flags(name).values()
-    }.values()
+    return [flag for name in (_running, *modules) for flag in own_flags(name).values()]
 
 
 def _flag_text(flag):
@@ -196,12 +194,17 @@ def _open_closed_streams():
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
+            _connect_to_null(number)
             stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115  # to the end
             setattr(sys, name, stream)
+
+
+def _connect_to_null(number):
+    """Lets a descriptor be that of the null device, whether it is open or not."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
 
 
 def _escape_unprintable():
@@ -222,9 +225,7 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except BrokenPipeError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.fileno())
-            os.close(null)
+            _connect_to_null(self.fileno())
             name = os.path.basename(sys.argv[0])
             sys.stderr.write(f"{name}: the output has no reader any more; the program continues\n")
             return super().write(data)

@@ -184,7 +184,7 @@ class Attention(keras.layers.Layer):
 
 
 def squared_difference(y_true, y_pred):
-    """Returns a value for each row."""
+    """Returns a value for each row, as `mean_squared_error`, but is a function of a program."""
     return keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
 
 
@@ -286,6 +286,7 @@ def normalized(case):
     sees_batch |= case["step"] == "persistent" and "sum" in (case["loss"], case["reduction"])
     if sees_batch or case["reduction"] == "mean_with_sample_weight":
         case["accumulate"] = 1
+    case["frozen"] &= bool(case["layers"])  # something has to be trained
     if case["step"]:
         case["second_output"] = False
     if case["step"] == "penalty" and case["kind"] == "tokens":
@@ -321,7 +322,7 @@ def model_of(case, model_class):
     if case["step"]:
         model_class = random_steps.with_step(model_class, case["step"])
     model = model_class(inputs, outputs)
-    if case["frozen"] and case["layers"]:
+    if case["frozen"]:
         model.layers[1].trainable = False
     return model
 

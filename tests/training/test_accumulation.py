@@ -226,17 +226,23 @@ def test_losses_by_row_do_not_warn(strategy):
         trained(strategy, lambda: functional(kdist.Model, layers.LayerNormalization()), 2)
 
 
-class OfTensors(kdist.Model):
-    """Step whose gradients of looked-up rows become tensors."""
+class OwnStep(kdist.Model):
+    """Step that updates the weights by a method of its own."""
 
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
             loss = ops.mean(ops.square(y - self(x, training=True)))
         variables = self.trainable_variables
-        gradients = [0.5 * tf.convert_to_tensor(g) for g in tape.gradient(loss, variables)]
-        self.optimizer.apply(gradients, variables)
+        self.update(tape.gradient(loss, variables), variables)
         return {"loss": loss}
+
+
+class OfTensors(OwnStep):
+    """Step whose gradients of looked-up rows become tensors."""
+
+    def update(self, gradients, variables):
+        self.optimizer.apply([0.5 * tf.convert_to_tensor(g) for g in gradients], variables)
 
 
 @pytest.mark.fast_cases(1)
@@ -290,15 +296,10 @@ def test_networks_that_are_updated_in_turn_warn(strategy, in_turn):
     assert all("after it has updated" in text for text in found)
 
 
-class OwnUpdate(kdist.Model):
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = ops.mean(ops.square(y - self(x, training=True)))
-        variables = self.trainable_variables
-        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+class OwnUpdate(OwnStep):
+    def update(self, gradients, variables):
+        for variable, gradient in zip(variables, gradients, strict=True):
             variable.assign_sub(0.1 * gradient)
-        return {"loss": loss}
 
 
 @pytest.mark.fast_cases(1)
