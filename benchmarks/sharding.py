@@ -2,6 +2,7 @@
 
   python -m benchmarks.sharding                    # a transformer with 12 blocks on 2 devices
   python -m benchmarks.sharding --devices=4 --depth=4
+  python -m benchmarks.sharding --optimizer=muon
   kdist launch --workers=2 -- python -m benchmarks.sharding --devices=1 --shards=optimizer
   python -m benchmarks.sharding --logical_gpu_megabytes=8000    # 2 devices that share one GPU
 
@@ -11,7 +12,8 @@ between devices are read from the optimized graph of a step; those of rows that 
 unknown between processes. Next to them is the formula of the ZeRO paper (arXiv:1910.02054, section
 7): an all-reduce, and a reduce-scatter with an all-gather, both move 2 (N - 1) times the bytes of
 the gradients in all. Sharded weights are gathered twice: 3 (N - 1) on the N devices of each
-process, and their gradients are all-reduced between P processes: 2 (P - 1).
+process, and their gradients are all-reduced between P processes: 2 (P - 1). Muon needs whole
+weights, which moves up to twice as many.
 """
 
 import contextlib
@@ -35,6 +37,7 @@ flags.DEFINE_integer(
     lower_bound=1,
 )
 flags.DEFINE_multi_enum("shards", ["optimizer", "weights"], SHARDS, "What replicas divide.")
+flags.DEFINE_enum("optimizer", "adam", ("adam", "muon"), "Optimizer of all models.")
 flags.DEFINE_integer("depth", 12, "Number of blocks of the transformer.", lower_bound=1)
 flags.DEFINE_integer("width", 128, "Features of a token, a multiple of 4.", lower_bound=4)
 flags.DEFINE_integer("tokens", 64, "Tokens of an example.", lower_bound=1)
@@ -70,7 +73,9 @@ def main(_):
     if cluster.index:
         return
     parameters = sum(weight.shape.num_elements() for weight in models[None].trainable_variables)
-    print(f"{FLAGS.depth} blocks of width {FLAGS.width}, {parameters:,} parameters, Adam")
+    print(
+        f"{FLAGS.depth} blocks of width {FLAGS.width}, {parameters:,} parameters, {FLAGS.optimizer}"
+    )
     print(
         "| shard | step ms | weights MB per device | optimizer MB per device | peak MB per device "
         "| MB between devices | formula MB |"
@@ -145,7 +150,7 @@ def first_step(strategy, data):
         model = kdist.models.transformer(
             (FLAGS.tokens,), 10, vocabulary_size=1000, width=FLAGS.width, depth=FLAGS.depth
         )
-        model.compile("adam", "sparse_categorical_crossentropy")
+        model.compile(FLAGS.optimizer, "sparse_categorical_crossentropy")
     with watched_graphs() as graphs:
         fit(model, data, 1)
     fit(model, data, FLAGS.steps)

@@ -325,6 +325,12 @@ def first_replica(strategy: tf.distribute.Strategy) -> int:
     return strategy.extended._get_replica_id_in_sync_group(0)
 
 
+def with_copies(variable, copies: Sequence[tf.Variable]):
+    """Returns a distributed variable like another one, which has these copies on the replicas."""
+    strategy, policy = variable.distribute_strategy, variable._policy
+    return type(variable)(strategy, copies, variable.aggregation, var_policy=policy)
+
+
 @contextlib.contextmanager
 def traced_for_workers(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Returns a context manager for tracing functions for workers of a `ParameterServerStrategy`.

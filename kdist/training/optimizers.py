@@ -37,42 +37,54 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer, where: str, otherwi
         where: what is divided, at the beginning of the message.
         otherwise: what to do instead of choosing another optimizer.
     """
-    remedy = (
-        "Use SGD, Adam, AdamW, RMSprop or another optimizer that acts on each element separately, "
-        f"or {otherwise}"
-    )
     for each in unwrapped(optimizer):
-        name = type(each).__name__
-        for kind, reason in _REASONS.items():
-            if isinstance(each, kind):
-                raise ValueError(f"{where}, and {name} could act differently: {reason}. {remedy}")
-        if not isinstance(each, _ELEMENTWISE_OPTIMIZERS):
-            raise ValueError(
-                f"{where}, and {name} is not known to act on each element separately. {remedy}"
+        try:
+            reason = needs_whole_weights(each)
+        except NotTriedError as error:
+            warnings.warn(
+                f"{where}, and {error}. It must act on each element separately", stacklevel=2
             )
-        if not type(each).update_step.__module__.startswith("keras."):
-            _check_own_update(each, where, remedy)
+            continue
+        if reason:
+            raise ValueError(
+                f"{where}, and {reason}. Use SGD, Adam, AdamW, RMSprop or another optimizer that "
+                f"acts on each element separately, or {otherwise}"
+            )
 
 
-def _check_own_update(optimizer, where, remedy):
-    """Raises ValueError if `update_step` changes parts of a weight in another way than the whole.
+class NotTriedError(Exception):
+    """An `update_step` of the program could not be tried."""
+
+
+def needs_whole_weights(optimizer: keras.optimizers.Optimizer) -> str | None:
+    """Returns why an optimizer that wraps no other cannot update parts of a weight; None if it can.
+
+    Raises:
+        NotTriedError: its `update_step` is the program's, and fails on a small weight.
+    """
+    name = type(optimizer).__name__
+    for kind, reason in _REASONS.items():
+        if isinstance(optimizer, kind):
+            return f"{name} could act differently: {reason}"
+    if not isinstance(optimizer, _ELEMENTWISE_OPTIMIZERS):
+        return f"{name} is not known to act on each element separately"
+    is_own = not type(optimizer).update_step.__module__.startswith("keras.")
+    if is_own and not _is_elementwise(optimizer):
+        return f"update_step of {name} does not act on each element separately"
+    return None
+
+
+def _is_elementwise(optimizer):
+    """Returns False if `update_step` changes parts of a weight in another way than the whole.
 
     Averages over a gradient and norms of a weight do, for example.
     """
-    name = type(optimizer).__name__
     try:
         of_whole, of_parts = outside_any_scope(lambda: _updates(optimizer))
     except Exception as error:
-        warnings.warn(
-            f"{where}, and update_step of {name} could not be tried: {error}. It must act on each "
-            "element separately",
-            stacklevel=3,
-        )
-        return
-    if not np.allclose(of_whole, of_parts, atol=1e-6):
-        raise ValueError(
-            f"{where}, and update_step of {name} does not act on each element separately. {remedy}"
-        )
+        name = type(optimizer).__name__
+        raise NotTriedError(f"update_step of {name} could not be tried: {error}") from error
+    return np.allclose(of_whole, of_parts, atol=1e-6)
 
 
 def _updates(optimizer):

@@ -1,6 +1,7 @@
 """Training state that replicas divide among themselves: `shard="optimizer"` and the others."""
 
 import contextlib
+import itertools
 
 import keras
 import numpy as np
@@ -11,6 +12,8 @@ import kdist
 from kdist.callbacks import AveragedWeights
 from kdist.testing import assert_same_weights, largest_difference
 from kdist.training.sharding.memory import state_bytes
+from kdist.training.sharding.optimizer_state import shards_of
+from kdist.training.sharding.owners import assign_owners
 from kdist.training.sharding.parts import EqualParts, sharded_state
 from tests.tiers import seldom
 
@@ -88,8 +91,48 @@ OPTIMIZERS = {
     "loss scale": lambda: optimizers.LossScaleOptimizer(
         optimizers.Adam(0.01, epsilon=EPSILON, global_clipnorm=0.05), dynamic_growth_steps=2
     ),
+    # Each large weight is updated whole, on one device.
+    "Muon": lambda: optimizers.LossScaleOptimizer(
+        optimizers.Muon(0.02, global_clipnorm=0.05), dynamic_growth_steps=2
+    ),
+    "Muon, clipped": lambda: excluding(optimizers.Muon(0.02, weight_decay=0.2, clipnorm=0.02)),
+    "Adafactor": lambda: optimizers.Adafactor(0.05),
+    "Lamb": lambda: optimizers.Lamb(0.02, epsilon=EPSILON),
+    "centralized": lambda: Centralized(0.1, momentum=0.9),
 }
 OFTEN = ["AdamW", "accumulating, clipped", "loss scale"]
+
+
+@keras.saving.register_keras_serializable()
+class Centralized(optimizers.SGD):
+    """An optimizer that subtracts the mean of each gradient."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = tf.convert_to_tensor(gradient)
+        super().update_step(gradient - tf.reduce_mean(gradient), variable, learning_rate)
+
+
+class Inimitable(optimizers.SGD):
+    """An optimizer whose configuration lacks an argument."""
+
+    def __init__(self, factor):
+        super().__init__(factor * 0.1)
+        self.factor = factor
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+
+
+class WithMeanNorm(optimizers.SGD):
+    """An optimizer whose steps depend on the norms of all gradients."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.mean_norm = self.add_variable((), name="mean_norm")
+
+    def update_step(self, gradient, variable, learning_rate):
+        self.mean_norm.assign(0.9 * self.mean_norm + 0.1 * tf.norm(gradient))
+        super().update_step(gradient / self.mean_norm, variable, learning_rate)
 
 
 def excluding(optimizer):
@@ -102,6 +145,11 @@ CASES = [
     ("AdamW", 4, "optimizer"),
     ("AdamW", 2, "weights"),
     ("loss scale", 4, "weights"),
+    ("Muon", 2, "optimizer"),
+    ("Muon", 4, "weights"),
+    ("Muon, clipped", 2, "weights"),
+    ("Adafactor", 4, "optimizer"),
+    ("centralized", 2, "weights"),
 ]
 ALL = [
     (name, n, shard) for name in OPTIMIZERS for n in (2, 4) for shard in ("optimizer", "weights")
@@ -171,22 +219,31 @@ def test_a_step_that_overflows_changes_nothing():
     assert int(model.optimizer.iterations) == 1
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_bytes_on_each_device(replicas):
-    """Of Adam's slots and the shards, each device holds 1/N of the large weights."""
+@pytest.mark.parametrize(
+    ("optimizer", "replicas", "shard", "slots"),
+    [
+        ("adam", 2, "optimizer", 2),
+        ("adam", 4, "optimizer", 2),
+        ("muon", 2, "optimizer", 1),
+        ("muon", 2, "weights", 1),
+    ],
+)
+def test_bytes_on_each_device(optimizer, replicas, shard, slots):
+    """Of slots and of what is updated, each device holds 1/N of the large weights."""
     size = 256
-    with scope(replicas):
+    with scope(replicas, shard):
         inputs = keras.Input((size,))
         x = layers.Dense(size, use_bias=False)(layers.Dense(size, use_bias=False)(inputs))
         model = kdist.Model(inputs, layers.Dense(2, use_bias=False)(x))
-        model.compile("adam", "mse")
+        model.compile(optimizer, "mse")
     model.fit(np.ones((8, size)), np.ones((8, 2)), verbose=0)
     found = state_bytes(model)
     assert len(found) == replicas
     weights = 4 * (2 * size * size + 2 * size)
     for held in found.values():
-        assert held.weights == pytest.approx(weights, abs=64)  # and seeds
-        assert held.optimizer == pytest.approx(3 * weights / replicas, rel=0.01)
+        parts = replicas if shard == "weights" else 1
+        assert held.weights == pytest.approx(weights / parts, abs=64)  # and seeds
+        assert held.optimizer == pytest.approx((1 + slots) * weights / replicas, rel=0.02)
 
 
 @pytest.mark.slow
@@ -268,16 +325,32 @@ def test_averages_are_swapped_in(callback):
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (lambda: optimizers.Muon(), "Muon"),
-        (lambda: optimizers.Adafactor(), "Adafactor"),
         (lambda: optimizers.ScheduleFreeAdamW(), "ScheduleFreeAdamW"),
+        (lambda: optimizers.LossScaleOptimizer(optimizers.ScheduleFreeAdamW()), "ScheduleFree"),
+        (lambda: optimizers.Muon(use_ema=True), "use_ema"),
+        (lambda: optimizers.Lamb(gradient_accumulation_steps=2), "give accumulate to compile"),
+        (lambda: WithMeanNorm(0.1), "belongs to no single weight"),
     ],
 )
-def test_optimizers_that_need_whole_weights_are_refused(optimizer, message):
-    with scope(2):
-        model = network()
-        with pytest.raises(ValueError, match=message):
-            model.compile(optimizer(), LOSS)
+def test_optimizers_that_need_the_state_of_all_weights_are_refused(optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        trained(optimizer, 2)
+
+
+def test_owners_hold_about_as_much():
+    sizes = [100, 7, 30, 30, 40, 1, 100]
+    owners = assign_owners(sizes, 3)
+    totals = [sum(itertools.compress(sizes, map(each.__eq__, owners))) for each in range(3)]
+    assert totals == [107, 101, 100]
+
+
+def test_a_device_without_a_weight_is_reported():
+    with scope(4):
+        inputs = keras.Input((8,))
+        model = kdist.Model(inputs, layers.Dense(8, use_bias=False)(inputs))
+        model.compile("muon", "mse")
+    with pytest.raises(ValueError, match="fewer weights"):
+        model.fit(np.ones((8, 8)), np.ones((8, 8)), verbose=0)
 
 
 class Decaying(optimizers.SGD):
@@ -297,32 +370,10 @@ def test_an_update_of_ones_own_receives_names_and_numbers_of_axes(shard):
     assert_same_weights(model.get_weights(), expected.get_weights(), 1e-6)
 
 
-class Centralized(optimizers.SGD):
-    """An optimizer that subtracts the mean of each gradient."""
-
-    def update_step(self, gradient, variable, learning_rate):
-        gradient = tf.convert_to_tensor(gradient)
-        super().update_step(gradient - tf.reduce_mean(gradient), variable, learning_rate)
-
-
-class Inimitable(optimizers.SGD):
-    """An optimizer that has no configuration."""
-
-    def __init__(self, factor):
-        super().__init__(factor * 0.1)
-        self.factor = factor
-
-    def update_step(self, gradient, variable, learning_rate):
-        super().update_step(gradient, variable, learning_rate)
-
-
-def test_an_update_of_ones_own_that_needs_whole_weights_is_refused():
-    with scope(2):
-        model = network()
-        with pytest.raises(ValueError, match="update_step of Centralized"):
-            model.compile(Centralized(0.1), LOSS)
-        with pytest.warns(UserWarning, match="update_step of Inimitable"):
-            model.compile(Inimitable(0.1), LOSS)
+def test_an_update_that_cannot_be_tried_receives_whole_weights():
+    expected, model = (trained(lambda: Inimitable(1.0), n) for n in (0, 2))
+    assert shards_of(model.optimizer).have_owners
+    assert_same_weights(model.get_weights(), expected.get_weights(), 1e-6)
 
 
 def test_local_steps_are_refused():

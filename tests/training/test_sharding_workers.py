@@ -33,6 +33,7 @@ OPTIMIZERS = {
     "loss scale": lambda: optimizers.LossScaleOptimizer(
         optimizers.SGD(0.1, momentum=0.9), dynamic_growth_steps=2
     ),
+    "whole weights": lambda: optimizers.Muon(0.02, clipnorm=0.05),
 }
 
 def network(model_class):
@@ -107,7 +108,7 @@ for case in cases:
         train(case, "clipped", [checkpoint])
     else:
         save = keras.callbacks.ModelCheckpoint(directory + ".keras")
-        options = {{"accumulate": 2}} if case == "moving average" else {{}}
+        options = {{"accumulate": 2}} if case in ("moving average", "whole weights") else {{}}
         model = train(case, case, [save], **options)
 save_often = keras.callbacks.ModelCheckpoint(directory + "-2.keras", save_freq=2)
 refused = {{}}
@@ -155,9 +156,14 @@ def expected(program):
 @pytest.mark.parametrize(
     ("workers", "devices", "shard", "cases"),
     [
-        (2, 2, "gradients", ["clipped", "resumed", "moving average"]),
-        (2, 2, "weights", ["clipped", "resumed", "from a backup", "moving average"]),
-        (3, 1, "optimizer", ["from one device", "loss scale"]),
+        (2, 2, "gradients", ["whole weights", "clipped", "resumed", "moving average"]),
+        (
+            2,
+            2,
+            "weights",
+            ["whole weights", "clipped", "resumed", "from a backup", "moving average"],
+        ),
+        (3, 1, "optimizer", ["from one device", "whole weights", "loss scale"]),
         *seldom([(2, 3, "weights", ["from one device", "loss scale"])]),
     ],
 )
@@ -286,7 +292,7 @@ import numpy as np
 import tensorflow as tf
 
 import kdist
-from kdist.training.replica.reduction import gather_parts, reduce_scatter_sum
+from kdist.training.replica.reduction import exchange_rows, gather_parts, reduce_scatter_sum
 from kdist.training.scopes import this_replica
 from kdist.training.sharding.parts import EqualParts
 
@@ -304,7 +310,9 @@ def exchange():
         ]
         parts = reduce_scatter_sum(own, divisions)
         gathered = gather_parts(parts)
-        return [d.merge(p) for d, p in zip(divisions, gathered, strict=True)]
+        sent = 100.0 * this_replica() + tf.range(11.0)  # (sender, receiver)
+        (received,) = exchange_rows([sent[:, None]])
+        return [*[d.merge(p) for d, p in zip(divisions, gathered, strict=True)], received]
     return strategy.run(on_replica)
 
 found = [strategy.experimental_local_results(each) for each in exchange()]
@@ -314,8 +322,9 @@ print(json.dumps([list(ranks), [[one.numpy().tolist() for one in each] for each 
 
 @pytest.mark.exhaustive
 def test_parts_find_their_replicas_whatever_their_ranks():
-    for ranks, found in python_tasks(RANKED, {"worker": 11}):
+    for number, (ranks, found) in enumerate(python_tasks(RANKED, {"worker": 11})):
         assert ranks != sorted(ranks) == list(range(11))
+        assert found.pop() == [[[100 * sender + number] for sender in range(11)]]
         for shape, copies in zip(((44, 3), (30,), (5, 7)), found, strict=True):
             total = sum(range(11)) + 11 * np.arange(np.prod(shape)).reshape(shape)
             assert copies == [total.tolist()]

@@ -83,13 +83,49 @@ def _reduce_scatter_between_workers(parts):
     Args:
         parts: tensors of shape (N, …), a part for each of N replicas.
     """
-    ranks, buckets = _replicas_by_rank(tf.distribute.get_strategy()), _buckets(parts)
-    sent = [tf.concat([tf.reshape(each, (len(ranks), -1)) for each in b], 1) for b in buckets]
-    if not _are_in_order(ranks):
-        sent = [tf.gather(each, ranks) for each in sent]
+    buckets = _buckets(parts)
     # TensorFlow has no reduce-scatter for CPUs.
-    sums = [tf.reduce_sum(each, 0) for each in _exchanged(all_to_all, sent)]
+    sums = [tf.reduce_sum(each, 0) for each in _exchanged_rows(buckets)]
     return _taken_apart(sums, [[each.shape[1:] for each in bucket] for bucket in buckets])
+
+
+def _exchanged_rows(buckets):
+    """Returns the rows that each replica of the job has sent to this one, of each bucket.
+
+    Args:
+        buckets: lists of tensors of shape (N, …), with a row for each of N replicas.
+
+    Returns:
+        A matrix for each bucket, whose rows are in the order of the replicas.
+    """
+    ranks = _replicas_by_rank(tf.distribute.get_strategy())
+    sent = [tf.concat([tf.reshape(each, (len(ranks), -1)) for each in b], 1) for b in buckets]
+    if _are_in_order(ranks):
+        return _exchanged(all_to_all, sent)
+    sent = [tf.gather(each, ranks) for each in sent]
+    places = [ranks.index(number) for number in range(len(ranks))]
+    return [tf.gather(each, places) for each in _exchanged(all_to_all, sent)]
+
+
+def exchange_rows(tensors):
+    """Returns the rows that replicas have sent to this one, in replica context.
+
+    Args:
+        tensors: matrices, with the same shapes on all replicas. Row n is sent to replica n of the
+            job, or of this process if there are as many rows.
+
+    Returns:
+        A matrix of the same shape for each one. Its row n is from replica n.
+    """
+    if not tensors:
+        return []
+    if tensors[0].shape[0] > num_local_replicas(tf.distribute.get_strategy()):
+        buckets = _buckets(tensors)
+        pairs = zip(_exchanged_rows(buckets), buckets, strict=True)
+        return [rows for whole, b in pairs for rows in tf.split(whole, [t.shape[1] for t in b], 1)]
+    here, sent = this_local_replica(), [tf.unstack(each) for each in tensors]
+    received = iter(of_all_replicas([row for rows in sent for row in rows]))
+    return [tf.stack([next(received) for _ in rows][here]) for rows in sent]
 
 
 def sum_over_workers(tensors):

@@ -39,7 +39,8 @@ def state_bytes(model: keras.Model) -> dict[str, StateBytes]:
     for optimizer in optimizers_of(model):
         slots += optimizer.variables
         shards = shards_of(optimizer) or ()
-        slots += [shard.variable for shard in shards if not shard.is_only_copy]
+        updated = [shard for shard in shards if shard.variable is not stored(shard.weight)]
+        slots += [shard.variable for shard in updated]
     on_weights, on_slots = _bytes_by_device(map(stored, weights)), _bytes_by_device(slots)
     gathered = gathered_bytes(
         (weight.shape, tf.as_dtype(weight.dtype).size) for weight in sharded_weights(model)

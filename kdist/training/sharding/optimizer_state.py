@@ -9,6 +9,8 @@ gradients and weights. Files and checkpoints hold the slots of whole weights.
 
 Whole weights remain the truth: a step copies them to the shards before it updates these. Weights
 that are divided themselves (`kdist.training.sharding.weights`) have no other copy than the shard.
+Optimizers that need whole weights are built on weights of one replica each
+(`kdist.training.sharding.owners`).
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 2020 (arXiv:1910.02054), section 5.
@@ -16,19 +18,32 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 import contextlib
 import functools
+import math
 
 import keras
 import tensorflow as tf
 
 from kdist.compat.keras import unbuild_optimizer
 from kdist.training.divided_variable import DividedVariable
-from kdist.training.optimizers import check_elementwise, inner_optimizers, unwrapped
+from kdist.training.optimizers import (
+    NotTriedError,
+    inner_optimizers,
+    needs_whole_weights,
+    unwrapped,
+)
+from kdist.training.sharding.owners import (
+    OwnedShard,
+    OwnedTensor,
+    assign_owners,
+    keep_on_owner,
+)
 from kdist.training.sharding.parts import (
     DividedCopies,
-    EqualParts,
+    TensorDivision,
     Shard,
     divides_over_workers,
     is_large,
+    num_parts,
     refuse_part_in_checkpoints,
     sharded_state,
 )
@@ -48,18 +63,22 @@ class OptimizerShards:
         weights: the weights that the optimizer updates, in the order of its `build`.
         leaf: the optimizer that has the slots: `optimizer`, or the one that it wraps.
         divides_gradients: whether micro-steps add up parts of gradients.
+        have_owners: whether the optimizer needs whole weights, so that each has one replica that
+            updates it, and the shards are `OwnedShard`.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy):
         self._optimizer, self._strategy = optimizer, strategy
         (self.leaf,) = unwrapped(optimizer)
         self.divides_gradients = sharded_state(strategy) in ("gradients", "weights")
+        self.have_owners = _needs_whole_weights(self.leaf)
         self._build = optimizer.build
         self._add_slot = self.leaf.add_variable_from_reference
         self.weights: list[keras.Variable] = []
         self._shards: dict[str, Shard] = {}  # by the optimizer's key of a weight
         self._by_variable: dict[int, Shard] = {}
-        self._slots: dict[int, EqualParts] = {}
+        self._slots: dict[int, TensorDivision] = {}
+        self._small_slots: set[int] = set()  # of weights that every replica updates
         self._shared: dict | None = None  # whole slots by id of the variable of their parts
 
     def __iter__(self):
@@ -77,10 +96,13 @@ class OptimizerShards:
         # Steps that build an optimizer are within replicas, which are in the scope.
         is_in_scope = tf.distribute.has_strategy()
         with contextlib.nullcontext() if is_in_scope else self._strategy.scope():
-            for weight in self.weights:
-                if self._is_divided(weight):
-                    self._add(weight)
+            large = [weight for weight in self.weights if self._is_divided(weight)]
+            for shard in self._shards_of(large):
+                self._add(shard)
             self._build([self._updated(weight) for weight in self.weights])
+            if self.have_owners:
+                self._keep_factors()
+                self._check_all_state_has_an_owner()
 
     def _is_divided(self, weight):
         is_overwritten = getattr(weight, "overwrite_with_gradient", False)
@@ -89,12 +111,21 @@ class OptimizerShards:
             is_divided or is_large(weight.shape, weight.dtype, self._strategy)
         ) and not is_overwritten
 
-    def _add(self, weight):
-        if isinstance(weight, ShardedVariable):
-            shard = weight.shard
-        else:
-            shard = Shard.of(weight, self._strategy)
-        key = self._optimizer._var_key(weight)
+    def _shards_of(self, weights):
+        if self.have_owners:
+            sizes = [math.prod(weight.shape) for weight in weights]
+            owners = assign_owners(sizes, num_parts(self._strategy))
+            return [
+                OwnedShard.of_owner(weight, self._strategy, owner)
+                for weight, owner in zip(weights, owners, strict=True)
+            ]
+        return [
+            w.shard if isinstance(w, ShardedVariable) else Shard.of(w, self._strategy)
+            for w in weights
+        ]
+
+    def _add(self, shard):
+        key = self._optimizer._var_key(shard.weight)
         self._shards[key] = self._by_variable[id(shard.variable)] = shard
         excluded = getattr(self.leaf, "_exclude_from_weight_decay", set())
         if key in excluded:
@@ -109,9 +140,42 @@ class OptimizerShards:
         slot = self._add_slot(reference_variable, *args, **kwargs)
         shard = self._by_variable.get(id(reference_variable))
         if shard is not None:
-            self._slots[id(slot)] = shard.division
-            refuse_part_in_checkpoints(slot, "slot")
+            self._note_slot(slot, shard)
+        else:
+            self._small_slots.add(id(slot))
         return slot
+
+    def _note_slot(self, slot, shard):
+        if isinstance(shard, OwnedShard):
+            self._slots[id(slot)] = OwnedTensor(tuple(slot.shape), shard.owner)
+            keep_on_owner(slot, shard.owner, self._strategy)
+        else:
+            self._slots[id(slot)] = shard.division
+        refuse_part_in_checkpoints(slot, "slot")
+
+    def _keep_factors(self):
+        """Keeps Adafactor's sums of rows and columns on the owners of the weights, as its slots."""
+        if isinstance(self.leaf, keras.optimizers.Adafactor):
+            for weight, *factors in zip(self.weights, self.leaf._r, self.leaf._c, strict=True):
+                for factor in factors if len(weight.shape) > 1 else ():
+                    shard = self.find(weight)
+                    if shard is not None:
+                        self._note_slot(factor, shard)
+                    else:
+                        self._small_slots.add(id(factor))
+
+    def _check_all_state_has_an_owner(self):
+        known = {id(self.leaf.iterations), *self._slots, *self._small_slots}
+        known.add(id(self.leaf._learning_rate))
+        for variable in self.leaf.variables:
+            if id(variable) not in known:
+                for each in (self._optimizer, *inner_optimizers(self._optimizer)):
+                    unbuild_optimizer(each)
+                raise ValueError(
+                    f"{type(self.leaf).__name__} has a variable {variable.path!r} that belongs to "
+                    "no single weight, and each device would update another one. Create it by "
+                    "add_variable_from_reference, or leave shard (--shard) out"
+                )
 
     def slot(self, variable: keras.Variable) -> DividedVariable:
         """Returns a variable of the optimizer as that of an optimizer that is not sharded."""
@@ -208,18 +272,20 @@ def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribu
     if not sharded_state(strategy) or shards_of(optimizer) is not None:
         return
     where = f"shard={strategy.layout.shard} divides the state of each weight over the devices"
-    check_elementwise(optimizer, where, "leave shard (--shard) out")
-    if isinstance(optimizer, keras.optimizers.ScheduleFreeAdamW):
+    leaves = list(unwrapped(optimizer))
+    if any(isinstance(leaf, keras.optimizers.ScheduleFreeAdamW) for leaf in leaves):
         raise ValueError(
             f"{where}, and ScheduleFreeAdamW begins with a copy of the whole weights. Use AdamW, "
             "or leave shard (--shard) out"
         )
-    if len(list(unwrapped(optimizer))) > 1:
+    if len(leaves) > 1:
         raise ValueError(
             f"{where}, and {type(optimizer).__name__} has several optimizers. Compile with one "
             "optimizer, or leave shard (--shard) out"
         )
     shards = OptimizerShards(optimizer, strategy)
+    if shards.have_owners:
+        _check_options(shards.leaf, where)
     weights, values = [], []
     if optimizer.built:
         weights = list(optimizer._trainable_variables)
@@ -237,6 +303,26 @@ def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribu
     if weights:
         optimizer.build(weights)
         optimizer.set_weights(values)
+
+
+def _needs_whole_weights(optimizer):
+    try:
+        return needs_whole_weights(optimizer) is not None
+    except NotTriedError:
+        return True
+
+
+def _check_options(optimizer, where):
+    """Raises ValueError if Keras would read or write slots that another replica has."""
+    for name, instead in {
+        "use_ema": "use AdamW",
+        "gradient_accumulation_steps": "give accumulate to compile",
+    }.items():
+        if getattr(optimizer, name):
+            raise ValueError(
+                f"{where}, and {type(optimizer).__name__} updates each weight on one, which {name} "
+                f"does not allow. Leave it out, {instead}, or leave shard (--shard) out"
+            )
 
 
 def shards_of(optimizer: keras.optimizers.Optimizer) -> OptimizerShards | None:

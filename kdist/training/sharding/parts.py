@@ -1,9 +1,11 @@
 """Tensors in parts of equal size, and variables whose copies on the replicas are such parts."""
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist.compat.tensorflow import first_replica, refuse_checkpoints
@@ -15,8 +17,30 @@ from kdist.training.sharding import sizes
 from kdist.training.sharding.sizes import PartSizes
 
 
+class TensorDivision(abc.ABC):
+    """Division of a tensor among replicas, each of which has a part.
+
+    Attributes:
+        shape: shape of the tensor.
+    """
+
+    shape: tuple[int, ...]
+
+    @abc.abstractmethod
+    def part(self, value, number: int) -> tf.Tensor:
+        """Returns part `number` of a tensor."""
+
+    @abc.abstractmethod
+    def merge(self, parts: Sequence) -> tf.Tensor:
+        """Returns the tensor that has these parts."""
+
+    @abc.abstractmethod
+    def merge_over_workers(self, strategy: tf.distribute.Strategy, parts: Sequence) -> np.ndarray:
+        """Returns the tensor, given this worker's parts. All workers must call it together."""
+
+
 @dataclasses.dataclass(frozen=True)
-class EqualParts(PartSizes):
+class EqualParts(PartSizes, TensorDivision):
     """Division of a tensor into parts of equal size, of which the last ones are padded with zeros.
 
     Args:
@@ -24,8 +48,7 @@ class EqualParts(PartSizes):
         count: number of parts.
     """
 
-    def part(self, value, number: int) -> tf.Tensor:
-        """Returns part `number` of a tensor."""
+    def part(self, value, number):
         size, *others = self.part_shape
         rows = self._shape_of_rows[0]
         first, last = min(number * size, rows), min((number + 1) * size, rows)
@@ -42,12 +65,14 @@ class EqualParts(PartSizes):
             rows = tf.pad(rows, [[0, missing], *[[0, 0]] * len(others)])
         return tf.reshape(rows, (self.count, size, *others))
 
-    def merge(self, parts) -> tf.Tensor:
-        """Returns the tensor that has these parts."""
+    def merge(self, parts):
         rows = tf.concat(parts, 0)
         if rows.shape[0] != self._shape_of_rows[0]:
             rows = rows[: self._shape_of_rows[0]]
         return rows if self.is_by_rows else tf.reshape(rows, self.shape)
+
+    def merge_over_workers(self, strategy, parts):
+        return self.merge(gathered_on_workers(strategy, parts)).numpy()
 
     def slices_of(self, gradient: tf.IndexedSlices, number: int) -> tf.IndexedSlices:
         """Returns the rows of a sparse gradient that belong to part `number`."""
@@ -89,11 +114,11 @@ class DividedCopies(DividedVariable):
     Where the parts are divided over workers, each has those of its own replicas.
     """
 
-    division: EqualParts = EqualParts((), 1)
+    division: TensorDivision = EqualParts((), 1)
     strategy: tf.distribute.Strategy | None = None
 
     @classmethod
-    def of(cls, variable: keras.Variable, division: EqualParts) -> "DividedCopies":
+    def of(cls, variable: keras.Variable, division: TensorDivision) -> "DividedCopies":
         """Returns the whole variable, whose parts the copies of `variable` hold."""
         pieces = [_Copy(copy, variable.path) for copy in copies_of(variable)]
         strategy = variable._value.distribute_strategy
@@ -105,7 +130,7 @@ class DividedCopies(DividedVariable):
 
     def concatenate(self, values):
         if self.is_divided_over_workers:
-            values = gathered_on_workers(self.strategy, values)
+            return self.division.merge_over_workers(self.strategy, values)
         return self.division.merge(values).numpy()
 
     def parts(self, value):

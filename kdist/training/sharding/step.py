@@ -13,6 +13,7 @@ loss scale or `gradient_accumulation_steps` is used, where replicas cannot excha
 
 import contextlib
 import functools
+import itertools
 
 import keras
 import tensorflow as tf
@@ -29,6 +30,7 @@ from kdist.training.replica.reduction import (
 from kdist.training.replica.step import ReplicaStep
 from kdist.training.sharding.gathers import WeightGathers
 from kdist.training.sharding.optimizer_state import shards_of
+from kdist.training.sharding.owners import from_owners, to_owners
 from kdist.training.sharding.parts import num_parts
 from kdist.training.sharding.weights import ShardedVariable, sharded_weights
 
@@ -42,6 +44,7 @@ class ShardedStep(ReplicaStep):
     """
 
     _squares: list | None = None  # of the gradients that the optimizer receives
+    _is_clipped_here: list[bool] | None = None  # which of them this replica updates with
     _is_finite: tf.Tensor | None = None  # whether a loss scale lets the optimizer update
 
     def __init__(self, trainer, *others):
@@ -133,6 +136,9 @@ class ShardedStep(ReplicaStep):
             super().apply(update, optimizer, gradients, variables)
             return
         found = [shards.find(variable) for variable in variables]
+        if shards.have_owners:
+            self._apply_to_owned(update, optimizer, gradients, variables, found)
+            return
         gradients = [
             self._own_slices(shard, gradient)
             for shard, gradient in zip(found, gradients, strict=True)
@@ -155,6 +161,69 @@ class ShardedStep(ReplicaStep):
             self._constrain([s for s in only_copies if s.weight.constraint is not None])
             self._weights.exchange(self.local_replica, [s.weight for s in only_copies])
 
+    def _apply_to_owned(self, update, optimizer, gradients, variables, found):
+        """Updates the weights that this replica owns, and sends them to all replicas.
+
+        Args:
+            update: that of `apply`, and `optimizer`, `gradients`, and `variables`.
+            found: the shard of each variable, an `OwnedShard`; None for small weights.
+        """
+        updated = [v if s is None else s.variable for v, s in zip(variables, found, strict=True)]
+        is_here = [s is None or s.owner == self._part for s in found]
+        each = list(zip(found, gradients, updated, is_here, strict=True))
+        written = _with_gradient(found, gradients)
+        self._check_each_replica_updates(written, found, gradients)
+        dense = {s: g for s, g, *_ in each if s and isinstance(g, tf.Tensor)}
+        with self.update():
+            self._load_owned(written)
+            # Each replica counts its part of a dense gradient. All have the same slices.
+            is_counted = [here or s in dense for s, _, _, here in each]
+            self._squares = self._sums_of_squares(optimizer, gradients, updated, found, is_counted)
+            self._is_clipped_here = [here for _, g, _, here in each if g is not None]
+            whole = to_owners(dense, self._part)
+            update(
+                [whole.get(s, g) for s, g, _, here in each if here],
+                [variable for *_, variable, here in each if here],
+            )
+            self._send_owned(written)
+
+    def _check_each_replica_updates(self, written, found, gradients):
+        """Raises ValueError if a replica has nothing to update: Keras would not count its step."""
+        has_small = any(s is None and g is not None for s, g in zip(found, gradients, strict=True))
+        count = num_parts(tf.distribute.get_strategy())
+        owners = {shard.owner for shard in written}
+        if not has_small and len(owners) < count:
+            raise ValueError(
+                f"there are fewer weights with a gradient ({len(written)}) than devices ({count}), "
+                "and the optimizer updates each whole. Leave shard (--shard) out, or use Adam"
+            )
+
+    def _load_owned(self, shards):
+        """Assigns the weights that this replica owns to the variables that it updates."""
+        divided = {s: self.local(_flat_copy(s)).read_value() for s in shards if s.is_only_copy}
+        whole = to_owners(divided, self._part)
+        for shard in shards:
+            if shard.owner == self._part:
+                value = whole[shard] if shard.is_only_copy else self.local(shard.weight.value)
+                self.local(shard.variable.value).assign(value)
+
+    def _send_owned(self, shards):
+        """Assigns the updated weights to the copies, or to the parts, of all replicas."""
+        values = {
+            s: self._constrained(s, self.local(s.variable.value).read_value())
+            for s in shards
+            if s.owner == self._part
+        }
+        parts = from_owners(shards, values, self._part)
+        with_copies = [shard for shard in shards if not shard.is_only_copy]
+        whole = self._merged(with_copies, [parts[shard] for shard in with_copies])
+        for shard, value in zip(with_copies, whole, strict=True):
+            self.local(shard.weight.value).assign(value)
+        only_copies = [shard for shard in shards if shard.is_only_copy]
+        for shard in only_copies:
+            self.local(_flat_copy(shard)).assign(parts[shard])
+        self._weights.exchange(self.local_replica, [s.weight for s in only_copies])
+
     def _own_slices(self, shard, gradient):
         if shard is None or not isinstance(gradient, tf.IndexedSlices):
             return gradient
@@ -175,10 +244,14 @@ class ShardedStep(ReplicaStep):
 
     def _gathered(self, shards):
         """Returns the whole value of each weight, from the parts of all replicas."""
+        return self._merged(shards, [tf.identity(self.local(s.variable.value)) for s in shards])
+
+    def _merged(self, shards, parts):
+        """Returns whole tensors, of which each replica has a part."""
         with tf.name_scope(GATHER):
             exchange = of_all_replicas if self._is_within_worker else gather_parts
-            parts = exchange([tf.identity(self.local(s.variable.value)) for s in shards])
-            return [shard.division.merge(p) for shard, p in zip(shards, parts, strict=True)]
+            pairs = zip(shards, exchange(parts), strict=True)
+            return [shard.division.merge(parts) for shard, parts in pairs]
 
     def _constrain(self, shards):
         """Applies the constraints of weights, which need whole ones, to this replica's parts."""
@@ -203,7 +276,7 @@ class ShardedStep(ReplicaStep):
         self._is_finite = tf.equal(failures, 0)
         return self._is_finite
 
-    def _sums_of_squares(self, optimizer, gradients, own, found):
+    def _sums_of_squares(self, optimizer, gradients, own, found, is_counted=None):
         """Returns the squared norm of each whole gradient as it is clipped; None without clipping.
 
         Args:
@@ -211,16 +284,21 @@ class ShardedStep(ReplicaStep):
             gradients: gradients of this replica's parts, of small weights, or None.
             own: the variables that they belong to.
             found: the shards of these variables; None for small weights.
+            is_counted: False for gradients that another replica counts. All count by default.
         """
         leaf = shards_of(optimizer).leaf
         if not (leaf.clipnorm or leaf.global_clipnorm):
             return None
-        present = [each for each in zip(gradients, own, found, strict=True) if each[0] is not None]
+        is_counted = is_counted or [True] * len(found)
+        each = zip(gradients, own, found, is_counted, strict=True)
+        present = [one for one in each if one[0] is not None]
         squares = [
             keras.ops.sum(keras.ops.square(_as_clipped(optimizer, leaf, gradient, variable)))
-            for gradient, variable, _ in present
+            if counts
+            else tf.zeros([], gradient.dtype)
+            for gradient, variable, _, counts in present
         ]
-        is_part = [shard is not None for *_, shard in present]
+        is_part = [shard is not None for *_, shard, _ in present]
         of_parts = [s for s, part in zip(squares, is_part, strict=True) if part]
         sums = iter(self._sums_of_parts(of_parts))
         return [next(sums) if part else s for s, part in zip(squares, is_part, strict=True)]
@@ -241,7 +319,9 @@ class ShardedStep(ReplicaStep):
             return keras_function(optimizer, gradients)
         if optimizer.clipnorm:
             limit = optimizer.clipnorm
-            norms = [tf.sqrt(square) for square in self._squares]
+            is_here = self._is_clipped_here or [True] * len(self._squares)
+            own = itertools.compress(self._squares, is_here)
+            norms = [tf.sqrt(square) for square in own]
             return [
                 scale_gradient(gradient, limit / tf.maximum(norm, limit))
                 for gradient, norm in zip(gradients, norms, strict=True)
@@ -266,6 +346,11 @@ def _with_gradient(shards, gradients):
         for shard, gradient in zip(shards, gradients, strict=True)
         if shard is not None and gradient is not None
     ]
+
+
+def _flat_copy(shard):
+    """Returns the variable of the parts of a weight of which no device holds all."""
+    return shard.weight.shard.variable.value
 
 
 def _as_clipped(optimizer, leaf, gradient, variable):
