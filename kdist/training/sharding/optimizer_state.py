@@ -39,8 +39,8 @@ from kdist.training.sharding.owners import (
 )
 from kdist.training.sharding.parts import (
     DividedCopies,
-    TensorDivision,
     Shard,
+    TensorDivision,
     divides_over_workers,
     is_large,
     num_parts,

@@ -23,9 +23,9 @@ from kdist.compat.tensorflow import first_replica, with_copies
 from kdist.training.replica.reduction import GATHER, SCOPE, exchange_rows, sums_over_replicas
 from kdist.training.scopes import outside_any_scope, this_local_replica, variable_like
 from kdist.training.sharding.parts import (
-    TensorDivision,
     EqualParts,
     Shard,
+    TensorDivision,
     copies_of,
     divides_over_workers,
     num_parts,
