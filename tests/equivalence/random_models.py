@@ -123,6 +123,7 @@ OPTIMIZERS = {
     "ftrl": lambda **o: keras.optimizers.Ftrl(0.05, **o),
     "lamb": lambda **o: keras.optimizers.Lamb(0.05, epsilon=1e-3, **o),
     "adafactor": lambda **o: keras.optimizers.Adafactor(0.05, **o),
+    "muon": lambda **o: keras.optimizers.Muon(0.02, **o),
 }
 
 
