@@ -123,7 +123,7 @@ OPTIMIZERS = {
     "ftrl": lambda **o: keras.optimizers.Ftrl(0.05, **o),
     "lamb": lambda **o: keras.optimizers.Lamb(0.05, epsilon=1e-3, **o),
     "adafactor": lambda **o: keras.optimizers.Adafactor(0.05, **o),
-    "muon": lambda **o: keras.optimizers.Muon(0.02, **o),
+    "muon": lambda **o: keras.optimizers.Muon(0.02, epsilon=1e-3, **o),
 }
 
 
@@ -271,6 +271,9 @@ def normalized(case):
     """Returns the case without combinations that Keras rejects, or that differ on purpose."""
     case = dict(case)
     if case["kind"] == "image" and case["reducer"] in (2, None):
+        case["reducer"] = 0
+    # Rounding decides which of equal tokens is the largest.
+    if case["kind"] == "tokens" and "attention" in case["layers"] and case["reducer"] == 2:
         case["reducer"] = 0
     is_sequence = case["kind"] in ("tokens", "sequence") and case["reducer"] is None
     if case["weights"] == "class" and (
