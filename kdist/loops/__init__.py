@@ -169,7 +169,7 @@ def apply(
     """
     current = _current_step("apply")
     is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if is_scaling and current is not None and not current.is_scaled_by(optimizer):
+    if is_scaling and current is not None and not current.has_scaled(optimizer):
         raise ValueError(
             f"{optimizer.name!r} scales losses, and this gradient is that of an unscaled loss. "
             "Write tape.gradient(optimizer.scale_loss(loss), variables), and call scale_loss in "

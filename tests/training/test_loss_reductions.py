@@ -279,8 +279,14 @@ LOSSES = {
 }
 
 
-def own_step(loss, process=lambda gradients, x: gradients, scales=False, loss_scale=None):
-    """Returns a `train_step` that differentiates `loss`."""
+def own_step(
+    loss,
+    process=lambda gradients, x: gradients,
+    scales=False,
+    loss_scale=None,
+    change=lambda value: value,
+):
+    """Returns a `train_step` that differentiates `loss`; `change` follows `scale_loss`."""
 
     def train_step(self, data):
         x, y = data
@@ -289,6 +295,7 @@ def own_step(loss, process=lambda gradients, x: gradients, scales=False, loss_sc
             value = loss(self, x, y)
             if scales:
                 value = self.optimizer.scale_loss(value)
+            value = change(value)
         gradients = process(tape.gradient(value, self.trainable_weights), x)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
         return {"done": tf.zeros([])}
@@ -390,6 +397,17 @@ def test_gradients_are_those_of_one_device(loss, layout):
 @pytest.mark.parametrize("loss", ["mean + sum", *seldom(["mean", "vector", "sum"])])
 def test_scaled_losses(loss):
     assert_equal(own_step(LOSSES[loss], scales=True))
+
+
+@pytest.mark.parametrize("options", [{}, *seldom([{"accumulate": 2}])])
+@pytest.mark.parametrize(
+    ("reduction", "is_eager"), [("mean", True), *seldom([("sum", True), ("mean", False)])]
+)
+def test_what_follows_the_scaling_of_a_loss(reduction, is_eager, options):
+    """Nothing shows that a changed loss had been scaled, without a graph or if it is not read."""
+    step = own_step(LOSSES[reduction], scales=True, change=lambda value: 0.5 * value)
+    options = {**options, "run_eagerly": is_eager, "loss_reduction": reduction}
+    assert_equal(step, 3, **options)
 
 
 @pytest.mark.parametrize("loss", ["sum", *seldom(["vector"])])

@@ -598,7 +598,8 @@ def _scale_loss(step, keras_function, optimizer, loss):
     # Still a sum over replicas. The graph is not read if the program runs eagerly, or declares what
     # its losses are.
     scaled = tf.convert_to_tensor(keras_function(optimizer, loss))
-    return step.dependence.note(scaled, step.dependence.noted(loss))
+    noted = step.dependence.noted(loss)
+    return scaled if noted is None else step.dependence.note(scaled, noted)
 
 
 def _tape_gradient(

@@ -150,7 +150,8 @@ class ReplicaStep:
         self.is_last = is_last
         self.added: dict[int, list] = {}  # losses by the id of the layer that added them
         self._colocation = colocate_with_inputs if has_group else contextlib.nullcontext
-        self._scaled_by: set[int] = set()
+        self._called_by: set[int] = set()  # optimizers whose `scale_loss` was called
+        self._scaled_by: set[int] = set()  # those of them for which it has scaled a loss
         self._differentiates_sum = self.has_warned = False
         self._graph = tf.compat.v1.get_default_graph()
         self._written: dict[int, keras.Variable] = {}
@@ -175,7 +176,8 @@ class ReplicaStep:
         inner = copy.copy(self)
         inner.dependence = self.dependence.in_function(share, replica)
         inner.share, inner.replica = share, replica
-        inner.added, inner._written, inner._functions, inner._scaled_by = {}, {}, {}, set()
+        inner.added, inner._written, inner._functions = {}, {}, {}
+        inner._called_by, inner._scaled_by = set(), set()
         inner._before = {}
         inner._graph = tf.compat.v1.get_default_graph()
         inner.shared_trace = None  # all replicas make the same calls, but one traces this function
@@ -189,6 +191,7 @@ class ReplicaStep:
             found: the result of `found` of its dependence.
             outputs: the outputs of the call.
         """
+        self._called_by |= inner._called_by
         self._scaled_by |= inner._scaled_by
         self._written.update(inner._written)
         self.needs_whole_gradients |= inner.needs_whole_gradients
@@ -216,8 +219,13 @@ class ReplicaStep:
         A loss with one value per row (reduction "none") is not scaled: its gradient is that of the
         sum, which does not depend on the division of rows.
         """
-        self._scaled_by.add(id(optimizer))
+        self._called_by.add(id(optimizer))
         loss = tf.convert_to_tensor(loss)
+        if is_eager(loss) or self.loss_reduction != "auto":
+            # Nothing would show that what the program computes of it has been scaled. Gradients
+            # are scaled instead.
+            return loss
+        self._scaled_by.add(id(optimizer))
         self.check_loss(loss)
         if not loss.shape.rank or self.mixes_rows(loss):
             scaled = self.as_mean(loss) * tf.cast(self.weight, loss.dtype)
@@ -227,9 +235,9 @@ class ReplicaStep:
         weight = self.weight if is_mean else self.sum_weight
         return self.dependence.note(loss if weight is None else scale_gradient(loss, weight), ROWS)
 
-    def is_scaled_by(self, optimizer) -> bool:
+    def has_scaled(self, optimizer) -> bool:
         """Returns True if the step has called the optimizer's `scale_loss`."""
-        return id(optimizer) in self._scaled_by
+        return id(optimizer) in self._called_by
 
     def as_mean(self, value, is_loss=True):
         """Returns a scalar whose mean over replicas, weighted by their rows, is the global value.
@@ -617,7 +625,7 @@ class ReplicaStep:
             return self._gradients(optimizer, gradients, variables)
 
     def _gradients(self, optimizer, gradients, variables):
-        is_scaled = self.is_scaled_by(optimizer)
+        is_scaled = id(optimizer) in self._scaled_by
         whole = [g if self._are_whole_slices(g) else None for g in gradients]
         values = {
             place: gradient
