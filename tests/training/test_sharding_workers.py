@@ -183,8 +183,9 @@ def test_processes_divide_state_and_train_as_one_device(
     for case in cases:
         model = expected("clipped" if case == "resumed" or "from" in case else case)
         slots = [variable.numpy() for variable in model.optimizer.variables]
-        assert_same_weights(found[case]["weights"], model.get_weights(), 1e-6)
-        assert_same_weights(found[case]["optimizer"], slots, 1e-6)
+        tolerance = 1e-5 if case == "whole weights" else 1e-6  # Muon amplifies rounding
+        assert_same_weights(found[case]["weights"], model.get_weights(), tolerance)
+        assert_same_weights(found[case]["optimizer"], slots, tolerance)
     assert len(on_devices) == devices
     slots_and_shard = {"moving average": 4, "loss scale": 2}[cases[-1]]
     large = sum(weight.nbytes for weight in model.get_weights() if weight.nbytes >= 64)

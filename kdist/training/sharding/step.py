@@ -135,6 +135,7 @@ class ShardedStep(ReplicaStep):
         if shards is None:
             super().apply(update, optimizer, gradients, variables)
             return
+        self._is_clipped_here = self._is_finite = None  # of another optimizer
         found = [shards.find(variable) for variable in variables]
         if shards.have_owners:
             self._apply_to_owned(update, optimizer, gradients, variables, found)
@@ -165,7 +166,7 @@ class ShardedStep(ReplicaStep):
         """Updates the weights that this replica owns, and sends them to all replicas.
 
         Args:
-            update: that of `apply`, and `optimizer`, `gradients`, and `variables`.
+            update, optimizer, gradients, variables: those of `apply`.
             found: the shard of each variable, an `OwnedShard`; None for small weights.
         """
         updated = [v if s is None else s.variable for v, s in zip(variables, found, strict=True)]
