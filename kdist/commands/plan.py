@@ -244,6 +244,8 @@ def main(_):
             "the known models; for your own model call kdist.plan(model, examples=…))"
         )
     elif FLAGS.examples is None:
+        # A wrong name of the model comes first.
+        planner.resolve_workload(FLAGS.model, program.read_numbers("input_shape"))
         raise ValueError(
             "pass the number of training examples, such as --examples=60000, and the number of "
             "passes over them, such as --epochs=10"

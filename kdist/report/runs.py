@@ -239,7 +239,7 @@ def _config(path, notes):
 
 def _summary(path, notes):
     if not path.is_file():
-        notes.append("not finished: summary.json does not exist yet")
+        notes.append("there is no summary.json yet, which a training writes at its end")
         return {}
     text = read_text(path)
     # The run writes it atomically, but a copy of the directory may be incomplete.

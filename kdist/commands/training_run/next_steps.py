@@ -20,8 +20,8 @@ FLAGS = flags.FLAGS
 _SEARCHED = 20
 # Role of a task -> flag of `kdist launch` with the number of such tasks.
 _COUNTS = {"worker": "workers", "ps": "ps"}
-# Flags that another training on the same data needs.
-_OF_DATA = ("data_dir", "operations", "sequence_length")
+# Flags that another training on the same data, on the same devices, needs.
+_KEPT = ("data_dir", "operations", "sequence_length", "local_batch_size")
 
 
 def command(name, *arguments):
@@ -125,7 +125,7 @@ def print_next_steps(run, dataset):
         commands.append((command("plan", "--model=resnet18", "--examples=60000"), "rent GPUs"))
     else:
         data = [f"--dataset={dataset}"] if dataset != FLAGS["dataset"].default else []
-        data += [f"--{name}={FLAGS[name].value}" for name in _OF_DATA if FLAGS[name].present]
+        data += [f"--{name}={FLAGS[name].value}" for name in _KEPT if FLAGS[name].present]
         larger = ["--model=resnet18"]
         if dataset.startswith(TEXT_PREFIX):
             larger = [f"--model={TEXT_MODEL}", "--model_args=width=128,depth=4"]
