@@ -25,6 +25,7 @@ from kdist.compat.keras import pythonify_logs
 from kdist.compat.tensorflow import undistributed
 from kdist.model import Model
 from kdist.training.groups import inputs
+from kdist.training.optimizers import unwrapped
 from kdist.training.replica import step as steps
 from kdist.training.sharding.weights import stored
 
@@ -235,7 +236,8 @@ class Session:
         self._metrics = _all_of(metrics, keras.metrics.Metric, "metrics")
         if not self._optimizers:
             raise ValueError("kdist.session needs an optimizer: session(model, optimizer)")
-        if len(self._optimizers) > 1 and any(o.use_ema for o in self._optimizers):
+        leaves = [leaf for optimizer in self._optimizers for leaf in unwrapped(optimizer)]
+        if len(self._optimizers) > 1 and any(leaf.use_ema for leaf in leaves):
             raise ValueError(
                 "use_ema=True with several optimizers: kdist does not know which weights each "
                 "averages. Remove use_ema"

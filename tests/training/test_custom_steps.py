@@ -250,6 +250,9 @@ def test_errors_name_the_line_to_change():
         kdist.session(model, optimizer, checkpoint_steps=1)
     with pytest.raises(TypeError, match="optimizers"):
         kdist.session(model, "adam")
+    averaged = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(use_ema=True))
+    with pytest.raises(ValueError, match="use_ema"):
+        kdist.session(model, [optimizer, averaged])
     with pytest.raises(ValueError, match="scope"):
         kdist.session(outside, optimizer).run(train_step, _data())
     with pytest.raises(TypeError, match="dataset"):
