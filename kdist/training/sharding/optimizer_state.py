@@ -157,8 +157,9 @@ class OptimizerShards:
         """Keeps Adafactor's sums of rows and columns on the owners of the weights, as its slots."""
         if isinstance(self.leaf, keras.optimizers.Adafactor):
             for weight, *factors in zip(self.weights, self.leaf._r, self.leaf._c, strict=True):
-                for factor in factors if len(weight.shape) > 1 else ():
-                    shard = self.find(weight)
+                # Those of a vector are placeholders.
+                shard = self.find(weight) if len(weight.shape) > 1 else None
+                for factor in factors:
                     if shard is not None:
                         self._note_slot(factor, shard)
                     else:
