@@ -239,7 +239,7 @@ def _config(path, notes):
 
 def _summary(path, notes):
     if not path.is_file():
-        notes.append("there is no summary.json yet, which a training writes at its end")
+        notes.append("not finished: there is no summary.json yet")
         return {}
     text = read_text(path)
     # The run writes it atomically, but a copy of the directory may be incomplete.

@@ -214,7 +214,7 @@ def test_the_page_notes_missing_parts(tmp_path):
     unfinished = run_directory(tmp_path / "unfinished", summary=None, torn='{"kind": "tr\xe2')
     page = report.write([unfinished], tmp_path / "page.html")
     text = without_plotly(page)
-    assert "unfinished: there is no summary.json yet" in text
+    assert "unfinished: not finished: there is no summary.json yet" in text
     assert "the last line of metrics.jsonl is incomplete and was skipped" in text
     assert cells(page, "unfinished (not finished)")["Model"] == "lenet"
 
