@@ -39,7 +39,7 @@ def check_elementwise(optimizer: keras.optimizers.Optimizer, where: str, otherwi
     """
     for each in unwrapped(optimizer):
         try:
-            reason = needs_whole_weights(each)
+            reason = reason_against_parts(each)
         except NotTriedError as error:
             warnings.warn(
                 f"{where}, and {error}. It must act on each element separately", stacklevel=2
@@ -56,7 +56,7 @@ class NotTriedError(Exception):
     """An `update_step` of the program could not be tried."""
 
 
-def needs_whole_weights(optimizer: keras.optimizers.Optimizer) -> str | None:
+def reason_against_parts(optimizer: keras.optimizers.Optimizer) -> str | None:
     """Returns why an optimizer that wraps no other cannot update parts of a weight; None if it can.
 
     Raises:

@@ -30,6 +30,14 @@ def test_functional_members(name):
     assert hasattr(keras.Model(inputs, keras.layers.Dense(1)(inputs)), name)
 
 
+def test_adafactor_has_sums_of_rows_and_columns():
+    weights = [keras.Variable(np.ones(shape)) for shape in ((4, 3), (5,))]
+    optimizer = keras.optimizers.Adafactor()
+    optimizer.build(weights)
+    assert [tuple(each[0].shape) for each in (optimizer._r, optimizer._c)] == [(4,), (3,)]
+    assert len(optimizer._r) == len(optimizer._c) == len(weights)
+
+
 @pytest.mark.parametrize("name", keras_internals.OPTIMIZER_MEMBERS)
 def test_optimizer_members(name):
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())

@@ -20,6 +20,7 @@ from kdist.compat.tensorflow import (
     has_started,
     heartbeat_timeout,
     watch_on_tapes,
+    with_copies,
     worker_devices,
 )
 from kdist.strategies import create_strategy
@@ -174,3 +175,12 @@ def test_variables_with_copies_are_converted_to_numbers(mirrored):
     assert int(optimizer.iterations) == 0
     assert float(optimizer.learning_rate) == float(optimizer.learning_rate.value) == 0.5
     assert float(mean) == 2.0
+
+
+def test_variables_with_other_copies(mirrored):
+    with mirrored.scope():
+        variable = tf.Variable([1.0, 2.0])
+    other = with_copies(variable, [tf.Variable([3.0]), variable.values[1]])
+    assert type(other) is type(variable)
+    found = mirrored.experimental_local_results(mirrored.run(lambda: tf.identity(other)))
+    assert [copy.numpy().tolist() for copy in found] == [[3.0], [1.0, 2.0]]

@@ -45,7 +45,7 @@ SIMPLE = {
     "eager": True,
     "devices": 2,
 }
-# The simple case itself, and cases that failed, as changes to it.
+# The simple case itself, cases that failed, and two with many parts, as changes to it.
 FIXED: dict[str, dict] = {
     "simple": {},
     "positions without a graph": {

@@ -563,3 +563,29 @@ def test_optimizers_that_look_at_whole_weights(optimizer, message):
         model = split(mlp(), placement_of("mlp", TENSOR_2))
         with pytest.raises(ValueError, match=message):
             model.compile(optimizer, "mse")
+
+
+class Centralized(keras.optimizers.SGD):
+    """An optimizer that subtracts the mean of each gradient."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient - keras.ops.mean(gradient), variable, learning_rate)
+
+
+class Inimitable(keras.optimizers.SGD):
+    """An optimizer whose configuration lacks an argument."""
+
+    def __init__(self, factor):
+        super().__init__(factor * 0.1)
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+
+
+def test_an_update_of_ones_own_that_needs_whole_weights():
+    with kdist.create_strategy(TENSOR_2).scope():
+        model = split(mlp(), placement_of("mlp", TENSOR_2))
+        with pytest.raises(ValueError, match="update_step of Centralized"):
+            model.compile(Centralized(0.1), "mse")
+        with pytest.warns(UserWarning, match="update_step of Inimitable"):
+            model.compile(Inimitable(0.1), "mse")

@@ -595,8 +595,8 @@ def _scale_loss(step, keras_function, optimizer, loss):
     if step.applying:
         return keras_function(optimizer, loss)
     loss = step.scale_loss(loss, optimizer)
-    # Still a sum over replicas. The graph is not read if the program runs eagerly, or declares what
-    # its losses are.
+    # What is known of the loss, such as that it is a mean, holds for its product, too. The graph is
+    # not read if the program runs eagerly, or declares what its losses are.
     scaled = tf.convert_to_tensor(keras_function(optimizer, loss))
     noted = step.dependence.noted(loss)
     return scaled if noted is None else step.dependence.note(scaled, noted)

@@ -96,15 +96,13 @@ def _exchanged_rows(buckets):
         buckets: lists of tensors of shape (N, …), with a row for each of N replicas.
 
     Returns:
-        A matrix for each bucket, whose rows are in the order of the replicas.
+        A matrix for each bucket, whose rows are in the order of the replicas' ranks.
     """
     ranks = _replicas_by_rank(tf.distribute.get_strategy())
     sent = [tf.concat([tf.reshape(each, (len(ranks), -1)) for each in b], 1) for b in buckets]
-    if _are_in_order(ranks):
-        return _exchanged(all_to_all, sent)
-    sent = [tf.gather(each, ranks) for each in sent]
-    places = [ranks.index(number) for number in range(len(ranks))]
-    return [tf.gather(each, places) for each in _exchanged(all_to_all, sent)]
+    if not _are_in_order(ranks):
+        sent = [tf.gather(each, ranks) for each in sent]
+    return _exchanged(all_to_all, sent)
 
 
 def exchange_rows(tensors):
@@ -121,7 +119,7 @@ def exchange_rows(tensors):
         return []
     if tensors[0].shape[0] > num_local_replicas(tf.distribute.get_strategy()):
         buckets = _buckets(tensors)
-        pairs = zip(_exchanged_rows(buckets), buckets, strict=True)
+        pairs = zip(_in_order(_exchanged_rows(buckets)), buckets, strict=True)
         return [rows for whole, b in pairs for rows in tf.split(whole, [t.shape[1] for t in b], 1)]
     here, sent = this_local_replica(), [tf.unstack(each) for each in tensors]
     received = iter(of_all_replicas([row for rows in sent for row in rows]))
@@ -159,11 +157,9 @@ def gather_parts(tensors):
         return of_all_replicas(tensors)
     ranks, buckets, found = _replicas_by_rank(strategy), _buckets(tensors), []
     sent = [_concatenated(bucket) for bucket in buckets]
-    for bucket, gathered in zip(buckets, _exchanged(all_gather, sent), strict=True):
-        by_rank = tf.reshape(gathered, (len(ranks), -1))
-        if not _are_in_order(ranks):
-            by_rank = tf.gather(by_rank, [ranks.index(number) for number in range(len(ranks))])
-        parts = tf.split(by_rank, [math.prod(tensor.shape) for tensor in bucket], 1)
+    by_rank = [tf.reshape(each, (len(ranks), -1)) for each in _exchanged(all_gather, sent)]
+    for bucket, rows_of_all in zip(buckets, _in_order(by_rank), strict=True):
+        parts = tf.split(rows_of_all, [math.prod(tensor.shape) for tensor in bucket], 1)
         for tensor, part in zip(bucket, parts, strict=True):
             rows, *others = tensor.shape
             found.append([tf.reshape(part, (len(ranks) * rows, *others))])
@@ -193,6 +189,15 @@ def _replicas_by_rank(strategy):
 
 def _are_in_order(ranks):
     return list(ranks) == sorted(ranks)
+
+
+def _in_order(matrices):
+    """Returns matrices with a row for each rank, with the rows in the order of the replicas."""
+    ranks = _replicas_by_rank(tf.distribute.get_strategy())
+    if _are_in_order(ranks):
+        return matrices
+    places = [ranks.index(number) for number in range(len(ranks))]
+    return [tf.gather(each, places) for each in matrices]
 
 
 def _exchanged(exchange, tensors):

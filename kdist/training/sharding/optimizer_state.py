@@ -28,7 +28,7 @@ from kdist.training.divided_variable import DividedVariable
 from kdist.training.optimizers import (
     NotTriedError,
     inner_optimizers,
-    needs_whole_weights,
+    reason_against_parts,
     unwrapped,
 )
 from kdist.training.sharding.owners import (
@@ -77,8 +77,8 @@ class OptimizerShards:
         self.weights: list[keras.Variable] = []
         self._shards: dict[str, Shard] = {}  # by the optimizer's key of a weight
         self._by_variable: dict[int, Shard] = {}
-        self._slots: dict[int, TensorDivision] = {}
-        self._small_slots: set[int] = set()  # of weights that every replica updates
+        # How each slot is divided; None if every replica updates it.
+        self._slots: dict[int, TensorDivision | None] = {}
         self._shared: dict | None = None  # whole slots by id of the variable of their parts
 
     def __iter__(self):
@@ -138,14 +138,13 @@ class OptimizerShards:
     def add_slot(self, reference_variable, *args, **kwargs):
         """Creates a slot, and records whether it belongs to a shard."""
         slot = self._add_slot(reference_variable, *args, **kwargs)
-        shard = self._by_variable.get(id(reference_variable))
-        if shard is not None:
-            self._note_slot(slot, shard)
-        else:
-            self._small_slots.add(id(slot))
+        self._note_slot(slot, self._by_variable.get(id(reference_variable)))
         return slot
 
     def _note_slot(self, slot, shard):
+        if shard is None:
+            self._slots[id(slot)] = None
+            return
         if isinstance(shard, OwnedShard):
             self._slots[id(slot)] = OwnedTensor(tuple(slot.shape), shard.owner)
             keep_on_owner(slot, shard.owner, self._strategy)
@@ -160,14 +159,10 @@ class OptimizerShards:
                 # Those of a vector are placeholders.
                 shard = self.find(weight) if len(weight.shape) > 1 else None
                 for factor in factors:
-                    if shard is not None:
-                        self._note_slot(factor, shard)
-                    else:
-                        self._small_slots.add(id(factor))
+                    self._note_slot(factor, shard)
 
     def _check_all_state_has_an_owner(self):
-        known = {id(self.leaf.iterations), *self._slots, *self._small_slots}
-        known.add(id(self.leaf._learning_rate))
+        known = {id(self.leaf.iterations), id(self.leaf._learning_rate), *self._slots}
         for variable in self.leaf.variables:
             if id(variable) not in known:
                 for each in (self._optimizer, *inner_optimizers(self._optimizer)):
@@ -211,7 +206,7 @@ class OptimizerShards:
         shared = {}
         for each in (self._optimizer, *inner_optimizers(self._optimizer)):
             for variable in each.variables:
-                if id(variable) in self._slots and id(variable) not in shared:
+                if self._slots.get(id(variable)) and id(variable) not in shared:
                     value = self.slot(variable).whole()
                     shared[id(variable)] = value if is_kept else None
         self._shared = shared if is_kept else None
@@ -308,7 +303,7 @@ def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribu
 
 def _needs_whole_weights(optimizer):
     try:
-        return needs_whole_weights(optimizer) is not None
+        return reason_against_parts(optimizer) is not None
     except NotTriedError:
         return True
 

@@ -12,6 +12,7 @@ Source: Liu et al., "Muon is Scalable for LLM Training", 2025 (arXiv:2502.16982)
 """
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from kdist.compat.tensorflow import first_replica, with_copies
+from kdist.compat.tensorflow import with_copies
 from kdist.training.replica.reduction import GATHER, SCOPE, exchange_rows, sums_over_replicas
 from kdist.training.scopes import outside_any_scope, this_local_replica, variable_like
 from kdist.training.sharding.parts import (
@@ -27,7 +28,7 @@ from kdist.training.sharding.parts import (
     Shard,
     TensorDivision,
     copies_of,
-    divides_over_workers,
+    first_part,
     num_parts,
 )
 from kdist.training.sharding.weights import ShardedVariable
@@ -53,7 +54,7 @@ class OwnedTensor(TensorDivision):
         return tf.convert_to_tensor(parts[self.owner])
 
     def merge_over_workers(self, strategy, parts):
-        own = self.owner - first_replica(strategy)
+        own = self.owner - first_part(strategy)
 
         def whole():
             here = this_local_replica()
@@ -87,8 +88,7 @@ class OwnedShard(Shard):
 
 def keep_on_owner(variable: keras.Variable, owner: int, strategy: tf.distribute.Strategy):
     """Replaces the copies of a variable on other replicas than the owner by empty ones."""
-    first = first_replica(strategy) if divides_over_workers(strategy) else 0
-    shape, copies = _empty(variable.shape), copies_of(variable)
+    first, shape, copies = first_part(strategy), _empty(variable.shape), copies_of(variable)
 
     def replaced():
         return [
@@ -136,7 +136,7 @@ def to_owners(parts: Mapping[OwnedShard, tf.Tensor], replica: int) -> dict[Owned
     rounds = list(_rounds(parts))
     with tf.name_scope(SCOPE):
         sent = [
-            tf.stack([_flat(parts.get(shard), size, kind) for shard in shards])
+            tf.stack([_as_row(parts.get(shard), size, kind) for shard in shards])
             for shards, size, kind in rounds
         ]
         received = exchange_rows(sent)
@@ -144,9 +144,7 @@ def to_owners(parts: Mapping[OwnedShard, tf.Tensor], replica: int) -> dict[Owned
         for (shards, *_), rows in zip(rounds, received, strict=True):
             shard = shards[replica]
             if shard is not None:
-                shape = shard.division.part_shape
-                parts_of = tf.unstack(rows[:, : math.prod(shape)])
-                found[shard] = shard.division.merge([tf.reshape(p, shape) for p in parts_of])
+                found[shard] = shard.division.merge([_part_in(r, shard) for r in tf.unstack(rows)])
         return found
 
 
@@ -166,18 +164,15 @@ def from_owners(
     with tf.name_scope(GATHER):
         sent = []
         for owned, size, kind in rounds:
-            shard = owned[replica]
-            if shard is None:
-                sent.append(tf.zeros((len(owned), size), kind))
-            else:
-                rows = tf.reshape(shard.division.stacked(values[shard]), (len(owned), -1))
-                sent.append(tf.pad(rows, [[0, 0], [0, size - rows.shape[1]]]))
+            shard, parts = owned[replica], [None] * len(owned)
+            if shard is not None:
+                parts = tf.unstack(shard.division.stacked(values[shard]))
+            sent.append(tf.stack([_as_row(part, size, kind) for part in parts]))
         found = {}
         for (owned, *_), rows in zip(rounds, exchange_rows(sent), strict=True):
             for shard, row in zip(owned, tf.unstack(rows), strict=True):
                 if shard is not None:
-                    shape = shard.division.part_shape
-                    found[shard] = tf.reshape(row[: math.prod(shape)], shape)
+                    found[shard] = _part_in(row, shard)
         return found
 
 
@@ -190,20 +185,23 @@ def _rounds(parts):
     waiting = defaultdict(lambda: defaultdict(list))  # type -> owner -> weights
     for shard, part in parts.items():
         waiting[tf.as_dtype(part.dtype)][shard.owner].append(shard)
+    count = next(iter(parts)).division.count if parts else 0
     for kind, of_owner in waiting.items():
-        for number in range(max(map(len, of_owner.values()))):
-            count = next(iter(parts)).division.count
-            shards = [
-                of_owner[owner][number] if number < len(of_owner[owner]) else None
-                for owner in range(count)
-            ]
+        of_each = [of_owner[owner] for owner in range(count)]
+        for shards in itertools.zip_longest(*of_each):
             sizes = [math.prod(shard.division.part_shape) for shard in shards if shard]
             yield shards, max(sizes), kind
 
 
-def _flat(part, size, kind):
+def _as_row(part, size, kind):
     """Returns a part as a vector of this size, with zeros at its end; zeros for None."""
     if part is None:
         return tf.zeros([size], kind)
     flat = tf.reshape(part, [-1])
     return tf.pad(flat, [[0, size - flat.shape[0]]])
+
+
+def _part_in(row, shard):
+    """Returns the part of a weight of which `_as_row` has made a row."""
+    shape = shard.division.part_shape
+    return tf.reshape(row[: math.prod(shape)], shape)

@@ -134,7 +134,7 @@ class DividedCopies(DividedVariable):
         return self.division.merge(values).numpy()
 
     def parts(self, value):
-        first = first_replica(self.strategy) if self.is_divided_over_workers else 0
+        first = first_part(self.strategy)
         return [self.division.part(value, first + number) for number in range(len(self.pieces))]
 
     @property
@@ -218,6 +218,11 @@ def num_parts(strategy: tf.distribute.Strategy) -> int:
 def divides_over_workers(strategy: tf.distribute.Strategy) -> bool:
     """Returns True if each of several workers has some of the parts."""
     return num_parts(strategy) > num_local_replicas(strategy)
+
+
+def first_part(strategy: tf.distribute.Strategy) -> int:
+    """Returns the number of the part that the first replica of this process has."""
+    return first_replica(strategy) if divides_over_workers(strategy) else 0
 
 
 def is_large(shape: Sequence[int], dtype: str, strategy: tf.distribute.Strategy) -> bool:

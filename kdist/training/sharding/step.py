@@ -13,7 +13,6 @@ loss scale or `gradient_accumulation_steps` is used, where replicas cannot excha
 
 import contextlib
 import functools
-import itertools
 
 import keras
 import tensorflow as tf
@@ -43,8 +42,8 @@ class ShardedStep(ReplicaStep):
         others: the arguments of `ReplicaStep`, in order.
     """
 
-    _squares: list | None = None  # of the gradients that the optimizer receives
-    _is_clipped_here: list[bool] | None = None  # which of them this replica updates with
+    _squares: list | None = None  # of all gradients, as the optimizer clips them
+    _own_squares: list | None = None  # of those that this replica's optimizer receives
     _is_finite: tf.Tensor | None = None  # whether a loss scale lets the optimizer update
 
     def __init__(self, trainer, *others):
@@ -135,7 +134,7 @@ class ShardedStep(ReplicaStep):
         if shards is None:
             super().apply(update, optimizer, gradients, variables)
             return
-        self._is_clipped_here = self._is_finite = None  # of another optimizer
+        self._is_finite = None  # of another optimizer
         found = [shards.find(variable) for variable in variables]
         if shards.have_owners:
             self._apply_to_owned(update, optimizer, gradients, variables, found)
@@ -156,7 +155,7 @@ class ShardedStep(ReplicaStep):
             for shard in with_copies:
                 part = shard.division.part(self.local(shard.weight.value), self._part)
                 self.local(shard.variable.value).assign(part)
-            self._squares = self._sums_of_squares(optimizer, gradients, own, found)
+            self._note_squares(optimizer, gradients, own, found)
             update(gradients, own)
             self._gather(with_copies)
             self._constrain([s for s in only_copies if s.weight.constraint is not None])
@@ -177,10 +176,7 @@ class ShardedStep(ReplicaStep):
         dense = {s: g for s, g, *_ in each if s and isinstance(g, tf.Tensor)}
         with self.update():
             self._load_owned(written)
-            # Each replica counts its part of a dense gradient. All have the same slices.
-            is_counted = [here or s in dense for s, _, _, here in each]
-            self._squares = self._sums_of_squares(optimizer, gradients, updated, found, is_counted)
-            self._is_clipped_here = [here for _, g, _, here in each if g is not None]
+            self._note_squares(optimizer, gradients, updated, found, is_here)
             whole = to_owners(dense, self._part)
             update(
                 [whole.get(s, g) for s, g, _, here in each if here],
@@ -251,8 +247,8 @@ class ShardedStep(ReplicaStep):
         """Returns whole tensors, of which each replica has a part."""
         with tf.name_scope(GATHER):
             exchange = of_all_replicas if self._is_within_worker else gather_parts
-            pairs = zip(shards, exchange(parts), strict=True)
-            return [shard.division.merge(parts) for shard, parts in pairs]
+            parts = exchange(parts)
+            return [shard.division.merge(p) for shard, p in zip(shards, parts, strict=True)]
 
     def _constrain(self, shards):
         """Applies the constraints of weights, which need whole ones, to this replica's parts."""
@@ -277,32 +273,35 @@ class ShardedStep(ReplicaStep):
         self._is_finite = tf.equal(failures, 0)
         return self._is_finite
 
-    def _sums_of_squares(self, optimizer, gradients, own, found, is_counted=None):
-        """Returns the squared norm of each whole gradient as it is clipped; None without clipping.
+    def _note_squares(self, optimizer, gradients, own, found, is_here=None):
+        """Records the squared norm of each whole gradient as it is clipped; None without clipping.
 
         Args:
             optimizer: the optimizer, which may wrap another one.
             gradients: gradients of this replica's parts, of small weights, or None.
             own: the variables that they belong to.
             found: the shards of these variables; None for small weights.
-            is_counted: False for gradients that another replica counts. All count by default.
+            is_here: which of them this replica's optimizer receives. Defaults to all.
         """
+        self._squares = self._own_squares = None
         leaf = shards_of(optimizer).leaf
         if not (leaf.clipnorm or leaf.global_clipnorm):
-            return None
-        is_counted = is_counted or [True] * len(found)
-        each = zip(gradients, own, found, is_counted, strict=True)
+            return
+        each = zip(gradients, own, found, is_here or [True] * len(found), strict=True)
         present = [one for one in each if one[0] is not None]
         squares = [
             keras.ops.sum(keras.ops.square(_as_clipped(optimizer, leaf, gradient, variable)))
-            if counts
+            # Each replica has its part of a dense gradient, and all have the same slices.
+            if here or isinstance(gradient, tf.Tensor)
             else tf.zeros([], gradient.dtype)
-            for gradient, variable, _, counts in present
+            for gradient, variable, _, here in present
         ]
         is_part = [shard is not None for *_, shard, _ in present]
         of_parts = [s for s, part in zip(squares, is_part, strict=True) if part]
         sums = iter(self._sums_of_parts(of_parts))
-        return [next(sums) if part else s for s, part in zip(squares, is_part, strict=True)]
+        whole = [next(sums) if part else s for s, part in zip(squares, is_part, strict=True)]
+        self._squares = whole
+        self._own_squares = [s for s, (*_, here) in zip(whole, present, strict=True) if here]
 
     def _sums_of_parts(self, squares):
         """Returns the sum of each scalar over the replicas that share state, the same bits on each.
@@ -320,9 +319,7 @@ class ShardedStep(ReplicaStep):
             return keras_function(optimizer, gradients)
         if optimizer.clipnorm:
             limit = optimizer.clipnorm
-            is_here = self._is_clipped_here or [True] * len(self._squares)
-            own = itertools.compress(self._squares, is_here)
-            norms = [tf.sqrt(square) for square in own]
+            norms = [tf.sqrt(square) for square in self._own_squares]
             return [
                 scale_gradient(gradient, limit / tf.maximum(norm, limit))
                 for gradient, norm in zip(gradients, norms, strict=True)
