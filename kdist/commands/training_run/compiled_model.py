@@ -1,8 +1,10 @@
 """Model, optimizer, and learning rate schedule of the flags."""
 
 import functools
+import logging
 import sys
 
+import numpy as np
 from absl import flags
 
 import kdist
@@ -16,11 +18,19 @@ from kdist.commands.training_run.fine_tuning import build_optimizer, freeze, loa
 from kdist.commands.training_run.user_code import call, is_reference, parse_arguments
 
 FLAGS = flags.FLAGS
+_logger = logging.getLogger("kdist.train")
 
 # kdist's models for images; kdist.models also has others.
 MODELS = ("mlp", "lenet", "resnet18", "mobilenet_v2", "inception")
 # kdist's model for text, which predicts the next token.
 TEXT_MODEL = "transformer"
+# Classes of operations in keras.layers and keras.ops: those that compute probabilities, and those
+# that change only the form of what they receive, such as of probabilities.
+_ACTIVATIONS = ("Softmax", "Sigmoid")
+_FORMS = (
+    *("Activation", "Average", "Cast", "Dropout", "ExpandDims", "Flatten", "GetItem", "Identity"),
+    *("Permute", "Reshape", "Squeeze", "Transpose"),
+)
 # Flags whose values are arguments of `compile`.
 _COMPILE_FLAGS = (
     *("optimizer", "learning_rate", "schedule", "ramp_epochs", "decay", "scale_learning_rate"),
@@ -39,13 +49,14 @@ def compiled_model(strategy, train, rate=None):
             model = kdist.parallel.split(
                 plain, kdist.parallel.resolve_placement(plain, strategy.layout, FLAGS.split)
             )
-        if (model if plain is None else plain).compiled:
+        whole = model if plain is None else plain
+        if whole.compiled:
             check_compiled()
         else:
             model.compile(
                 optimizer(rate or learning_rate(train.batch, train.num_examples)),
-                loss(model),
-                metrics=[accuracy(model), *([kdist.models.Perplexity()] if is_text(train) else [])],
+                loss(whole),
+                metrics=[accuracy(whole), *([kdist.models.Perplexity()] if is_text(train) else [])],
                 jit_compile=FLAGS.jit_compile,
                 share_trace=FLAGS.share_trace,
                 steps_per_execution=steps_per_execution(),
@@ -122,6 +133,7 @@ def new_model(train):
     data = {"input_shape": tuple(train.image_shape), "num_classes": train.num_classes}
     if is_reference(FLAGS.model):
         return build_users_model(data, arguments)
+    warn_of_small_pixels(train)
     if FLAGS.model in (*MODELS, TEXT_MODEL):
         if is_text(train):
             last = train.num_classes - 1
@@ -132,6 +144,19 @@ def new_model(train):
     return build_application(
         name, **data, precision=FLAGS.precision, start=FLAGS.weights, **arguments
     )
+
+
+@functools.cache
+def warn_of_small_pixels(train):
+    """Logs once that images from 0 to 1 do not suit a model that expects pixels from 0 to 255."""
+    images = (train.arrays() or [np.zeros(0)])[0]
+    if np.issubdtype(images.dtype, np.floating) and images.size and np.max(images) <= 1:
+        _logger.warning(
+            "--dataset=%s: its pixels are at most 1, and --model=%s expects 0 to 255, which it "
+            "scales itself; return the images without a division by 255",
+            FLAGS.dataset,
+            FLAGS.model,
+        )
 
 
 def is_text(train):
@@ -188,15 +213,25 @@ def has_one_output(model):
 
 
 def output_activation(model):
-    """Returns the name of the activation of the last layer: "softmax", "sigmoid", "linear", …"""
-    import keras
+    """Returns the name of the function that computes the output: "softmax", "sigmoid", "linear", …
 
-    layer = model
-    while isinstance(layer, keras.Model) and layer.layers:
-        layer = layer.layers[-1]
-    if isinstance(layer, keras.layers.Softmax):
-        return "softmax"
-    return getattr(getattr(layer, "activation", None), "__name__", "linear")
+    Operations that only change the form of the output, such as a Reshape or an Average of several
+    models, are passed over.
+    """
+    tensor = model.outputs[0]
+    while True:
+        operation, node, index = tensor._keras_history
+        if hasattr(operation, "outputs") and hasattr(operation, "layers"):  # a model in the model
+            tensor = operation.outputs[index]
+            continue
+        operation = getattr(operation, "layer", operation)  # in TimeDistributed
+        kind = type(operation).__name__
+        name = getattr(getattr(operation, "activation", None), "__name__", None)
+        name = name or (kind.lower() if kind in _ACTIVATIONS else "linear")
+        inputs = tensor._keras_history.operation._inbound_nodes[node].input_tensors
+        if name != "linear" or kind not in _FORMS or not inputs:
+            return name
+        tensor = inputs[0]
 
 
 def loss(model):
