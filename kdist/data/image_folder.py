@@ -14,6 +14,8 @@ _logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif")
 _MAX_NAMES_SHOWN = 5
+# Folders next to `train` whose images are for testing: the first of them that exists.
+_TEST_PARTS = ("test", "val", "valid", "validation")
 # Checking 25,000 files takes about a minute; progress is logged after this many.
 _PROGRESS_INTERVAL = 5000
 
@@ -39,19 +41,23 @@ class ImageFolderSource(Source):
 def load_image_folder(directory, seed=0, test_fraction=0.2):
     """Returns the training and test source of `train/` and `test/`, or of one folder that is split.
 
-    Of one folder, `test_fraction` of the examples are for testing. Every file is decoded once;
-    broken files are skipped and logged. Raises FileNotFoundError if the directory does not exist,
-    and ValueError if it contains no class folders with readable images, or too few to split.
+    Instead of `test/`, the test images may be in `val/`, `valid/`, or `validation/`. Of one folder,
+    `test_fraction` of the examples are for testing. Every file is decoded once; broken files are
+    skipped and logged. Raises FileNotFoundError if the directory does not exist, and ValueError if
+    it contains no class folders with readable images, too few to split, or parts of a dataset with
+    other names.
     """
     root = pathlib.Path(directory)
-    if (root / "train").is_dir() and (root / "test").is_dir():
-        train, test = _folder(root / "train"), _folder(root / "test")
+    part = next((name for name in _TEST_PARTS if (root / name).is_dir()), None)
+    if (root / "train").is_dir() and part is not None:
+        train, test = _folder(root / "train"), _folder(root / part)
         if train.class_names != test.class_names:
             raise ValueError(
-                f"{root}: train has the classes {train.class_names}, test {test.class_names}; "
+                f"{root}: train has the classes {train.class_names}, {part} {test.class_names}; "
                 "create the same folders in both"
             )
         return train, test
+    _check_classes(root)
     source = _folder(root)
     number = round(source.num_examples * test_fraction)
     if not 0 < number < source.num_examples:
@@ -60,12 +66,34 @@ def load_image_folder(directory, seed=0, test_fraction=0.2):
     return source.select(np.sort(order[number:])), source.select(np.sort(order[:number]))
 
 
-def _folder(root):
+def _check_classes(root):
+    """Raises a ValueError if the folders are parts of a dataset, such as Training and Testing.
+
+    A classifier would learn to tell the parts apart. A class may have the name "train" as well, but
+    not the folders of all others.
+    """
+    names = _folder_names(root)
+    classes = {tuple(_folder_names(root / name)) for name in names}
+    has_part = any(name.lower().startswith("train") for name in names)
+    if has_part and len(names) > 1 and len(classes) == 1 and len(*classes) > 1:
+        raise ValueError(
+            f"{root}: {', '.join(names[:_MAX_NAMES_SHOWN])} have the same folders, "
+            f"{', '.join(min(classes)[:_MAX_NAMES_SHOWN])}, so they are parts of a dataset and no "
+            "classes; rename them to train and test"
+        )
+
+
+def _folder_names(root):
+    """Returns the sorted names of the folders in a directory, without hidden ones."""
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is not a directory; pass one with a folder per class")
-    names = sorted(
+    return sorted(
         entry.name for entry in root.iterdir() if entry.is_dir() and _is_shown(entry, root)
     )
+
+
+def _folder(root):
+    names = _folder_names(root)
     files = [
         (path, label)
         for label, name in enumerate(names)

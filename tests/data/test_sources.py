@@ -195,13 +195,22 @@ def test_files_of_other_programs_are_no_classes_and_no_images(pets, capsys):
     assert "no images of the classes Bird" in logged
 
 
-def test_train_and_test_folders(tmp_path):
-    for part, number in (("train", 3), ("test", 2)):
+@pytest.mark.parametrize("test_part", ["test", "val", "validation"])
+def test_train_and_test_folders(tmp_path, test_part):
+    for part, number in (("train", 3), (test_part, 2)):
         for name in ("a", "b"):
             for i in range(number):
                 write_image(tmp_path / part / name / f"{i}.png")
     train, test = kdist.data.load(tmp_path, batch=Batch(2), operations="resize(8, 8)")
     assert (train.num_examples, test.num_examples) == (6, 4)
+
+
+def test_parts_of_a_dataset_are_no_classes(tmp_path):
+    for part in ("Training", "Testing"):
+        for name in ("a", "b"):
+            write_image(tmp_path / part / name / "0.png")
+    with pytest.raises(ValueError, match="Testing, Training have the same folders, a, b.*rename"):
+        kdist.data.load(tmp_path, batch=Batch(2), operations="resize(8, 8)")
 
 
 def test_invalid_image_folders(tmp_path, pets):
