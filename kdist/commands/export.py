@@ -11,6 +11,9 @@
   # any model that Keras has saved, with names of its outputs
   kdist export best.keras --output=models/pets --classes=cat,dog
 
+  # a model with layers of your own, which are in my_code.py
+  kdist export runs/mine --output=models/mine --code=my_code.py
+
 The newest model of a run is that after its last complete epoch. Of a run in a bucket it is the best
 one, which --save_best keeps. The directory contains one folder per version; a server that runs
 loads the new one, except from a bucket. It prints the directory of the version.
@@ -24,6 +27,7 @@ import shlex
 from absl import flags
 
 from kdist import program
+from kdist.commands.training_run.user_code import check_module, custom_objects
 from kdist.mirror.store import fetched, is_url
 from kdist.run_directory import BEST, RunDirectory, check_writable
 from kdist.serving.core.model_directory import versions
@@ -48,6 +52,12 @@ with program.flag_group("Export"):
         lower_bound=1,
     )
     flags.DEFINE_list("classes", None, "Names of the model's outputs, in order.")
+    flags.DEFINE_string(
+        "code",
+        None,
+        "Python file or module with the layers and functions of the model that are not Keras's, "
+        "such as my_code.py. It is imported.",
+    )
     flags.DEFINE_integer(
         "max_batch", 32, "Maximum number of rows per batch, for TensorFlow Serving.", 1, 65_536
     )
@@ -62,12 +72,12 @@ program.accept_urls("output")
 def main(arguments):
     with model_file(arguments[1:]) as source:
         check_output()
-        import keras  # after all checks, which are to fail early
-
-        from kdist.serving.exporting.export import export
+        if FLAGS.code is not None:
+            check_module("code", FLAGS.code)
+        from kdist.serving.exporting.export import export  # after all checks, as it takes seconds
 
         version = export(
-            keras.saving.load_model(source, compile=False),
+            load_model(source),
             FLAGS.output,
             FLAGS.version,
             classes=FLAGS.classes,
@@ -77,6 +87,34 @@ def main(arguments):
     given = arguments[1] if is_url(arguments[1]) else source
     serve = shlex.join(["kdist", "serve", f"--model_dir={FLAGS.output}"])
     print(f"{given} is exported to {version}; serve it: {serve}")
+
+
+def load_model(source):
+    """Returns the model of a file.
+
+    Raises:
+        ValueError: the file names a class or function that is not Keras's, without --code.
+    """
+    import keras
+
+    known = {} if FLAGS.code is None else custom_objects(FLAGS.code)
+    try:
+        return keras.saving.load_model(source, known, compile=False)
+    except (TypeError, ValueError) as error:
+        if "safe_mode" in str(error):
+            raise ValueError(
+                f"{source} contains a lambda, which Keras does not load from files, as it may be "
+                "any program; give the function a name and pass --code, or export the model in "
+                "its training: kdist train --export"
+            ) from error
+        found = re.search("Could not locate [a-z]+ '([^']*)'", str(error))
+        if found is None:
+            raise
+        raise ValueError(
+            f"{source} contains {found[1]}, which is not Keras's and "
+            + (f"not in {FLAGS.code}" if FLAGS.code else "unknown here")
+            + "; pass the Python file or module that defines it: --code=my_code.py"
+        ) from error
 
 
 @contextlib.contextmanager

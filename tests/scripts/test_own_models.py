@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from kdist.commands.training_run import fine_tuning
+from kdist.commands.training_run import compiled_model, fine_tuning, user_code
 from kdist.commands.training_run.applications import APPLICATIONS, build_application
 from tests.scripts.test_train import program
 
@@ -55,6 +55,10 @@ class Mean(keras.Model):
 
     def call(self, x):
         return self.dense(keras.ops.mean(x, (1, 2)) / 255)
+
+class Doubled(keras.layers.Layer):
+    def call(self, x):
+        return 2 * x
 
 def compiled():
     model = Mean()
@@ -104,12 +108,51 @@ def test_a_model_with_logits_is_a_classifier_that_is_exported(train, tmp_path):
         assert (version / "saved_model.pb").exists()
 
 
+@pytest.mark.slow
+def test_a_model_with_layers_of_its_own_is_exported_with_their_code(tmp_path):
+    (tmp_path / "my_code.py").write_text(MY_CODE)
+    code = user_code.custom_objects(str(tmp_path / "my_code.py"))
+    model = keras.Sequential([keras.Input((2,)), code["Doubled"]()])
+    model.save(tmp_path / "m.keras")
+    flags = (tmp_path / "m.keras", f"--output={tmp_path / 'm'}", "--nowarm_up")
+    process = program("export", *flags)
+    assert process.returncode == 1
+    assert "contains Doubled, which is not Keras's and unknown here" in process.stderr
+    process = program("export", *flags, f"--code={tmp_path / 'my_code.py'}")
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "m" / "1" / "saved_model.pb").exists()
+
+
 def test_a_compiled_model_keeps_its_loss_and_metrics(train, tmp_path):
     process = train("compiled")
     assert process.returncode == 0, process.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert {"test_loss", "test_mae"} < summary.keys()
     assert process.stdout.count("test loss") == process.stdout.count("test mae") == 1
+
+
+def dense(units=3, activation=None):
+    return keras.layers.Dense(units, activation)
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (lambda x: dense()(x), "linear"),
+        (lambda x: keras.layers.Dropout(0.1)(dense()(x)), "linear"),
+        (lambda x: dense(3, "softmax")(x), "softmax"),
+        (lambda x: keras.Sequential([dense(), keras.layers.Softmax()])(x), "softmax"),
+        (lambda x: keras.ops.softmax(dense()(x)), "softmax"),
+        (lambda x: keras.ops.sigmoid(dense(1)(x)), "sigmoid"),
+        # As for mixed precision, in ensembles, and after a change of form.
+        (lambda x: keras.layers.Activation("linear")(dense(3, "softmax")(x)), "softmax"),
+        (lambda x: keras.layers.Average()([dense(3, "softmax")(x) for _ in "ab"]), "softmax"),
+        (lambda x: keras.layers.Reshape((3,))(keras.ops.softmax(dense()(x))), "softmax"),
+    ],
+)
+def test_probabilities_are_told_from_logits_wherever_they_are_computed(head, expected):
+    inputs = keras.Input((4,))
+    assert compiled_model.output_activation(keras.Model(inputs, head(inputs))) == expected
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,8 @@ OTHERS = [
     ("export", ["a", "b"], "instead of 2"),
     ("export", ["m.keras"], "--output=models/fashion"),
     ("export", ["m.keras", "--output=a_file"], "give a directory"),
+    ("export", ["m.keras", "--output=models/new", "--code=nowhere.py"], "give my_code.py"),
+    ("export", ["m.keras", "--output=models/new", "--code=broken.py"], "is no Python"),
     ("export", ["m.keras", "--output=models/m", "--version=1"], "give another --version"),
     ("export", ["m.keras", "--output=models/m", "--version=0"], "--version=0"),
     ("report", [], "missing argument: run directories"),

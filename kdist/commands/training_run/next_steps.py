@@ -11,6 +11,7 @@ from absl import flags
 import kdist
 from kdist.commands.training_run.compiled_model import TEXT_MODEL
 from kdist.commands.training_run.recording import FIXED_FLAGS, best_model, run_config
+from kdist.commands.training_run.user_code import is_reference
 from kdist.data.names import TEXT_PREFIX
 from kdist.mirror.store import is_url
 from kdist.run_directory import RUN_DIR, RUNS, FileLock, RunDirectory
@@ -81,8 +82,14 @@ def says_how_to_export(run):
     except Exception:
         if model := best_model(run) or _last_model(run):
             print(f"the training is complete, and its model is {model}; export it again:")
-            print(f"  {command('export', model, f'--output={FLAGS.export}')}", flush=True)
+            print(f"  {_command_to_export(model, FLAGS.export)}", flush=True)
         raise
+
+
+def _command_to_export(model, output):
+    """Returns the command that exports a model, with the module of a user's function."""
+    where = FLAGS.model.rpartition(":")[0] if is_reference(FLAGS.model) else None
+    return command("export", model, f"--output={output}", *([f"--code={where}"] if where else []))
 
 
 def check_saved(run):
@@ -117,7 +124,7 @@ def print_next_steps(run, dataset):
         (command("serve", f"--model_dir={FLAGS.export}"), "answers requests")
         if FLAGS.export
         else (
-            command("export", best_model(run) or run.path, f"--output=models/{name}"),
+            _command_to_export(best_model(run) or run.path, f"models/{name}"),
             "for kdist serve",
         ),
     ]

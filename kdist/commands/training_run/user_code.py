@@ -158,6 +158,39 @@ def call(text: str, optional: dict[str, Any] | None = None, **arguments: Any) ->
         raise UserCodeFailed(f"{text} failed: {type(error).__name__}: {error}") from error
 
 
+def check_module(flag: str, where: str):
+    """Checks that a flag names a Python file, or a module that exists, without importing it.
+
+    Raises:
+        ValueError: it does not, or the file is no Python.
+    """
+    path = pathlib.Path(where) if where.endswith(".py") else _source_of_module(where)
+    if path is None or not path.is_file():
+        raise ValueError(
+            f"--{flag}={where}: no such file or module; give my_code.py, or a module in this "
+            "directory or on PYTHONPATH"
+        )
+    if path.suffix == ".py":
+        _parsed(path)
+
+
+def custom_objects(where: str) -> dict[str, Any]:
+    """Returns {name: class or function} of a Python file or module, for Keras to load a model.
+
+    Raises:
+        UserCodeFailed: the module raised an error.
+    """
+    try:
+        names = vars(_module(where))
+    except Exception as error:
+        raise UserCodeFailed(f"{where} failed: {type(error).__name__}: {error}") from error
+    return {
+        name: value
+        for name, value in names.items()
+        if callable(value) and not str(getattr(value, "__module__", "")).startswith("keras")
+    }
+
+
 def parse_arguments(flag: str, text: str) -> dict[str, Any]:
     """Returns the arguments of text such as `width=8, activation="relu"`; values are literals.
 

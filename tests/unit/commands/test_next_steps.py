@@ -55,6 +55,13 @@ def test_next_steps_are_about_runs_and_data_that_exist(program, capsys):
     assert "kdist train --model=resnet18 '--operations=random_flip()'" in printed
 
 
+def test_the_export_of_a_users_model_names_the_code_of_its_layers(program, capsys):
+    program(model="nets/my_code.py:build")
+    next_steps.print_next_steps(finished_run("mine"), "digits")
+    expected = "kdist export runs/mine --output=models/build --code=nets/my_code.py "
+    assert expected in capsys.readouterr().out
+
+
 def test_without_kdist_on_the_path_python_runs_it(program, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "executable", "/opt/my env/bin/python")
