@@ -264,6 +264,9 @@ def directories_to_serve(platform):
     if platform and not given:
         url = platform.model_url
         given = [f"model={url}"] if url else platform.model_directories
+    if not any("://" in each for each in given):  # no disk is needed, as in read-only containers
+        yield given
+        return
     with tempfile.TemporaryDirectory(prefix="kdist-") as directory:
         yield local_copies(given, directory)
 

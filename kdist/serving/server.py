@@ -131,7 +131,7 @@ async def _serve(options, models, listener, grpc_server, on_ready, addresses):
     models.check_served()
     web = _Web(_uvicorn_settings(options, models))
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, web.stop, models)
+        asyncio.get_running_loop().add_signal_handler(number, web.stop, models, number)
     await grpc_server.start()
     watching = asyncio.create_task(models.watch(options.watch_seconds))
     serving = asyncio.create_task(web.serve([listener]))
@@ -155,9 +155,14 @@ class _Web(uvicorn.Server):
         super().__init__(config)
         self.stopping = asyncio.Event()
 
-    def stop(self, models):
+    def stop(self, models, number):
         if self.should_exit:  # a second signal skips the wait for requests
-            os._exit(1)
+            _logger.warning("ended by a second signal; requests in flight get no response")
+            os._exit(128 + number)  # as shells report it
+        _logger.info(
+            "ending after the requests in flight, within %g s; a second signal ends it immediately",
+            self.config.timeout_graceful_shutdown,
+        )
         models.ending = True  # /readyz reports it immediately
         self.should_exit = True
         self.stopping.set()

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import signal
 import socket
 import threading
 import time
@@ -249,7 +250,7 @@ async def _main(it, settings, limits, started, ending):
         it.port = listener.getsockname()[1]
         started.set_result(None)
         await ending.wait()
-        web.stop(it.models)
+        web.stop(it.models, signal.SIGTERM)
         await serving
     await rpc.stop(10.0)
     await it.models.close(10.0)

@@ -20,6 +20,7 @@ import requests
 import yaml
 from tensorflow_serving.apis import prediction_service_pb2_grpc
 
+from kdist.exit_codes import INTERRUPTED
 from kdist.serving.core.model_directory import write_serving_files
 from kdist.serving.core.settings import BatchSettings
 from tests.serving.running import SECONDS, predict_request, save_times
@@ -48,12 +49,12 @@ def run(*flags):
 
 
 @contextlib.contextmanager
-def program(*flags, **environment):
+def program(*flags, stderr=subprocess.DEVNULL, **environment):
     """Yields (process, REST address, gRPC address) when the server is ready."""
     process = subprocess.Popen(
         command(*flags),
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
         env={**os.environ, **environment},
     )
@@ -120,7 +121,8 @@ def test_on_a_platform_and_told_twice_it_ends_at_once(directory):
         "AIP_HEALTH_ROUTE": "/isalive",
         "AIP_PREDICT_ROUTE": "/predict",
     }
-    with program("--host=127.0.0.1", "--max_batch=1", **platform) as (process, rest, rpc):
+    flags = ("--host=127.0.0.1", "--max_batch=1")
+    with program(*flags, stderr=subprocess.PIPE, **platform) as (process, rest, rpc):
         assert rpc is None
         assert requests.get(f"http://{rest}/isalive", timeout=SECONDS).status_code == 200
         answer = requests.post(f"http://{rest}/predict", json=ROW, timeout=SECONDS)
@@ -138,7 +140,11 @@ def test_on_a_platform_and_told_twice_it_ends_at_once(directory):
                 while True:  # until it listens no more
                     requests.get(f"http://{rest}/healthz", timeout=SECONDS)
             process.send_signal(signal.SIGINT)
-            assert process.wait(10) == 1
+            assert process.wait(10) == INTERRUPTED
+    with process.stderr:
+        logged = process.stderr.read()
+    assert "a second signal ends it immediately" in logged
+    assert "ended by a second signal" in logged
 
 
 @pytest.mark.parametrize(
@@ -156,6 +162,21 @@ def test_names_of_directories(given, found):
     command = [sys.executable, "-c", f"{code}sys.argv[1].split(',')))", given]
     out = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     assert ast.literal_eval(out.stdout) == found
+
+
+def test_local_models_need_no_temporary_directory():
+    """Containers of servers often have a file system that cannot be written."""
+    code = """if True:
+        import sys, tempfile
+        from kdist.commands import serve
+        del tempfile.TemporaryDirectory
+        serve.FLAGS(sys.argv)
+        with serve.directories_to_serve(None) as found:
+            print(found)
+    """
+    command = [sys.executable, "-c", code, "--model_dir=models/a,b=models/c"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
+    assert out.stdout == "['models/a', 'b=models/c']\n"
 
 
 def test_objects_of_kubernetes_are_named_by_the_flag(tmp_path):
