@@ -76,12 +76,13 @@ class _QuietLibraries:
 @contextlib.contextmanager
 def _without_start_up_lines():
     """Holds back what is written to file descriptor 2, and drops lines of TensorFlow's start."""
-    try:
-        original = os.dup(2)
-    except OSError:  # Standard error is closed.
-        yield
-        return
-    with tempfile.TemporaryFile() as held:
+    with contextlib.ExitStack() as stack:
+        try:
+            held = stack.enter_context(tempfile.TemporaryFile())
+            original = os.dup(2)
+        except OSError:  # Standard error is closed, or no directory can hold a temporary file.
+            yield
+            return
         os.dup2(held.fileno(), 2)
         try:
             yield

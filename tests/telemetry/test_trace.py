@@ -128,6 +128,17 @@ def test_a_profile_of_the_user_stays_complete(mirrored, tmp_path):
     assert read_trace(tmp_path, steps=8) is not None
 
 
+def test_without_a_directory_for_temporary_files_nothing_is_profiled(monkeypatch):
+    def full(prefix):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    profiles = SampledProfiles(first_after_seconds=0.0)
+    profiles.begin()
+    assert profiles.end(1) is None
+    profiles.stop()
+
+
 def test_flops_of_forward_and_backward_pass(mirrored):
     forward = 2 * 28 * 28 * 9 * 8 + 2 * 8 * 3
     # Biases and means are counted as well; they are few.

@@ -24,6 +24,14 @@ def test_hides_only_lines_of_tensorflows_start(capfd):
     assert written_while_quiet(capfd, start + kept) == kept
 
 
+def test_without_a_directory_for_temporary_files_lines_pass(capfd, monkeypatch):
+    def fail():
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(log.tempfile, "TemporaryFile", fail)
+    assert written_while_quiet(capfd, "I am a user's line\n") == "I am a user's line\n"
+
+
 def test_an_exception_and_its_lines_pass(capfd):
     def fail():
         with log._without_start_up_lines():

@@ -12,6 +12,8 @@ time that they wait for other replicas, so that this time counts as reduction.
 
 import collections
 import dataclasses
+import logging
+import math
 import os
 import pathlib
 import re
@@ -22,6 +24,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+_logger = logging.getLogger(__name__)
 
 # Operations that contain others or only pass tensors, so that their time is that of others.
 _CONTAINERS = re.compile(
@@ -101,7 +105,12 @@ class SampledProfiles:
         """Starts a profile if one is due; call it between steps."""
         if self._directory is None and time.perf_counter() >= self._due:
             self._began = time.perf_counter()
-            self._directory = tempfile.mkdtemp(prefix="kdist-profile-")
+            try:
+                self._directory = tempfile.mkdtemp(prefix="kdist-profile-")
+            except OSError as error:  # no space, or no directory for temporary files
+                _logger.info("no steps are profiled: %s", error)
+                self._due = math.inf
+                return
             self._steps, self._seconds = 0, 0.0
             try:
                 tf.profiler.experimental.start(self._directory)
