@@ -18,6 +18,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 TRAINING_PROGRAM = pathlib.Path(training_program.__file__)
 PYTHON_PATH = f"{ROOT / 'tests' / 'site'}{os.pathsep}{ROOT}"
 
+# The lines of output that the message of a failed test has; a log of CI may keep few of them.
+LAST_LINES = 40
+
 # The launcher's reaction to most faults, for the table.
 RESTARTED = "named; the job is restarted from its last checkpoint"
 
@@ -65,14 +68,14 @@ class Run:
 
     def wait_for_success(self, seconds=400):
         """Waits until the job succeeds, and returns its result."""
-        assert self.process.wait(seconds) == 0, self.output()
+        assert self.process.wait(seconds) == 0, self._state()
         assert not self.tasks()
         return json.loads(self.result.read_text())
 
     def wait_for_failure(self, seconds=90):
         """Waits until the job fails, and returns its exit code."""
         code = self.process.wait(seconds)
-        assert code != 0, self.output()
+        assert code != 0, self._state()
         assert not self.tasks()
         return code
 
@@ -88,8 +91,8 @@ class Run:
         """Waits for a condition while the job runs; returns the waiting time in seconds."""
         began = time.monotonic()
         while not condition():
-            assert self.process.poll() is None, self.output()
-            assert time.monotonic() - began < seconds, self.output()
+            assert self.process.poll() is None, self._state()
+            assert time.monotonic() - began < seconds, self._state()
             time.sleep(0.01)
         return time.monotonic() - began
 
@@ -112,6 +115,11 @@ class Run:
     def output(self):
         """Returns the output of the job."""
         return (self.directory / "log.txt").read_text(errors="replace")
+
+    def _state(self):
+        """Returns the exit code and the end of the output, for the message of a failed test."""
+        lines = self.output().splitlines()[-LAST_LINES:]
+        return "\n".join([f"exit code {self.process.poll()}; the end of its output:", *lines])
 
     def attempts(self):
         """Returns the number of times that a replica has begun to train."""
