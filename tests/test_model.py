@@ -208,7 +208,8 @@ def test_distributed_datasets_are_those_that_were_distributed(mirrored):
         np.testing.assert_array_equal(result, expected)
 
 
-def test_initial_epoch_continues_in_the_order_of_the_data():
+@pytest.mark.parametrize("steps", [None, 2], ids=["whole epochs", "shorter ones"])
+def test_initial_epoch_continues_in_the_order_of_the_data(steps):
     train, _ = kdist.data.load("digits", batch=kdist.Batch(16), examples=100)
 
     def model():
@@ -218,9 +219,9 @@ def test_initial_epoch_continues_in_the_order_of_the_data():
         return model
 
     whole, parts = model(), model()
-    whole.fit(train, epochs=3, verbose=0)
-    parts.fit(train, epochs=1, verbose=0)
-    parts.fit(train, initial_epoch=1, epochs=3, verbose=0)
+    whole.fit(train, epochs=3, steps_per_epoch=steps, verbose=0)
+    parts.fit(train, epochs=1, steps_per_epoch=steps, verbose=0)
+    parts.fit(train, initial_epoch=1, epochs=3, steps_per_epoch=steps, verbose=0)
     assert_same_weights(parts.get_weights(), whole.get_weights(), 0.0)
 
 

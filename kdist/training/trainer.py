@@ -807,7 +807,7 @@ def _beginning(x, initial_epoch, steps_per_epoch):
     A pipeline begins with the first batch of that epoch instead.
     """
     if inputs.is_pipeline(x):
-        return Position(initial_epoch, 0, initial_epoch * x.steps_per_epoch)
+        return Position(initial_epoch, 0, initial_epoch * (steps_per_epoch or x.steps_per_epoch))
     batches = initial_epoch * (steps_per_epoch or 0)
     return Position(initial_epoch, 0, batches, data_start=batches)
 
