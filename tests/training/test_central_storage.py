@@ -57,3 +57,44 @@ def test_the_first_nonfinite_step_is_known(row):
         model.compile("sgd", "mse")
     model.fit(tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4), verbose=0)
     assert model.training_state.first_nonfinite_step() == 3
+
+
+class Centered(keras.layers.Layer):
+    """Subtracts a moving mean that it has just updated, or a mean of all rows so far."""
+
+    def __init__(self, moving, **options):
+        super().__init__(**options)
+        self._moving = moving
+
+    def build(self, shape):
+        self.mean = self.add_weight(shape=shape[-1:], initializer="zeros", trainable=False)
+
+    def call(self, x):
+        mean = keras.ops.mean(x, 0)
+        if self._moving:
+            self.mean.assign(0.9 * self.mean + 0.1 * mean)
+        else:
+            self.mean.assign_add(0.1 * mean)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("moving", [True, False], ids=["assign", "assign_add"])
+def test_no_gradient_passes_through_an_assigned_variable(moving):
+    """Steps on copies of variables, also those of parameter servers, compute what Keras computes."""
+
+    def trained(kind, strategy, **options):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            inputs = keras.Input((3,))
+            x = Centered(moving)(keras.layers.Dense(4, activation="tanh")(inputs))
+            model = kind(inputs, keras.layers.Dense(1)(x))
+            model.compile(keras.optimizers.SGD(0.5), "mse", **options)
+        # The replicas have the same rows, so that their means are those of the batch.
+        x = np.random.default_rng(0).normal(1, 1, (2, 1, 4, 3)).repeat(2, 1).reshape(16, 3)
+        model.fit(x, x[:, :1], batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    expected = trained(keras.Model, tf.distribute.get_strategy())
+    strategy = kdist.create_strategy("central_storage", 2)
+    weights = trained(kdist.Model, strategy, loss_reduction="mean")
+    assert_same_weights(weights, expected, 1e-6)

@@ -143,14 +143,15 @@ class LocalCopies(keras.StatelessScope):
         if self.copy_of(variable) is None:
             variable._direct_assign(value)
         else:
-            self._copies[id(variable)] = tf.cast(value, variable.dtype)
+            # No gradient passes through a variable that is assigned, as on one device.
+            self._copies[id(variable)] = tf.stop_gradient(tf.cast(value, variable.dtype))
             if self.step.is_kept(variable, value):
                 self._written.add(id(variable))
 
     def note_added(self, variable, value):
         """Adds `value` to the copy of a variable that has itself been increased by it."""
         if id(variable) in self._copies:
-            self._copies[id(variable)] += value
+            self._copies[id(variable)] += tf.stop_gradient(value)
 
     def is_metric(self, variable):
         """Returns True if the variable belongs to a metric."""
