@@ -200,6 +200,26 @@ def test_a_weight_that_is_excluded_from_weight_decay():
     assert_same_weights(*results, 1e-6)
 
 
+def float8(replicas, shard, clipping):
+    keras.utils.set_random_seed(3)
+    with scope(replicas, shard):
+        inputs = keras.Input((8,))
+        outputs = layers.Dense(5, dtype="float8_from_float32")(inputs)
+        model = kdist.Model(inputs, outputs)
+        model.compile(optimizers.SGD(0.5, **clipping), "mse")
+    x = np.random.default_rng(0).normal(size=(20, 8)).astype("float32")
+    model.fit(x, x[:, :5], batch_size=10, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clipping", [{"clipnorm": 0.01}, {"global_clipnorm": 0.01}], ids=str)
+def test_scales_of_float8_are_no_part_of_a_norm(clipping):
+    """Keras assigns their gradients before it clips those of the other weights."""
+    weights = float8(2, "optimizer", clipping).get_weights()
+    assert_same_weights(weights, float8(2, None, clipping).get_weights(), 1e-6)
+
+
 @pytest.mark.slow
 def test_a_step_that_overflows_changes_nothing():
     """A replica whose part is finite must not update it if that of another one is not."""

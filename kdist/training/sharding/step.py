@@ -288,7 +288,12 @@ class ShardedStep(ReplicaStep):
         if not (leaf.clipnorm or leaf.global_clipnorm):
             return
         each = zip(gradients, own, found, is_here or [True] * len(found), strict=True)
-        present = [one for one in each if one[0] is not None]
+        # Scales of float8 are assigned their gradients, and are no part of a norm.
+        present = [
+            (gradient, variable, *rest)
+            for gradient, variable, *rest in each
+            if not (gradient is None or getattr(variable, "overwrite_with_gradient", False))
+        ]
         squares = [
             keras.ops.sum(keras.ops.square(_as_clipped(optimizer, leaf, gradient, variable)))
             # Each replica has its part of a dense gradient, and all have the same slices.
