@@ -80,7 +80,7 @@ class Centered(keras.layers.Layer):
 
 @pytest.mark.parametrize("moving", [True, False], ids=["assign", "assign_add"])
 def test_no_gradient_passes_through_an_assigned_variable(moving):
-    """Steps on copies of variables, also those of parameter servers, compute what Keras computes."""
+    """Steps on copies of variables, also those of parameter servers, compute what Keras does."""
 
     def trained(kind, strategy, **options):
         keras.utils.set_random_seed(3)
