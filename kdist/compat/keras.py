@@ -98,8 +98,9 @@ TRAINER_MEMBERS = (
 )
 # Attributes of layers that the trainer reads, since every model is a layer.
 LAYER_MEMBERS = ("_call_has_training_arg", "_flatten_layers", "_get_own_losses")
-# Attributes of a functional model's graph, which kdist/parallel traverses.
+# Attributes of a functional model's graph, which kdist/parallel and kdist/commands traverse.
 FUNCTIONAL_MEMBERS = (
+    "_inbound_nodes",
     "_nodes_by_depth",
     "_outputs_struct",
     "_run_through_graph",

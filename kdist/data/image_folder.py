@@ -73,9 +73,10 @@ def _check_classes(root):
     not the folders of all others.
     """
     names = _folder_names(root)
+    if len(names) < 2 or not any(name.lower().startswith("train") for name in names):
+        return  # without a look into each folder, which may have many files
     classes = {tuple(_folder_names(root / name)) for name in names}
-    has_part = any(name.lower().startswith("train") for name in names)
-    if has_part and len(names) > 1 and len(classes) == 1 and len(*classes) > 1:
+    if len(classes) == 1 and len(*classes) > 1:
         raise ValueError(
             f"{root}: {', '.join(names[:_MAX_NAMES_SHOWN])} have the same folders, "
             f"{', '.join(min(classes)[:_MAX_NAMES_SHOWN])}, so they are parts of a dataset and no "

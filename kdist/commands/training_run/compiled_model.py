@@ -224,11 +224,11 @@ def output_activation(model):
         if hasattr(operation, "outputs") and hasattr(operation, "layers"):  # a model in the model
             tensor = operation.outputs[index]
             continue
-        operation = getattr(operation, "layer", operation)  # in TimeDistributed
-        kind = type(operation).__name__
-        name = getattr(getattr(operation, "activation", None), "__name__", None)
+        layer = getattr(operation, "layer", operation)  # in TimeDistributed
+        kind = type(layer).__name__
+        name = getattr(getattr(layer, "activation", None), "__name__", None)
         name = name or (kind.lower() if kind in _ACTIVATIONS else "linear")
-        inputs = tensor._keras_history.operation._inbound_nodes[node].input_tensors
+        inputs = operation._inbound_nodes[node].input_tensors
         if name != "linear" or kind not in _FORMS or not inputs:
             return name
         tensor = inputs[0]

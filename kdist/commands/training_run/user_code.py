@@ -44,10 +44,9 @@ def check_reference(flag: str, text: str):
         ValueError: it does not, or is no Python.
     """
     where, name = _REFERENCE.fullmatch(text).groups()  # type: ignore[union-attr]
-    is_file = where.endswith(".py")
-    path = pathlib.Path(where) if is_file else _source_of_module(where)
-    if path is None or (is_file and not path.is_file()):
-        kind = "file" if is_file else "module"
+    path = _source(where)
+    if path is None:
+        kind = "file" if where.endswith(".py") else "module"
         raise ValueError(
             f"--{flag}={text}: no {kind} {where}; give path.py:function, or module:function of a "
             "module in this directory or on PYTHONPATH"
@@ -78,7 +77,7 @@ def check_arguments(
         ValueError: the function cannot be called with these arguments.
     """
     where, name = _REFERENCE.fullmatch(text).groups()  # type: ignore[union-attr]
-    path = pathlib.Path(where) if where.endswith(".py") else _source_of_module(where)
+    path = _source(where)
     if path is None or path.suffix != ".py":
         return
     tree = _parsed(path)
@@ -164,8 +163,8 @@ def check_module(flag: str, where: str):
     Raises:
         ValueError: it does not, or the file is no Python.
     """
-    path = pathlib.Path(where) if where.endswith(".py") else _source_of_module(where)
-    if path is None or not path.is_file():
+    path = _source(where)
+    if path is None:
         raise ValueError(
             f"--{flag}={where}: no such file or module; give my_code.py, or a module in this "
             "directory or on PYTHONPATH"
@@ -208,6 +207,14 @@ def parse_arguments(flag: str, text: str) -> dict[str, Any]:
         raise ValueError(
             f"--{flag}={text} is no list of named values ({error}); write it as width=8,name='a'"
         ) from error
+
+
+def _source(where):
+    """Returns the path of a Python file or of a module's file; None if there is none."""
+    if not where.endswith(".py"):
+        return _source_of_module(where)
+    path = pathlib.Path(where)
+    return path if path.is_file() else None
 
 
 def _source_of_module(name):

@@ -290,9 +290,9 @@ class ShardedStep(ReplicaStep):
         each = zip(gradients, own, found, is_here or [True] * len(found), strict=True)
         # Scales of float8 are assigned their gradients, and are no part of a norm.
         present = [
-            (gradient, variable, *rest)
-            for gradient, variable, *rest in each
-            if not (gradient is None or getattr(variable, "overwrite_with_gradient", False))
+            one
+            for one in each
+            if one[0] is not None and not getattr(one[1], "overwrite_with_gradient", False)
         ]
         squares = [
             keras.ops.sum(keras.ops.square(_as_clipped(optimizer, leaf, gradient, variable)))
