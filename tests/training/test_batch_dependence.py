@@ -366,3 +366,22 @@ def test_factors_without_a_finite_inverse_are_no_numbers_of_rows(factor):
         dependence = BatchDependence([rows], 4, 8)
         assert dependence.of(tf.reduce_sum(rows) * factor).degree == 1
         assert dependence.of(tf.reduce_sum(rows) / factor).degree == 1
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_elements_that_are_taken_along_the_last_axis(axis):
+    """Columns of rows keep the axis of rows; columns of a table are along an axis of rows."""
+    with tf.Graph().as_default():
+        rows = tf.compat.v1.placeholder(tf.float32, (None, 8))
+        dependence = BatchDependence([rows], None, None)
+        assert dependence.of(ops.take(rows, tf.constant([2, 0]), axis=axis)).axis == 0
+        assert dependence.of(ops.take(tf.ones((2, 5)), class_of(rows), axis=axis)).axis == 1
+
+
+def test_a_fixed_vector_that_is_repeated_belongs_to_each_row():
+    with tf.Graph().as_default():
+        rows = tf.compat.v1.placeholder(tf.float32, (None, 8))
+        dependence = BatchDependence([rows], None, None)
+        vector = tf.Variable(tf.ones(8))
+        repeated = tf.broadcast_to(vector.read_value(), tf.shape(rows))
+        assert dependence.of(repeated * rows).is_by_row

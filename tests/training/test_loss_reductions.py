@@ -837,6 +837,65 @@ def test_a_layer_of_all_rows_is_that_of_the_whole_batch(function, rows):
         np.testing.assert_allclose(own[name], values, rtol=1e-6)
 
 
+@tf.custom_gradient
+def _straight_through(x):
+    return tf.round(x), lambda gradient: gradient
+
+
+def _largest(x):
+    return tf.reduce_max(tf.abs(x), 0)
+
+
+class _Range(keras.layers.Layer):
+    """Quantizer that follows the range of its inputs, with one step for each feature."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, shape):
+        self.step = self.add_weight(shape=shape[1:], initializer="ones", trainable=False)
+        self.range = self.add_weight(shape=shape[1:], initializer="ones", trainable=False)
+
+    def call(self, x, training=False):
+        step = tf.broadcast_to(tf.convert_to_tensor(self.step), tf.shape(x))
+        x = x + tf.stop_gradient(tf.round(4 * x / step) * step / 4 - x)
+        if training:
+            largest = tf.ensure_shape(self.function(x), x.shape[1:])
+            self.range.assign(tf.maximum(self.range - 0.1, largest))
+        return x / (1 + self.range)
+
+
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize(
+    ("function", "is_divided"),
+    [
+        (lambda x: _straight_through(4 * _largest(x)), True),
+        (lambda x: _until_small(_largest(x)), False),
+        (lambda x: _straight_through(4 * tf.reduce_mean(x, 0)), True),
+        (lambda x: tf.function(_largest)(x), True),
+    ],
+    ids=["rounded", "in a loop", "rounded mean", "in a function"],
+)
+def test_state_of_all_rows_is_that_of_the_whole_batch(function, is_divided):
+    """Such as the range of a quantizer, which is no mean of the ranges of replicas."""
+
+    def make(x):
+        inner = keras.layers.Dense(3)(_Range(function)(x))
+        return keras.layers.Dense(1)(_Range(function)(inner))
+
+    options = {"make": make, "loss": "mse", "logs": True}
+    expected, logs = trained(keras.Model, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = kdist.create_strategy("mirrored", 2)
+        weights, own = trained(kdist.Model, strategy=strategy, **options)
+    found = [w for w in caught if "every replica computes the whole batch" in str(w.message)]
+    assert bool(found) != is_divided
+    assert_same_weights(weights, expected, 1e-6)
+    np.testing.assert_allclose(own["loss"], logs["loss"], rtol=1e-6)
+
+
 class _CenteringCell(keras.layers.SimpleRNNCell):
     """Cell that subtracts the mean of the rows."""
 

@@ -53,9 +53,11 @@ class BatchFunction:
 
     Attributes:
         arguments: [(tensor, `Kind`)].
+        is_state: it is assigned to a variable, so that no gradient is taken of it.
     """
 
     arguments: list
+    is_state: bool
     _value: tf.Tensor
     _operations: list
     _dependence: BatchDependence
@@ -104,6 +106,8 @@ class BatchFunction:
         """
         whole, slices = self._of_all_replicas(share, zero_if_empty)
         value = self.of(whole)
+        if self.is_state:
+            return FunctionOfBatch(tf.stop_gradient(value), [])
         floating = [
             place
             for place, (tensor, kind) in enumerate(self.arguments)
@@ -208,7 +212,7 @@ class FunctionOfBatch(NamedTuple):
 
 
 def find_function(
-    value, dependence: BatchDependence, may_be_linear: bool = False
+    value, dependence: BatchDependence, is_state: bool = False
 ) -> BatchFunction | None:
     """Returns the function of the batch that `value` is; None if it needs none.
 
@@ -217,13 +221,14 @@ def find_function(
     Args:
         value: a scalar of the step's graph, or a tensor that is no part for each row.
         dependence: the `BatchDependence` of the step's tensors.
-        may_be_linear: whether to return linear functions of means and sums, too. Defaults to False.
+        is_state: whether the value is assigned to a variable. Linear functions of means and sums
+            are returned, too, and custom gradients do not count. Defaults to False.
 
     Raises:
         UnknownFunctionError: the function is not linear, and cannot be divided in this way.
     """
     arguments, operations, begun = {}, {}, set()
-    linear_kinds = {Kind.FIXED} if may_be_linear else {Kind.FIXED, Kind.MEAN, Kind.SUM}
+    linear_kinds = {Kind.FIXED} if is_state else {Kind.FIXED, Kind.MEAN, Kind.SUM}
     waiting, is_linear = [value], True
     while waiting:
         tensor = waiting[-1]
@@ -239,13 +244,15 @@ def find_function(
             arguments[key] = tensor, kind
             continue
         is_linear = is_linear and _is_linear(tensor.op, dependence)
-        if dependence.of(tensor).may_be_divided or not _can_be_copied(tensor.op, dependence):
+        can_be_copied = _can_be_copied(tensor.op, dependence, is_state)
+        if dependence.of(tensor).may_be_divided or not can_be_copied:
             raise UnknownFunctionError(f"{tensor.op.type} {tensor.name!r}")
         begun.add(key)
         waiting.extend(tensor.op.inputs)
     if is_linear:
         return None
-    return BatchFunction(list(arguments.values()), value, list(operations.values()), dependence)
+    parts = list(arguments.values()), is_state, value, list(operations.values()), dependence
+    return BatchFunction(*parts)
 
 
 def _kind(tensor, dependence) -> Kind | None:
@@ -301,7 +308,7 @@ def _is_linear(operation, dependence):
     )
 
 
-def _can_be_copied(operation, dependence):
+def _can_be_copied(operation, dependence, is_state):
     is_known = operation.op_def is not None and not operation.op_def.is_stateful
     if not is_known or operation.type in _NOT_COPIED:
         return False
@@ -310,7 +317,7 @@ def _can_be_copied(operation, dependence):
             is_matrix = tensor.shape.rank is None or tensor.shape.rank > 1
             if is_matrix and dependence.of(tensor).is_fixed and tf.get_static_value(tensor) is None:
                 return False
-    return "_gradient_op_type" not in operation.node_def.attr
+    return is_state or "_gradient_op_type" not in operation.node_def.attr
 
 
 def _key(tensor):

@@ -460,13 +460,13 @@ class ReplicaStep:
             self._functions[id(value)] = value, of_batch
         return of_batch
 
-    def _found_function(self, value, is_in_tape, may_be_linear=False):
+    def _found_function(self, value, is_in_tape, is_state=False):
         """Returns a `FunctionOfBatch`, or None as `find_function` does.
 
         Raises:
             UnknownFunctionError: the function cannot be computed.
         """
-        found = find_function(value, self.dependence.values, may_be_linear)
+        found = find_function(value, self.dependence.values, is_state)
         if found is None:
             return None
         is_here = tf.compat.v1.get_default_graph() is self._graph is value.graph
@@ -890,16 +890,25 @@ class ReplicaStep:
             return value
         try:
             # Also means, as the step may read the variable.
-            found = self._found_function(value, is_in_tape=True, may_be_linear=True)
+            found = self._found_function(value, is_in_tape=True, is_state=True)
         except UnknownFunctionError as error:
             _logger.debug("state of %s is averaged: %s", variable.path, error)
             self.dependence.check_rows_are_unknown()
-            dependence = self.dependence.of(value)
-            is_unknown = dependence.degree != 0 or dependence.mixes_rows
-            if is_unknown and not self.dependence.of_gradient(value).is_of_weights:
+            is_of_weights = self.dependence.of_gradient(value).is_of_weights
+            if not is_of_weights and not self._is_mean_of_replicas(value):
                 fallbacks.on_mixed_rows(self, value, f"new value of {variable.path}")
             return value
         return value if found is None else tf.ensure_shape(found.value, value.shape)
+
+    def _is_mean_of_replicas(self, value):
+        """Returns True if the mean of the replicas' values is the value of the whole batch."""
+        dependence = self.dependence.of(value)
+        if dependence.degree != 0 or dependence.mixes_rows:
+            return False
+        try:
+            return find_function(value, self.dependence.values) is None
+        except UnknownFunctionError:
+            return False
 
     def local(self, variable):
         """Returns this replica's copy of a TensorFlow variable."""

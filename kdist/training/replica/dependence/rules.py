@@ -204,16 +204,18 @@ def _gathered(tensor, inputs):
             return UNKNOWN
         elements = [table.elements[int(number)] for number in numbers.reshape(-1)]
         return elements[0] if numbers.ndim == 0 else vector_of(elements)
+    place = 0 if len(inputs) == 2 else tf.get_static_value(tensor.op.inputs[2])
+    rank = tensor.op.inputs[0].shape.rank
+    if place is not None and place < 0:  # such as the last axis
+        place = None if rank is None else place + rank
     if table.axis is None and table.degree == 0 and (len(inputs) == 2 or inputs[2].is_fixed):
-        place = 0 if len(inputs) == 2 else tf.get_static_value(tensor.op.inputs[2])
         if indices.axis is None or indices.axis == SOME_AXIS or place is None:
             return Dependence(0.0, indices.axis)
         return Dependence(0.0, indices.axis + int(place))
     if tensor.op.type == "GatherV2" and tensor.op.get_attr("batch_dims") and table.axis == 0:
         return Dependence(table.degree, 0)
     same = table.axis is not None and indices.is_fixed and len(inputs) == 3
-    place = tf.get_static_value(tensor.op.inputs[2]) if same else None
-    if place is not None and int(place) > (table.axis or 0) >= 0:
+    if same and place is not None and int(place) > (table.axis or 0) >= 0:
         return Dependence(table.degree, table.axis)
     if table.axis == indices.axis == 0 and tensors.is_along_first(tensor):
         return Dependence(None if table.degree != 0 else 0.0, 0)  # such as those of a mask

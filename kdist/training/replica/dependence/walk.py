@@ -341,7 +341,8 @@ class BatchDependence:
         if kind == "BroadcastTo" and values.axis not in (None, SOME_AXIS):
             axes = [values.axis + (tensor.shape.rank or 0) - (tensor.op.inputs[0].shape.rank or 0)]
         if axes:
-            return Dependence(values.degree, axes[0], is_by_row=axes[0] == 0 and "Random" in kind)
+            is_by_row = "Random" in kind or (kind == "BroadcastTo" and _is_repeated(tensor, values))
+            return Dependence(values.degree, axes[0], is_by_row=axes[0] == 0 and is_by_row)
         if shape.is_fixed:
             dims = tensor.shape.as_list() if tensor.shape.rank else []
             if kind != "BroadcastTo" and self._rows is not None and self._rows in dims[:1]:
@@ -512,6 +513,14 @@ class BatchDependence:
         sizes = tensor.shape.as_list()
         fits = [axis for axis, size in enumerate(sizes) if size is None or size == self._rows]
         return fits[0] if len(fits) == 1 else SOME_AXIS
+
+
+def _is_repeated(tensor, values):
+    """Returns True if a fixed tensor is repeated along the first axis of the result."""
+    repeated, rank = tensor.op.inputs[0].shape, tensor.shape.rank
+    if not values.is_fixed or None in (repeated.rank, rank):
+        return False
+    return repeated.rank < rank or repeated[0] == 1
 
 
 def _changes_rows(dependence, before, after):
