@@ -161,6 +161,19 @@ def adopt_optimizer(optimizer, strategy):
         part._distribution_strategy = strategy
 
 
+def adopt_variables(variables, strategy):
+    """Creates those variables again, with their values, that do not belong to `strategy`.
+
+    Args:
+        variables: Keras variables of the TensorFlow backend.
+        strategy: a `tf.distribute.Strategy`.
+    """
+    with strategy.scope():
+        for variable in variables:
+            if getattr(variable.value, "_distribute_strategy", None) is not strategy:
+                variable._initialize(variable.numpy())
+
+
 def unbuild_optimizer(optimizer):
     """Removes the slots and other variables that `build` has added to a Keras optimizer.
 

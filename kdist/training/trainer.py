@@ -17,6 +17,7 @@ import tensorflow as tf
 from kdist.compat.keras import (
     TensorFlowTrainer,
     adopt_optimizer,
+    adopt_variables,
     check_no_distribution,
     filter_traceback,
     loss_module,
@@ -770,6 +771,9 @@ class Trainer(TensorFlowTrainer):
         must_succeed |= has_parameter_servers(self.distribute_strategy)
         if must_succeed or self._distribute_strategy:
             building.build(self, step_name, spec, worker_slice, must_succeed)
+        if self._distribute_strategy:
+            # Metrics that were created outside of the scope. Replicas would share their state.
+            adopt_variables(self.metrics_variables, self._distribute_strategy)
 
     def _callback_list(self, callbacks, verbose, epochs, groups, add_history=False):
         if isinstance(callbacks, keras.callbacks.CallbackList):

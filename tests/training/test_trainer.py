@@ -829,6 +829,29 @@ def test_an_optimizer_may_be_created_outside_of_the_scope(mirrored, new, where):
     assert_same_weights(train(kdist.Model, mirrored), expected, 1e-5)
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "train_on_batch"])
+def test_metrics_may_be_created_outside_of_the_scope(mirrored, method):
+    def logs(model_class, strategy):
+        keras.utils.set_random_seed(3)
+        metric = keras.metrics.MeanAbsoluteError()
+        with strategy.scope():
+            inputs = keras.Input((4,))
+            model = model_class(inputs, keras.layers.Dense(3)(inputs))
+        model.compile("sgd", "mse", metrics=[metric, "mse"])
+        x = arrays(33)[0]
+        y = x[:, :3]
+        if method == "train_on_batch":
+            return model.train_on_batch(x[:1], y[:1])
+        if method == "evaluate":
+            return model.evaluate(x, y, batch_size=8, verbose=0)
+        # A replica has no rows of the last batch.
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return [value for values in history.history.values() for value in values]
+
+    expected = logs(keras.Model, tf.distribute.get_strategy())
+    assert logs(kdist.Model, mirrored) == pytest.approx(expected, 1e-5)
+
+
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_the_end_of_an_iterator_is_not_waited_for(method):
     """TensorFlow's threads can need a minute to notice it; here, they read a batch too many."""
