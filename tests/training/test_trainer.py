@@ -852,6 +852,23 @@ def test_metrics_may_be_created_outside_of_the_scope(mirrored, method):
     assert logs(kdist.Model, mirrored) == pytest.approx(expected, 1e-5)
 
 
+@pytest.mark.parametrize("is_normalized", [False, True], ids=["weight", "statistic"])
+def test_layers_that_change_are_created_in_the_scope(mirrored, is_normalized):
+    """Each replica would apply the gradient of the whole batch to the same variable."""
+    inputs = keras.Input((4,))
+    layer = keras.layers.BatchNormalization() if is_normalized else keras.layers.Dense(4)
+    base = keras.Model(inputs, layer(inputs))
+    with mirrored.scope():
+        model = kdist.Model(inputs, keras.layers.Dense(3)(base(inputs)))
+        model.compile("sgd", "mse")
+    x = arrays(8)[0]
+    with pytest.raises(ValueError, match="outside"):
+        model.fit(x, x[:, :3], verbose=0)
+    base.trainable = False
+    model.compile("sgd", "mse")
+    model.fit(x, x[:, :3], verbose=0)  # Replicas may share what they only read.
+
+
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_the_end_of_an_iterator_is_not_waited_for(method):
     """TensorFlow's threads can need a minute to notice it; here, they read a batch too many."""

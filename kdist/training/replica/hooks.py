@@ -628,6 +628,7 @@ def _apply(step, keras_function, optimizer, grads, trainable_variables=None):
     if step.applying or not len(grads):
         return keras_function(optimizer, grads, trainable_variables)
     variables = list(trainable_variables or weights_of(optimizer))
+    step.check_scope(variables)
     if not optimizer.built:
         step.build(optimizer, variables)
     gradients = step.gradients(optimizer, list(grads), variables)

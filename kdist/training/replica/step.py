@@ -833,6 +833,28 @@ class ReplicaStep:
 
     # State.
 
+    def check_scope(self, variables):
+        """Checks that each replica has its own copy of variables that it changes.
+
+        Args:
+            variables: Keras variables or `RawVariable`.
+
+        Raises:
+            ValueError: If a variable was created outside of the strategy's scope.
+        """
+        if not self.has_copies or self.replicas == 1:
+            return
+        extended = tf.distribute.get_strategy().extended
+        for variable in variables:
+            is_divided = hasattr(variable, "gathered")
+            if not (is_divided or extended.variable_created_in_scope(variable._value)):
+                raise ValueError(
+                    f"{variable.path!r} was created outside of strategy.scope(), so that each of "
+                    f"the {self.replicas} replicas would change it. Create it, or the layer or "
+                    "model that it belongs to, in `with strategy.scope():`. There, "
+                    "kdist.Model.of(model) copies a model that was created before"
+                )
+
     def note_written(self, variable, value):
         """Records that a layer writes a value to a variable, for `average_state`."""
         if self.applying:
@@ -840,6 +862,8 @@ class ReplicaStep:
         self._written.setdefault(id(variable), variable)
         if variable.synchronization == "on_read" or hasattr(variable, "gathered"):
             return  # a metric, or a weight that replicas divide
+        if getattr(variable, "name", "") != _STATE_OF_SEEDS:
+            self.check_scope([variable])
         key = id(variable._value)
         if self.is_kept(variable, value):
             self._before[key] = None
