@@ -30,6 +30,7 @@ from kdist.commands.training_run.compiled_model import MODELS
 from kdist.commands.training_run.datasets import load_by_name
 from kdist.commands.training_run.flag_checks import check_data, check_split
 from kdist.hardware import parse_devices
+from kdist.launch import child_python
 from kdist.strategy_spec import resolve
 
 FLAGS = flags.FLAGS
@@ -117,7 +118,7 @@ def main(_):
         resolve(name)
     print(f"python {platform.python_version()} on {platform.platform()}")
     print(", ".join(f"{name} {version(name)}" for name in PACKAGES))
-    gpus = testing.python(DEVICES)
+    gpus = testing.python(DEVICES, environment=child_python.variables())
     print(f"{os.cpu_count()} CPU cores; {len(gpus)} GPUs{': ' if gpus else ''}{', '.join(gpus)}")
     required = FLAGS.strategies or REQUIRED
     optional = [] if FLAGS.strategies else OPTIONAL
@@ -238,7 +239,9 @@ def check(name):
     """Returns whether one training step works under the strategy, and prints the outcome."""
     try:
         arguments = [json.dumps([name, FLAGS.num_devices])]
-        works, details = testing.python(ONE_STEP, arguments, timeout_seconds=FLAGS.timeout_seconds)
+        works, details = testing.python(
+            ONE_STEP, arguments, child_python.variables(), FLAGS.timeout_seconds
+        )
     except AssertionError as error:  # the process died and could not report it
         works, details = False, str(error).strip().splitlines()[-1]
     except subprocess.TimeoutExpired:

@@ -29,6 +29,7 @@ from absl import flags
 
 import kdist
 from kdist import program
+from kdist.launch import child_python
 from kdist.serving.core.model_directory import versions
 from kdist.serving.core.settings import TRUST_MODELS, BatchSettings, Objective, ServerLimits
 from kdist.serving.platforms import PLATFORMS, find_platform, local_copies
@@ -161,6 +162,7 @@ def main(_):
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if FLAGS.trust_models:
         os.environ[TRUST_MODELS] = "1"  # worker processes inherit it
+    os.environ.update(child_python.variables())  # for the worker processes
     platform = find_platform(FLAGS.platform)
     if platform:
         apply_defaults(platform)

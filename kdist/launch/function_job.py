@@ -119,7 +119,8 @@ def local(
         scratch = pathlib.Path(directory)
         call = scratch / "call"
         call.write_bytes(cloudpickle.dumps((function, tuple(arguments))))
-        program = [sys.executable, "-u", "-m", "kdist.launch.function_job", str(call), directory]
+        module = "kdist.launch.function_job"
+        program = [sys.executable, "-u", "-P", "-m", module, str(call), directory]
         job = local_job(
             counts,
             program,

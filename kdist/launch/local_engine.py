@@ -25,6 +25,7 @@ from kdist.cluster import ROLES, Cluster
 from kdist.cluster.handshake import TOKEN_VARIABLE
 from kdist.data.worker_addresses import DATA_WORKERS
 from kdist.hardware import CORES_VARIABLE, VISIBLE_DEVICES, count_cores, find_gpus
+from kdist.launch import child_python
 from kdist.launch.task import Screen, Task
 from kdist.launch.task_group import TaskGroup, Timeouts
 from kdist.launch.watchdog import MARKS_VARIABLE, with_mark
@@ -181,7 +182,7 @@ def command_of(arguments, environment):
     """
     program, *rest = arguments
     if program == "kdist":  # the package of this process, wherever the PATH leads
-        return [sys.executable, "-u", "-m", "kdist", *rest]
+        return [sys.executable, "-u", *child_python.options(), "-m", "kdist", *rest]
     if program.endswith(".py"):
         if not pathlib.Path(program).is_file():
             raise FileNotFoundError(_missing_script(program))

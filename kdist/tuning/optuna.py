@@ -307,7 +307,7 @@ class _Process:
         self._deadline = _deadline(seconds)
         path.mkdir(parents=True, exist_ok=True)
         self.connection, theirs = multiprocessing.Pipe()
-        program = [sys.executable, "-u", "-m", __name__, str(theirs.fileno()), str(call)]
+        program = [sys.executable, "-u", "-P", "-m", __name__, str(theirs.fileno()), str(call)]
         with theirs, open(path / "trial.log", "ab") as log:
             self._process = subprocess.Popen(
                 tied_command(program),

@@ -25,6 +25,7 @@ from absl import flags
 from kdist import program
 from kdist.commands import train  # defines the flags of the training
 from kdist.commands.training_run.trial import ANSWER
+from kdist.launch import child_python
 from kdist.launch.watchdog import signal_group, tied_command
 from kdist.serving.core.resources import default_memory_bytes
 from kdist.tuning.speed import MeasurementError
@@ -261,7 +262,13 @@ class TrialPool:
 
 def trial_command(arguments: list[str]) -> list[str]:
     """Returns the command line of a trial with some flags of `kdist train`."""
-    return [sys.executable, "-m", "kdist.commands.training_run.trial", *arguments]
+    return [
+        sys.executable,
+        *child_python.options(),
+        "-m",
+        "kdist.commands.training_run.trial",
+        *arguments,
+    ]
 
 
 def is_out_of_memory(code: int, error: str) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 
 from kdist.cluster.nodes import CHIEF_VARIABLE, PS_VARIABLE
 from kdist.cluster.notices import NOTICE_SECONDS
+from kdist.launch import child_python
 from kdist.launch.elastic import WorkerLimits
 from kdist.run_directory import CHECKPOINT_PREFIX, RUN_DIR
 
@@ -250,7 +251,7 @@ class EngineJob:
         """Returns the command to execute; a script, and kdist's own command, run in `python`."""
         program, *rest = self.command
         if program == "kdist":
-            return [python, "-m", "kdist", *rest]
+            return [python, *child_python.options(), "-m", "kdist", *rest]
         return [python, program, *rest] if program.endswith(".py") else [program, *rest]
 
     @property

@@ -35,6 +35,7 @@ from kdist.cluster.handshake import TOKEN_VARIABLE
 from kdist.cluster.heartbeat import Beat
 from kdist.exit_codes import NO_ROOM
 from kdist.hardware import CORES_VARIABLE
+from kdist.launch import child_python
 from kdist.launch.engines.base import Cost, Job, Status
 from kdist.launch.engines.ray import bundle, room_seconds, strategy
 from kdist.launch.local_engine import command_of, reserve_ports, share_threads
@@ -98,7 +99,9 @@ class Place:
             path = self._directory / "call"
             path.write_bytes(call)
             module = "kdist.launch.function_job"
-            command = [sys.executable, "-u", "-m", module, str(path), str(self._directory)]
+            options = child_python.options()
+            command = [sys.executable, "-u", *options, "-m", module, str(path)]
+            command.append(str(self._directory))
         logs = pathlib.Path(job.run_dir, "logs") if job.run_dir else self._directory
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{cluster.name.replace(' ', '-')}.log"

@@ -209,12 +209,13 @@ async def choose_in_subprocess(*arguments, **keywords) -> Choice:
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",  # no module is replaced by a file in the working directory
         "-c",
         f"from {__name__} import _child_main; _child_main()",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
     )
     try:
         exchange = process.communicate(pickle.dumps((arguments, keywords)))

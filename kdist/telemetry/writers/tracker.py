@@ -211,7 +211,7 @@ class TrackerWriter(Writer):
         module = f"kdist.telemetry.writers.{self.library}_process"
         with open(files / "process.log", "ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-c", f"import {module}; {module}.main()"],
+                [sys.executable, "-P", "-c", f"import {module}; {module}.main()"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
