@@ -56,6 +56,14 @@ def load_image_folder(directory, seed=0, test_fraction=0.2):
                 f"{root}: train has the classes {train.class_names}, {part} {test.class_names}; "
                 "create the same folders in both"
             )
+        if others := sorted({*_folder_names(root)} - {"train", part}):
+            _logger.warning(
+                "%s: the folders %s are ignored; images of train are for training, and those of %s "
+                "for testing",
+                root,
+                ", ".join(others[:_MAX_NAMES_SHOWN]),
+                part,
+            )
         return train, test
     _check_classes(root)
     source = _folder(root)
@@ -116,6 +124,11 @@ def _folder(root):
     if empty := [name for label, name in enumerate(names) if label not in labels]:
         _logger.warning("%s: no images of the classes %s", root, ", ".join(empty))
     if len(names) < 2 or not readable:
+        if len(names) == 1 and len(inner := _folder_names(root / names[0])) > 1:
+            raise ValueError(
+                f"{root} contains a single folder, {names[0]}, with {len(inner)} folders; if these "
+                f"are the classes, pass {root / names[0]}"
+            )
         raise ValueError(
             f"{root} contains no images in class folders; expected {root}/<class>/*.jpg, with two "
             f"or more classes, found {len(names)} folders and {len(readable)} readable images. For "

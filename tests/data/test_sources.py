@@ -1,5 +1,6 @@
 import gzip
 import os
+import re
 import struct
 
 import numpy as np
@@ -203,6 +204,22 @@ def test_train_and_test_folders(tmp_path, test_part):
                 write_image(tmp_path / part / name / f"{i}.png")
     train, test = kdist.data.load(tmp_path, batch=Batch(2), operations="resize(8, 8)")
     assert (train.num_examples, test.num_examples) == (6, 4)
+
+
+def test_a_third_part_of_a_dataset_is_ignored_and_named(tmp_path, capsys):
+    for part in ("train", "test", "val"):
+        for name in ("a", "b"):
+            write_image(tmp_path / part / name / "0.png")
+    train, test = kdist.data.load(tmp_path, batch=Batch(2), operations="resize(8, 8)")
+    assert (train.num_examples, test.num_examples) == (2, 2)
+    assert re.search("folders val are ignored.*those of test for testing", capsys.readouterr().err)
+
+
+def test_classes_one_folder_deeper_are_named(tmp_path):
+    for name in ("a", "b"):
+        write_image(tmp_path / "train" / name / "0.png")
+    with pytest.raises(ValueError, match=r"a single folder, train, with 2 .*pass .*/train$"):
+        kdist.data.load(tmp_path, batch=Batch(2), operations="resize(8, 8)")
 
 
 def test_parts_of_a_dataset_are_no_classes(tmp_path):
