@@ -15,6 +15,7 @@ import faulthandler
 import logging
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -71,7 +72,7 @@ def join_job(
     coordinated = spec.kind in ("parameter_server", "layout")
     if coordinated and cluster.role != "evaluator" and cluster != cluster.first_task:
         serve(cluster, devices)
-    with restrict_to_loopback(cluster):
+    with restrict_to_loopback(cluster), _keeping_termination_handler():
         strategy = create()
     note_collector(strategy, collector)
     if cluster.role == "evaluator":
@@ -80,6 +81,20 @@ def join_job(
     if "evaluator" in cluster.tasks:
         mark_evaluated_elsewhere(strategy)
     return strategy
+
+
+@contextlib.contextmanager
+def _keeping_termination_handler():
+    """Keeps what SIGTERM does to this process: by default, it ends.
+
+    TensorFlow's coordination service replaces the handler, for TPUs of Google. The signal would be
+    lost until training begins, and without a callback that handles it, in training as well.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    # None: set by a library in C. Python sets handlers in the main thread only.
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _agree(spec, settings):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kdist.testing import python
+from tests.forked import python_tasks
 
 
 @pytest.mark.slow
@@ -35,6 +36,29 @@ def test_two_workers_train_and_the_chief_alone_writes(scripts, tmp_path):
     assert [len(json.loads(table.read_text())["data"]) for table in tables] == [2]
     for n in range(2):
         assert (tmp_path / "run" / "logs" / f"worker-{n}.log").stat().st_size > 0
+
+
+TERMINATED = """
+import json, os, signal, sys, time
+import kdist
+received = []
+if json.loads(sys.argv[1]):
+    signal.signal(signal.SIGTERM, lambda *_: received.append("SIGTERM"))
+kdist.create_strategy("multi_worker")
+if not json.loads(sys.argv[1]):
+    caught = next(line for line in open("/proc/self/status") if line.startswith("SigCgt"))
+    received.append(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+else:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.1)
+print(json.dumps(received))
+"""
+
+
+@pytest.mark.parametrize(("handles", "received"), [(True, ["SIGTERM"]), (False, [0])])
+def test_a_task_keeps_its_handler_of_sigterm(handles, received):
+    """TensorFlow's coordination service replaces it; the signal was lost before training."""
+    assert python_tasks(TERMINATED, {"worker": 2}, [json.dumps(handles)]) == [received] * 2
 
 
 # CPU seconds per second that a matrix product uses.
