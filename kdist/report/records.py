@@ -17,10 +17,13 @@ class Records:
 
     `columns` is field -> float64 of shape (length,), NaN where the record has no finite number. A
     list of numbers becomes one column for each position, such as `replica_busy_seconds/0`.
+    `nonfinite` is loss -> position of the first record in which it is NaN or infinite. Such values
+    are null in the file, and a record without a loss has no such field.
     """
 
     columns: Mapping[str, np.ndarray]
     length: int
+    nonfinite: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def column(self, name: str) -> np.ndarray:
         """Returns the numbers of a field; all NaN if no record has it."""
@@ -39,6 +42,7 @@ class Records:
         return both[0][known], both[1][known]
 
 
+LOSSES = ("loss", "val_loss")
 NO_RECORDS = Records({}, 0)
 
 
@@ -95,7 +99,16 @@ def _in_columns(records, left_out):
     for name in names:
         if name not in left_out:
             columns.update(_columns(name, [record.get(name) for record in records]))
-    return Records(columns, len(records))
+    first = {name: _first_nonfinite(records, name) for name in LOSSES if name in names}
+    nonfinite = {name: position for name, position in first.items() if position is not None}
+    return Records(columns, len(records), nonfinite)
+
+
+def _first_nonfinite(records, name):
+    values = (record.get(name, 0.0) for record in records)
+    numbers = (type(None), int, float)
+    found = (i for i, v in enumerate(values) if type(v) in numbers and number(v) is None)
+    return next(found, None)
 
 
 def _columns(name, values):

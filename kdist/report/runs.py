@@ -190,6 +190,7 @@ def _read_run(files, given):
     summary = _summary(files.summary, notes)
     notes += _missing_workers(config)
     metrics = read_records(files.metrics, ("kind",), notes)
+    notes += _nonfinite_losses(metrics)
     devices = read_records(files.devices, ("host", "device"), notes)
     in_order = sorted(devices, key=_natural)
     return Run(
@@ -213,6 +214,21 @@ def _missing_workers(config):
         for (step, number), end in zip(numbers.items(), ends, strict=True)
         if number != planned
     ]
+
+
+def _nonfinite_losses(metrics):
+    """Returns a sentence for each loss that is NaN or infinite, which plots leave out."""
+    steps: dict[str, list[float]] = {}
+    for records in metrics.values():
+        for name, position in records.nonfinite.items():
+            steps.setdefault(name, []).append(records.column("step")[position])
+    sentences = []
+    for name, found in steps.items():
+        known = [step for step in found if math.isfinite(step)]
+        where = f", first recorded at step {min(known):.0f}" if known else ""
+        words = "validation loss" if name == "val_loss" else "loss"
+        sentences.append(f"the {words} is NaN or infinite{where}")
+    return sentences
 
 
 def _natural(texts):

@@ -340,6 +340,20 @@ def test_records_of_another_kind_are_skipped(tmp_path):
     report.write([path], tmp_path / "page.html")
 
 
+def test_a_loss_that_is_not_finite_is_noted(tmp_path):
+    path = write_run(tmp_path / "run", windows=2)
+    assert not report.read_run(path).notes
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 70, "loss": true}\n{"kind": "train", "step": 71}\n')
+        file.write('{"kind": "train", "step": 80, "loss": null}\n')
+        file.write('{"kind": "epoch", "step": 90, "loss": NaN, "val_loss": Infinity}\n')
+    run = report.read_run(path)
+    assert run.notes == [
+        "the loss is NaN or infinite, first recorded at step 80",
+        "the validation loss is NaN or infinite, first recorded at step 90",
+    ]
+
+
 def test_the_page_notes_missing_measurements(tmp_path):
     path = write_run(tmp_path / "run", windows=2)
     (path / "devices.jsonl").unlink()
