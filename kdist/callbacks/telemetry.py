@@ -10,7 +10,7 @@ import keras
 
 from kdist.run_directory import RunDirectory
 from kdist.strategies import is_chief, num_workers, planned_workers
-from kdist.telemetry.devices.collector import collector_of
+from kdist.telemetry.devices.collector import Collector, collector_of
 from kdist.telemetry.facts import shares_cores, training_config, training_summary
 from kdist.telemetry.samples import Samples
 from kdist.telemetry.steps.verdict import DeviceMeans, is_long_enough, verdict
@@ -110,6 +110,7 @@ class Telemetry(keras.callbacks.Callback):
         self.epoch_seconds: list[float] = []
         self.first_call_seconds: float | None = None
         self._windows: TimingWindows | None = None
+        self._collector: Collector | None = None
         self._means = WindowMeans()
         self._devices = DeviceMeans()
         self._whole_seconds = self._useful_before = 0.0
@@ -328,12 +329,17 @@ class Telemetry(keras.callbacks.Callback):
             self._write("train", self._means.take())
         self._whole_seconds += time.perf_counter() - self._began
         self._windows.end()
-        self._collector.stop()
+        self.on_train_exit()
         if self._given_writer is None:
             # A finished training that is started again has no epochs left, and keeps its summary.
             if self._writes and (self._has_begun or not self._run.summary.exists()):
                 self._write_results()
             self._writer.close()
+
+    def on_train_exit(self):
+        """Stops sampling devices, also if `fit` fails or is interrupted, as in a notebook."""
+        if self._collector is not None:
+            self._collector.stop()
 
     def _write_results(self):
         summary = self.summary()

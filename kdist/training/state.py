@@ -12,6 +12,8 @@ implements `Resumption`; `fit` calls its methods in this order:
     callback.restore(facts)                # the model is built; before any on_train_begin
     callback.on_train_begin()              # after that of other callbacks, whose state it restores
     callback.release()                     # whether fit ends normally or not
+
+Any callback may define `on_train_exit()`, which `fit` also calls whether it ends normally or not.
 """
 
 import types

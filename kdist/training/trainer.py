@@ -569,6 +569,9 @@ class Trainer(TensorFlowTrainer):
         finally:
             groups.close()
             forget_slots(self)
+            for callback in callbacks.callbacks:
+                if exits := getattr(callback, "on_train_exit", None):
+                    exits()
             if resumption:
                 resumption.release()
 

@@ -118,6 +118,28 @@ def test_windows_have_the_requested_length(tmp_path):
 
 
 @pytest.mark.slow
+class Interrupt(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("trains_by", [kdist.Model, keras.Model])
+def test_an_interrupted_training_leaves_no_sampling_behind(tmp_path, trains_by):
+    """The next training with the same strategy had no records of devices."""
+    plain = model()
+    model_ = trains_by(plain.inputs, plain.outputs)
+    model_.compile("sgd", "mse")
+    first, second = (Telemetry(tmp_path / n, device_seconds=0.05, report=False) for n in "ab")
+    with pytest.raises(KeyboardInterrupt):
+        model_.fit(data(2), epochs=2, verbose=0, callbacks=[first, Interrupt()])
+    if trains_by is kdist.Model:
+        before = len(lines(tmp_path / "a" / "devices.jsonl"))
+        time.sleep(0.3)
+        assert len(lines(tmp_path / "a" / "devices.jsonl")) == before
+    model_.fit(data(10, 0.05), verbose=0, callbacks=[second])
+    assert lines(tmp_path / "b" / "devices.jsonl")
+
+
 def test_goodput_excludes_validation(tmp_path):
     telemetry = Telemetry(tmp_path, device_seconds=None)
     slow = model(0.02)

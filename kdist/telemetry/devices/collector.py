@@ -169,7 +169,9 @@ class Collector:
             self._clients.send_to_all({"end": hung, "reason": reason})
 
     def start(self, write: _Write, every_seconds: float = 5.0, began: float | None = None):
-        """Starts to sample and to collect, and returns at once; does nothing if it is running.
+        """Starts to sample and to collect, and returns at once.
+
+        If it is running, for a training that failed, the records of that training end.
 
         Args:
             write: receives each record of `DeviceSampler`, in background threads, two of which may
@@ -177,8 +179,7 @@ class Collector:
             every_seconds: interval between samples. Defaults to 5.
             began: when training began, in Unix seconds; now by default.
         """
-        if self._is_running:
-            return
+        self.stop()
         began = time.time() if began is None else began
         records = _UniqueSources(write)
         write = records.writer_of(self)
