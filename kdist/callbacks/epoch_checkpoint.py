@@ -9,6 +9,7 @@ import pathlib
 import keras
 
 from kdist.telemetry import JsonlWriter
+from kdist.training.state import training_state_of
 
 _logger = logging.getLogger(__name__)
 
@@ -66,8 +67,12 @@ class EpochCheckpoint(keras.callbacks.Callback):
         self._directory.mkdir(parents=True, exist_ok=True)
         for left in self._directory.glob(f"{_UNFINISHED}*"):  # by a process that was killed
             _remove(left)
-        if self.newest() is None:
+        written, state = self.written(), training_state_of(self.model)
+        if not written:
             self._save(0)
+        elif state and state.position.step == 0 and state.position.epoch > written[-1][0]:
+            # A resumed training, whose disk was full after it had written its checkpoint.
+            self._save(state.position.epoch)
 
     def on_epoch_end(self, epoch, logs=None):
         if math.isfinite((logs or {}).get("loss", 0.0)):

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import types
 import urllib.error
 
@@ -41,6 +42,17 @@ def full(*_, **__):
 
 def saved_to_a_full_disk(input_shape, num_classes):
     keras.Model.save = full
+    return logits(input_shape, num_classes)
+
+save = keras.Model.save
+
+def save_first(self, path, **options):
+    if "0002" in str(path):
+        full()
+    save(self, path, **options)
+
+def saved_until_the_disk_is_full(input_shape, num_classes):
+    keras.Model.save = save_first
     return logits(input_shape, num_classes)
 
 def exported_to_a_full_disk(input_shape, num_classes):
@@ -173,8 +185,20 @@ def test_what_does_not_fit_is_refused(train, model, flags, expected):
 def test_a_model_that_no_disk_has_is_an_error(train):
     process = train("saved_to_a_full_disk")
     assert process.returncode == 1
-    assert "it is lost; free disk space" in process.stderr
+    assert "model of epoch 1 could not be written" in process.stderr
     assert "next:" not in process.stdout
+
+
+def test_a_training_whose_last_model_no_disk_has_is_continued(train, tmp_path):
+    """It was a finished run, of whose models the one of an earlier epoch was exported."""
+    process = train("saved_until_the_disk_is_full", "--epochs=2")
+    assert process.returncode == 1
+    assert re.search("of epoch 2 could not .* newest there is of epoch 1", process.stderr)
+    (tmp_path / "my_code.py").write_text(MY_CODE.replace("    keras.Model.save = save_first", ""))
+    process = train("saved_until_the_disk_is_full", "--epochs=2")
+    assert process.returncode == 0, process.stderr
+    assert (tmp_path / "run" / "summary.json").exists()
+    assert (tmp_path / "run" / "checkpoints" / "epoch-0002.keras").exists()
 
 
 def test_an_export_that_fails_names_the_trained_model(train, tmp_path):

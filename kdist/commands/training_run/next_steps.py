@@ -92,19 +92,33 @@ def _command_to_export(model, output):
     return command("export", model, f"--output={output}", *([f"--code={where}"] if where else []))
 
 
-def check_saved(run):
-    """Raises an OSError if no trained model could be written, such as to a full disk."""
-    if best_model(run) is None and _last_model(run) is None:
-        raise OSError(
-            f"no model of this training could be written to {run.checkpoints}, so it is lost; free "
-            "disk space, or use another --run_dir, and train again"
-        )
+def check_saved(run, epochs):
+    """Raises an OSError if the trained model could not be written, such as to a full disk.
+
+    The run then counts as interrupted, so that the same command continues it from its newest
+    checkpoint. `epochs` are those that this process has trained, from 0.
+    """
+    written = [epoch for epoch, _ in _trained_models(run)]
+    if best_model(run) is not None or (written and (not epochs or epochs[-1] + 1 in written)):
+        return
+    run.summary.unlink(missing_ok=True)
+    last = f" of epoch {epochs[-1] + 1}" if epochs else ""
+    newest = f"; the newest there is of epoch {written[-1]}" if written else ""
+    raise OSError(
+        f"the model{last} could not be written to {run.checkpoints}{newest}. Free disk space, and "
+        f"run the same command with --run_dir={run.path}: it continues from the newest checkpoint"
+    )
 
 
 def _last_model(run):
     """Returns the file of the newest trained model in a run directory, or None."""
+    return next((file for _, file in reversed(_trained_models(run))), None)
+
+
+def _trained_models(run):
+    """Returns (epoch, file) of the trained models in a run directory, the oldest first."""
     written = kdist.callbacks.EpochCheckpoint(run.checkpoints).written()
-    return next((file for epoch, file in reversed(written) if epoch > 0), None)
+    return [(epoch, file) for epoch, file in written if epoch > 0]
 
 
 def print_next_steps(run, dataset):

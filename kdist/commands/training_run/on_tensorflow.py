@@ -86,13 +86,14 @@ def _train(spec, plan, path, mirror):
         model = compiled_model(strategy, train)
         config = run_config(dataset, train.num_examples)
         recording = start_recording(path, config, model, is_chief, resumes, test, mirror)
-        history = model.fit(
+        trained = model.fit(
             train,
             validation_data=test,
             epochs=FLAGS.epochs,
             callbacks=recording.callbacks,
             verbose=verbosity(),
-        ).history
+        )
+        history = trained.history
     if not is_chief:
         return
     if mirror is not None:
@@ -116,7 +117,7 @@ def _train(spec, plan, path, mirror):
     finally:
         recording.writer.close()
     if not FLAGS.export:
-        check_saved(recording.run)
+        check_saved(recording.run, trained.epoch)
     print_next_steps(recording.run, dataset)
 
 
