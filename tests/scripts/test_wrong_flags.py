@@ -231,7 +231,8 @@ ENVIRONMENTS = [
         {"https_proxy": "http://127.0.0.1:9", "KERAS_HOME": "nowhere"},
         "pass --weights=MobileNetV2.weights.h5",
     ),
-    ([], {"KERAS_BACKEND": "jax"}, "KERAS_BACKEND is jax"),
+    ([], {"KERAS_BACKEND": "jax"}, "pass --backend=jax, or set KERAS_BACKEND"),
+    ([], {"KERAS_BACKEND": "torch"}, "; set KERAS_BACKEND=tensorflow"),
 ]
 IN_JOBS = [
     ("tune", ["--model=mlp"], {"TF_CONFIG": json.dumps(TWO_WORKERS)}, "measures one machine"),

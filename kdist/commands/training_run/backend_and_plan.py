@@ -58,7 +58,11 @@ def choose_backend():
     """
     chosen = os.environ.get("KERAS_BACKEND", FLAGS.backend)
     if chosen != FLAGS.backend and not FLAGS["backend"].present:
-        raise ValueError(f"KERAS_BACKEND is {chosen}, but --backend is {FLAGS.backend}; pass it")
+        other = "pass --backend=jax, or " if chosen == "jax" else ""
+        raise ValueError(
+            f"KERAS_BACKEND is {chosen}, but --backend is {FLAGS.backend}; {other}set "
+            f"KERAS_BACKEND={FLAGS.backend}"
+        )
     os.environ["KERAS_BACKEND"] = FLAGS.backend
     if FLAGS.compile_cache:
         _use_compile_cache()
