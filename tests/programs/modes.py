@@ -28,6 +28,7 @@ class Mode:
         devices: number of devices.
         options: arguments that are added to each `compile`.
         tasks: tasks of its job; empty for one process.
+        shard: what the replicas divide, as `kdist.Layout(shard=…)`.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Mode:
     devices: int
     options: dict = dataclasses.field(default_factory=dict)
     tasks: dict = dataclasses.field(default_factory=dict)
+    shard: str | None = None
 
     @property
     def is_plain(self):
@@ -54,6 +56,8 @@ MODES = {
         "parameter_server × 2", "parameter_server", 1, {"max_staleness": 0},
         {"chief": 1, "worker": 2, "ps": 1},
     ),
+    "optimizer": Mode("shard=optimizer", "mirrored", 2, shard="optimizer"),
+    "weights": Mode("shard=weights", "mirrored", 2, shard="weights"),
 }  # fmt: skip
 
 
@@ -72,7 +76,12 @@ def create_strategy(mode):
 
     kdist.patch_keras()  # The one line.
     timeouts = {"cluster_timeout_seconds": 60} if mode.tasks else {}
-    strategy = kdist.create_strategy(mode.strategy, mode.devices, **timeouts)
+    name, devices = mode.strategy, mode.devices
+    if mode.shard:
+        # The models are small. All but their smallest weights are divided.
+        layout = kdist.Layout(data=devices, shard=mode.shard, min_shard_bytes=64)
+        name, devices = layout, None
+    strategy = kdist.create_strategy(name, devices, **timeouts)
     _add_to_compile(mode.options)
     return strategy
 
