@@ -24,12 +24,7 @@ import tensorflow as tf
 
 from kdist.batch import Batch
 from kdist.cluster import Cluster
-from kdist.compat.tensorflow import (
-    convert_variables_to_numbers,
-    heartbeat_timeout,
-    number_of_workers,
-    worker_devices,
-)
+from kdist.compat.tensorflow import heartbeat_timeout, number_of_workers, worker_devices
 from kdist.layout import Layout
 from kdist.strategy_spec import StrategySpec, check_parts, resolve
 from kdist.training.evaluator import is_evaluator
@@ -172,7 +167,9 @@ def build(spec: StrategySpec) -> tf.distribute.Strategy:
         "parameter_server": _parameter_server,
         "layout": _layout,
     }
-    convert_variables_to_numbers()  # before a program imports `kdist.Model`, which does it as well
+    # `kdist.Model` does it as well, but layers are created before it: their weights may be divided,
+    # and their activations recomputed.
+    hooks.install()
     tf.get_logger().addFilter(_is_worth_reading)  # absl programs log at the level INFO
     if spec.intra_op_threads is not None:
         from kdist.devices import set_intra_op_threads
@@ -298,7 +295,6 @@ def _mirrored(spec):
 def _divide(strategy, layout):
     """Lets the replicas of a strategy divide what a layout says."""
     strategy.layout = dataclasses.replace(layout, data=strategy.num_replicas_in_sync)
-    hooks.install()  # layers divide their weights also if they are created before a model
 
 
 def _central_storage(spec):

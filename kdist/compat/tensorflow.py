@@ -406,6 +406,29 @@ def record_read(value: tf.Tensor, handle: tf.Tensor, dtype: str):
     record.record_operation("ReadVariableOp", [value], [handle], gradient_of_variable)
 
 
+def record_function(
+    outputs: Sequence[tf.Tensor], inputs: Sequence[tf.Tensor], gradient: Callable[..., list]
+):
+    """Makes the gradient tapes of this thread regard `outputs` as a function of `inputs`.
+
+    Args:
+        outputs: tensors, computed within `unrecorded()`.
+        inputs: tensors, or the handles of variables.
+        gradient: function of the gradients of the outputs that returns those of the inputs.
+    """
+    for handle in inputs:
+        if handle.dtype == tf.resource:
+            watch_on_tapes(handle)
+    record.record_operation("Recomputed", outputs, inputs, gradient)
+
+
+@contextlib.contextmanager
+def variables_read() -> Iterator[Callable[[], Sequence]]:
+    """Yields a function that returns the trainable variables which this thread has read since."""
+    with record.VariableWatcher() as watcher:
+        yield watcher.watched_variables
+
+
 def unrecorded() -> contextlib.AbstractContextManager:
     """Returns a context manager in which gradient tapes of this thread record nothing."""
     return record.stop_recording()

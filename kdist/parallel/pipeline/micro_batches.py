@@ -13,7 +13,7 @@ A replica's loss does not depend on the number of micro-batches:
   for them is undone.
 
 A stage that recomputes repeats a forward pass with the same inputs, seeds and statistics. The
-checks here refuse models for which the second pass could differ or write again.
+checks refuse models for which the second pass could differ or write again.
 """
 
 import contextlib
@@ -27,14 +27,10 @@ from kdist.layout import Layout
 from kdist.training.replica import step as steps
 from kdist.training.replica.colocation import colocate_with_inputs
 from kdist.training.replica.dependence import fallbacks
+from kdist.training.replica.recompute import check_repeatable, check_written
 from kdist.training.replica.row_shares import BatchDivision, RowShare, number_of_rows
 
-# Operations that TensorFlow calls stateful, although they return the same again and write nothing.
-# Keras calls cuDNN without dropout.
-_REPEATABLE = {
-    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"),
-    *("VarIsInitializedOp", "Assert", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"),
-}
+_REMEDY = "remove recompute from the layout"
 
 
 class MicroBatches:
@@ -126,6 +122,8 @@ class MicroBatchStep(_StepProxy):
     for this micro-batch.
     """
 
+    can_recompute = False  # a layout has an option of its own
+
     def __init__(self, step, share: RowShare, divisor, weights: set[int]):
         super().__init__(step)
         self.micro_share = share
@@ -211,7 +209,7 @@ class MicroBatchStep(_StepProxy):
                         copy.assign(tf.where(self.micro_share.rows > 0, copy, value))
         self._before = None
         if is_repeated:
-            _check_written(state)
+            check_written(state, _REMEDY)
 
     @contextlib.contextmanager
     def running_again(self, state):
@@ -229,7 +227,7 @@ class MicroBatchStep(_StepProxy):
             keras.StatelessScope(state, collect_losses=True, initialize_variables=False),
         ):
             yield
-        _check_repeatable(graph, graph.get_operations()[before:])
+        check_repeatable(graph, graph.get_operations()[before:], _REMEDY)
 
     def note_written(self, variable: keras.Variable, value):
         """Records that a layer or a metric is about to write `value` to `variable`."""
@@ -245,45 +243,6 @@ class MicroBatchStep(_StepProxy):
             copy = self._step.local(variable._value)
             with colocate_with_inputs():
                 self._before[id(variable)] = variable, copy, tf.identity(copy)
-
-
-def _check_written(state):
-    """Raises a ValueError if trained weights were written: their gradient would be ambiguous."""
-    for variable, _ in state:
-        if variable.trainable:
-            raise ValueError(
-                f"{variable.path!r} is trained and written in the forward pass, which cannot be "
-                "repeated. Remove the layer that writes it (such as SpectralNormalization), or "
-                "remove recompute from the layout"
-            )
-
-
-def _check_repeatable(graph, operations):
-    """Raises a ValueError if an operation could return something else, or writes again.
-
-    Keras's seeds and variables are not affected: a step does not access them by such operations.
-    """
-    for operation in operations:
-        for kind in _stateful_types(operation.op_def, operation.node_def, graph):
-            if kind not in _REPEATABLE:
-                raise ValueError(
-                    f"{operation.name!r} ({kind}) draws from TensorFlow's own random numbers, or "
-                    "writes state, and cannot be repeated. Draw from a keras.random.SeedGenerator "
-                    "of the layer, keep state in its weights, or remove recompute from the layout"
-                )
-
-
-def _stateful_types(op_def, node_def, graph):
-    """Yields the types of stateful operations: of this one, or of those in its functions."""
-    names = [value.func.name for value in node_def.attr.values() if value.HasField("func")]
-    functions = [graph._get_function(name) for name in names]
-    if not any(functions):
-        if op_def.is_stateful:
-            yield op_def.name
-        return
-    for function in filter(None, functions):
-        for inner in function.graph.get_operations():
-            yield from _stateful_types(inner.op_def, inner.node_def, function.graph)
 
 
 def check_micro_batches(model: keras.Model, layout: Layout):

@@ -185,6 +185,8 @@ class StepOnCopies(ReplicaStep):
         others: the arguments of `ReplicaStep`, in order.
     """
 
+    can_recompute = False  # a second call would not find the copies
+
     def __init__(self, trainer, copies, *others):
         super().__init__(*others)
         self._strategy = trainer.distribute_strategy

@@ -43,7 +43,7 @@ from kdist.compat.tensorflow import (
     unpartitioned,
 )
 from kdist.training import saving
-from kdist.training.replica import batch_norm, own_metrics, unseeded
+from kdist.training.replica import batch_norm, own_metrics, recompute, unseeded
 from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.scopes import is_multi_worker
@@ -134,6 +134,7 @@ def install():
     find_handles_between_replicas(_check_gradient_between_replicas)
     call_loaded_functions_between_replicas()
     keep_scopes()
+    tf.recompute_grad = recompute.in_steps(tf.recompute_grad)
     merge_between_replicas()
     KerasVariable._initialize = _whole(KerasVariable._initialize)
     key_of = TFOptimizer._var_key

@@ -1,0 +1,202 @@
+"""Activations that a step computes again instead of keeping them.
+
+`keras.RematScope`, `keras.remat`, and `tf.recompute_grad` call a function in the forward pass, of
+which only the arguments are kept, and once more in the backward pass (Chen et al., "Training Deep
+Nets with Sublinear Memory Cost", 2016; https://arxiv.org/abs/1604.06174).
+
+TensorFlow's second call draws other dropout masks than the first, updates moving statistics again,
+does not see the masks of sequences, and takes no keyword arguments, so that most layers of Keras
+fail. In a step of kdist, the second call repeats the first: seeds and state have the values that
+they had, and what it writes is dropped.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+
+import keras
+import tensorflow as tf
+
+from kdist.compat.keras import get_keras_mask, in_stateless_scope, set_keras_mask
+from kdist.compat.tensorflow import is_recorded, record_function, unrecorded, variables_read
+from kdist.training.replica import step as steps
+
+# Operations that TensorFlow calls stateful, although they return the same again and write nothing.
+# Keras calls cuDNN without dropout. Replicas meet again in the second call.
+_REPEATABLE = {
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape"),
+    *("VarIsInitializedOp", "Assert", "PrintV2", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"),
+    *("CollectiveReduceV2", "CollectiveReduceV3", "CollectiveGatherV2", "NcclAllReduce"),
+}
+
+# TensorFlow's own: what kdist's hook finds out about gradients concerns those of a whole loss.
+_gradient = tf.GradientTape.gradient
+
+
+def in_steps(recompute_grad: Callable) -> Callable:
+    """Returns `tf.recompute_grad`, whose functions kdist calls within its steps.
+
+    Outside of steps it is TensorFlow's, but for keyword arguments in a graph, which that refuses:
+    these functions are called, and not recomputed.
+    """
+
+    @functools.wraps(recompute_grad)
+    def of_function(function):
+        outside = recompute_grad(function)
+
+        def recomputing(*args, **kwargs):
+            step = steps.current()
+            if step is not None:
+                return _recomputed(step, function, args, kwargs)
+            if kwargs and not tf.executing_eagerly():  # as where a model is built
+                return function(*args, **kwargs)
+            return outside(*args, **kwargs)
+
+        return functools.update_wrapper(recomputing, outside, updated=())
+
+    return of_function
+
+
+def _recomputed(step, function, args, kwargs):
+    """Returns `function(*args, **kwargs)`, which the backward pass calls again.
+
+    Within another one, and where no gradient is computed, it is an ordinary call.
+    """
+    if not (step.can_recompute and is_recorded()) or in_stateless_scope():
+        return function(*args, **kwargs)
+    losses = _number_of_losses(step)
+    arguments = _flat((args, kwargs))
+    # Before the call: attention takes the masks off its inputs.
+    masks = [get_keras_mask(each) for each in arguments]
+    with step.noting_changes() as state, variables_read() as read, unrecorded():
+        result = function(*args, **kwargs)
+    if _number_of_losses(step) > losses:
+        raise ValueError(
+            "a layer adds a loss in a function that is recomputed (keras.RematScope, keras.remat, "
+            "tf.recompute_grad), through which no gradient would pass. Add the loss outside of the "
+            "function, or do not recompute this layer"
+        )
+    check_written(state.values(), "do not recompute it")
+    outputs = [_with_mask(_copy(each), get_keras_mask(each)) for each in _flat(result)]
+    inputs = list(filter(_is_differentiable, arguments))
+    handles = list({id(variable.handle): variable.handle for variable in read()}.values())
+
+    def gradient(*of_outputs):
+        zero = _zero_after(of_outputs[0])
+        with tf.GradientTape() as tape:
+            again = [
+                _with_mask(_copy(each, zero), m) for each, m in zip(arguments, masks, strict=True)
+            ]
+            inputs_again = list(filter(_is_differentiable, again))
+            tape.watch(inputs_again)
+            args_again, kwargs_again = tf.nest.pack_sequence_as((args, kwargs), again, True)
+            with _Repetition(state.values()):
+                found = _flat(function(*args_again, **kwargs_again))
+        targets = list(filter(_is_differentiable, found))
+        return _gradient(tape, targets, [*inputs_again, *handles], list(of_outputs))
+
+    record_function(list(filter(_is_differentiable, outputs)), [*inputs, *handles], gradient)
+    return tf.nest.pack_sequence_as(result, outputs, True)
+
+
+class _Repetition(keras.StatelessScope):
+    """Scope of a second call. Raises ValueError if it could differ from the first."""
+
+    def __init__(self, state):
+        super().__init__(state, collect_losses=True, initialize_variables=False)
+
+    def __enter__(self):
+        self._graph = tf.compat.v1.get_default_graph()
+        self._before = None if tf.executing_eagerly() else len(self._graph.get_operations())
+        return super().__enter__()
+
+    def __exit__(self, kind, *others):
+        super().__exit__(kind, *others)
+        if kind is None and self._before is not None:
+            operations = self._graph.get_operations()[self._before :]
+            check_repeatable(self._graph, operations, "do not recompute the layer")
+
+
+def check_written(state: Iterable[tuple], remedy: str):
+    """Raises a ValueError if trained weights were written: their gradient would be ambiguous.
+
+    Args:
+        state: pairs of what a forward pass has written, and its value before.
+        remedy: what a program can do, for the message.
+    """
+    for variable, _ in state:
+        if variable.trainable:
+            raise ValueError(
+                f"{variable.path!r} is trained and written in the forward pass, which cannot be "
+                f"repeated. Remove the layer that writes it (such as SpectralNormalization), or "
+                f"{remedy}"
+            )
+
+
+def check_repeatable(graph: tf.Graph, operations: Iterable[tf.Operation], remedy: str):
+    """Raises a ValueError if an operation could return something else, or writes again.
+
+    Keras's seeds and variables are not affected: a step does not access them by such operations.
+
+    Args:
+        graph: the graph of the operations.
+        operations: operations of a repeated forward pass.
+        remedy: what a program can do, for the message.
+    """
+    for operation in operations:
+        for kind in _stateful_types(operation.op_def, operation.node_def, graph):
+            if kind not in _REPEATABLE:
+                raise ValueError(
+                    f"{operation.name!r} ({kind}) draws from TensorFlow's own random numbers, or "
+                    "writes state, and cannot be repeated. Draw from a keras.random.SeedGenerator "
+                    f"of the layer, keep state in its weights, or {remedy}"
+                )
+
+
+def _stateful_types(op_def, node_def, graph):
+    """Yields the types of stateful operations: of this one, or of those in its functions."""
+    names = [value.func.name for value in node_def.attr.values() if value.HasField("func")]
+    functions = [graph._get_function(name) for name in names]
+    if not any(functions):
+        if op_def.is_stateful:
+            yield op_def.name
+        return
+    for function in filter(None, functions):
+        for inner in function.graph.get_operations():
+            yield from _stateful_types(inner.op_def, inner.node_def, function.graph)
+
+
+def _number_of_losses(step):
+    return sum(map(len, step.added.values()))
+
+
+def _flat(structure):
+    return tf.nest.flatten(structure, expand_composites=True)
+
+
+def _is_differentiable(leaf):
+    return tf.is_tensor(leaf) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
+
+
+def _copy(leaf, zero=None):
+    """Returns a tensor of the same value, or `leaf` if that is none.
+
+    Args:
+        leaf: a tensor, or anything else.
+        zero: a scalar that is added to floats. TensorFlow's optimizer would otherwise find that two
+            calls of a function compute the same, and keep the results of the first.
+    """
+    if zero is not None and _is_differentiable(leaf):
+        return leaf + tf.cast(zero, leaf.dtype)
+    return tf.identity(leaf) if tf.is_tensor(leaf) else leaf
+
+
+def _with_mask(leaf, mask):
+    if mask is not None:
+        set_keras_mask(leaf, mask)
+    return leaf
+
+
+def _zero_after(tensor):
+    """Returns zero, which depends on a tensor also where XLA ignores control dependencies."""
+    first = tf.cast(tf.reduce_max(tf.reshape(tensor, [-1])[:1]), tf.bool)  # True for NaN
+    return tf.where(tf.equal(first, first), 0.0, float("nan"))
