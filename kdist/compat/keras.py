@@ -17,6 +17,7 @@ from keras.src import api_export
 from keras.src import export as export_module
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow import image as image_module
 from keras.src.backend.tensorflow import nn as nn_module
 from keras.src.backend.tensorflow import random as random_module
@@ -64,6 +65,7 @@ __all__ = [
     "get_keras_mask",
     "global_state",
     "image_module",
+    "in_stateless_scope",
     "is_default",
     "legacy_h5_format",
     "loss_module",

@@ -62,8 +62,8 @@ _IMPLEMENTED_TWICE = (
 # Strategies whose programs have been told that they take gradients outside of replicas.
 _WARNED: weakref.WeakSet = weakref.WeakSet()
 
-# Methods of layers that read or write `Layer._losses`.
-_METHODS_ON_LOSSES = ("add_loss", "_get_own_losses", "_clear_losses")
+# Other methods of layers that read or write `Layer._losses`.
+_METHODS_ON_LOSSES = ("_get_own_losses", "_clear_losses")
 
 # Layers each of whose outputs follows from one row, which their operations do not show.
 _RECURRENT = (keras.layers.Bidirectional, keras.layers.RNN)
@@ -97,6 +97,7 @@ def hooks():
         (type(tf.function(len)), "__call__", _function),
         (keras.layers.BatchNormalization, "call", _batch_norm),
         (keras.layers.BatchNormalization, "_moments", _masked_moments),
+        (keras.layers.Layer, "add_loss", _add_loss),
         *((keras.layers.Layer, name, _on_own_losses) for name in _METHODS_ON_LOSSES),
         *((random_module, name, _random) for name in _OF_SHAPE),
         (random_module, "draw_seed", _seed),
@@ -134,7 +135,7 @@ def install():
     find_handles_between_replicas(_check_gradient_between_replicas)
     call_loaded_functions_between_replicas()
     keep_scopes()
-    tf.recompute_grad = recompute.in_steps(tf.recompute_grad)
+    tf.recompute_grad = recompute.recompute_grad
     merge_between_replicas()
     KerasVariable._initialize = _whole(KerasVariable._initialize)
     key_of = TFOptimizer._var_key
@@ -352,6 +353,11 @@ def _function(step, call, function, *args, **kwargs):
     return by_autograph(function)(*args, **kwargs)
 
 
+def _add_loss(step, keras_function, layer, loss):
+    recompute.check_adds_no_loss()
+    _on_own_losses(step, keras_function, layer, loss)
+
+
 def _on_own_losses(step, keras_function, layer, *args):
     """Calls a method of a layer with the losses that were added on this replica.
 
@@ -446,6 +452,7 @@ def _assign(step, keras_function, variable, value):
     """Assigns a variable; counters that TensorFlow keeps on the first replica are kept on each."""
     if step.is_dry_run:
         return step.note_use([value])
+    recompute.note_change(variable)
     metric = step.own_metrics.get(id(variable))
     if metric is not None:
         value = own_metrics.corrected(step, metric, variable, value)
@@ -567,10 +574,22 @@ def _scaled_outside(keras_function, value):
     return value if tf.distribute.in_cross_replica_context() else keras_function(value)
 
 
+def _assign_outside(keras_function, variable, value):
+    recompute.note_change(variable)
+    keras_function(variable, value)
+
+
+def _add_loss_outside(keras_function, layer, loss):
+    recompute.check_adds_no_loss()
+    keras_function(layer, loss)
+
+
 # What hooks call instead outside of steps, by name.
 _OUTSIDE_OF_STEPS = {
     "apply": _apply_outside,
+    "_direct_assign": _assign_outside,
     "_tf_apply": _tf_apply_outside,
+    "add_loss": _add_loss_outside,
     "scale_loss_for_distribution": _scaled_outside,
     "unscale_loss_for_distribution": _scaled_outside,
 }

@@ -6,11 +6,13 @@ Nets with Sublinear Memory Cost", 2016; https://arxiv.org/abs/1604.06174).
 
 TensorFlow's second call draws other dropout masks than the first, updates moving statistics again,
 does not see the masks of sequences, and takes no keyword arguments, so that most layers of Keras
-fail. In a step of kdist, the second call repeats the first: seeds and state have the values that
-they had, and what it writes is dropped.
+fail. Here the second call repeats the first: seeds and state have the values that they had, and
+what it writes is dropped.
 """
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterable
 
 import keras
@@ -28,53 +30,69 @@ _REPEATABLE = {
     *("CollectiveReduceV2", "CollectiveReduceV3", "CollectiveGatherV2", "NcclAllReduce"),
 }
 
+_this_thread = threading.local()
+
 # TensorFlow's own: what kdist's hook finds out about gradients concerns those of a whole loss.
 _gradient = tf.GradientTape.gradient
 
 
-def in_steps(recompute_grad: Callable) -> Callable:
-    """Returns `tf.recompute_grad`, whose functions kdist calls within its steps.
-
-    Outside of steps it is TensorFlow's, but for keyword arguments in a graph, which that refuses:
-    these functions are called, and not recomputed.
-    """
-
-    @functools.wraps(recompute_grad)
-    def of_function(function):
-        outside = recompute_grad(function)
-
-        def recomputing(*args, **kwargs):
-            step = steps.current()
-            if step is not None:
-                return _recomputed(step, function, args, kwargs)
-            if kwargs and not tf.executing_eagerly():  # as where a model is built
-                return function(*args, **kwargs)
-            return outside(*args, **kwargs)
-
-        return functools.update_wrapper(recomputing, outside, updated=())
-
-    return of_function
+@contextlib.contextmanager
+def _noting_changes():
+    """Yields {id: (variable, its value before)} of the Keras variables that are written."""
+    outer, _this_thread.changes = _changes(), {}
+    try:
+        yield _this_thread.changes
+    finally:
+        _this_thread.changes = outer
 
 
-def _recomputed(step, function, args, kwargs):
-    """Returns `function(*args, **kwargs)`, which the backward pass calls again.
+def _changes():
+    return getattr(_this_thread, "changes", None)
 
-    Within another one, and where no gradient is computed, it is an ordinary call.
-    """
-    if not (step.can_recompute and is_recorded()) or in_stateless_scope():
-        return function(*args, **kwargs)
-    losses = _number_of_losses(step)
-    arguments = _flat((args, kwargs))
-    # Before the call: attention takes the masks off its inputs.
-    masks = [get_keras_mask(each) for each in arguments]
-    with step.noting_changes() as state, variables_read() as read, unrecorded():
-        result = function(*args, **kwargs)
-    if _number_of_losses(step) > losses:
+
+def note_change(variable: keras.Variable):
+    """Records the value of a variable that is about to be written, for a repetition."""
+    changes = _changes()
+    if changes is not None and id(variable) not in changes:
+        step = steps.current()
+        value = variable._value if step is None else step.local(variable._value)
+        changes[id(variable)] = variable, tf.identity(value)
+
+
+def check_adds_no_loss():
+    """Raises a ValueError if a function that will be repeated adds a loss."""
+    if _changes() is not None:
         raise ValueError(
             "a layer adds a loss in a function that is recomputed (keras.RematScope, keras.remat, "
             "tf.recompute_grad), through which no gradient would pass. Add the loss outside of the "
             "function, or do not recompute this layer"
         )
+
+
+def recompute_grad(function: Callable) -> Callable:
+    """Returns a function like `function`, which the backward pass calls again.
+
+    It takes the place of `tf.recompute_grad`.
+    """
+
+    def recomputing(*args, **kwargs):
+        step = steps.current()
+        # Within another such function, and where no gradient is computed, it is an ordinary call.
+        is_one = is_recorded() and not in_stateless_scope()
+        if is_one and (step is None or step.can_recompute):
+            return _recomputed(function, args, kwargs)
+        return function(*args, **kwargs)
+
+    functools.update_wrapper(recomputing, function, updated=())
+    return recomputing
+
+
+def _recomputed(function, args, kwargs):
+    arguments = _flat((args, kwargs))
+    # Before the call: attention takes the masks off its inputs.
+    masks = [get_keras_mask(each) for each in arguments]
+    with _noting_changes() as state, variables_read() as read, unrecorded():
+        result = function(*args, **kwargs)
     check_written(state.values(), "do not recompute it")
     outputs = [_with_mask(_copy(each), get_keras_mask(each)) for each in _flat(result)]
     inputs = list(filter(_is_differentiable, arguments))
@@ -165,10 +183,6 @@ def _stateful_types(op_def, node_def, graph):
             yield from _stateful_types(inner.op_def, inner.node_def, function.graph)
 
 
-def _number_of_losses(step):
-    return sum(map(len, step.added.values()))
-
-
 def _flat(structure):
     return tf.nest.flatten(structure, expand_composites=True)
 
@@ -197,6 +211,9 @@ def _with_mask(leaf, mask):
 
 
 def _zero_after(tensor):
-    """Returns zero, which depends on a tensor also where XLA ignores control dependencies."""
-    first = tf.cast(tf.reduce_max(tf.reshape(tensor, [-1])[:1]), tf.bool)  # True for NaN
-    return tf.where(tf.equal(first, first), 0.0, float("nan"))
+    """Returns a zero that depends on a tensor, which neither TensorFlow nor XLA finds out.
+
+    XLA ignores control dependencies.
+    """
+    first = tf.reduce_max(tf.cast(tf.reshape(tensor, [-1])[:1], tf.float32))
+    return tf.cast(first > float("inf"), tf.float32)

@@ -129,7 +129,6 @@ class ReplicaStep:
     is_assigning = False
     is_normalizing = False
     can_recompute = True
-    _changes: dict | None = None  # see `noting_changes`
 
     def __init__(
         self,
@@ -862,9 +861,6 @@ class ReplicaStep:
         """Records that a layer writes a value to a variable, for `average_state`."""
         if self.applying:
             return
-        is_noted = self._changes is not None and not isinstance(variable, RawVariable)
-        if is_noted and id(variable) not in self._changes:
-            self._changes[id(variable)] = variable, tf.identity(self.local(variable._value))
         self._written.setdefault(id(variable), variable)
         if variable.synchronization == "on_read" or hasattr(variable, "gathered"):
             return  # a metric, or a weight that replicas divide
@@ -877,15 +873,6 @@ class ReplicaStep:
         elif key not in self._before:
             native = self.local(variable._value)
             self._before[key] = native, tf.identity(native)
-
-    @contextlib.contextmanager
-    def noting_changes(self):
-        """Yields a dict of the Keras variables that are written: (variable, its value before)."""
-        outer, self._changes = self._changes, {}
-        try:
-            yield self._changes
-        finally:
-            self._changes = outer
 
     def _check_is_assigned_once(self, variable, value):
         """Warns if a program updates a weight itself, in each micro-step."""
