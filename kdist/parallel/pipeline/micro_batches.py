@@ -24,10 +24,10 @@ import keras
 import tensorflow as tf
 
 from kdist.layout import Layout
+from kdist.training.recompute import check_repeatable, check_written
 from kdist.training.replica import step as steps
 from kdist.training.replica.colocation import colocate_with_inputs
 from kdist.training.replica.dependence import fallbacks
-from kdist.training.replica.recompute import check_repeatable, check_written
 from kdist.training.replica.row_shares import BatchDivision, RowShare, number_of_rows
 
 _REMEDY = "remove recompute from the layout"

@@ -42,8 +42,8 @@ from kdist.compat.tensorflow import (
     merge_between_replicas,
     unpartitioned,
 )
-from kdist.training import saving
-from kdist.training.replica import batch_norm, own_metrics, recompute, unseeded
+from kdist.training import recompute, saving
+from kdist.training.replica import batch_norm, own_metrics, unseeded
 from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.scopes import is_multi_worker
