@@ -1,5 +1,6 @@
 """Weights that replicas divide among themselves: `shard="weights"`."""
 
+import itertools
 import re
 
 import keras
@@ -80,6 +81,9 @@ def test_a_device_holds_two_gathered_weights():
         for before, after in zip(uses, uses[2:], strict=False):
             weight = next(name for name in after.input if "gather" in name)
             assert depends(nodes, weight, before.name), (weight, before.name)
+        for before, after in itertools.pairwise(uses[:BLOCKS]):
+            weight = next(name for name in after.input if "gather" in name)
+            assert not depends(nodes, weight, before.name), "gathered while the previous is in use"
 
 
 def user_of(nodes, name):

@@ -98,6 +98,10 @@ class WeightGathers:
                 f'{variable.path!r} is divided over the devices by shard="weights", and the '
                 "model does not own it. Make its layer an attribute of the model"
             )
+        if self._gathers:
+            gather, whole = self._gathers[-1]
+            if gather.parts is self._parts[id(variable)] and not whole.consumers():
+                return whole  # Keras reads a variable twice for each use
         gather = _Gather(variable, self._parts[id(variable)])
         if tf.executing_eagerly():
             return gather.whole_after(())
