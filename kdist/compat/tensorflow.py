@@ -446,10 +446,10 @@ class _Accessed:
         TensorFlow asks such a function for the gradient of each `tf.Variable` that it has read.
         """
         raise ValueError(
-            "a weight is read within a function that has its own gradient (tf.custom_gradient, or a "
-            "tf.recompute_grad from before kdist.create_strategy), where replicas compute with "
-            "copies of weights. Pass the weight to the function as an argument, or use the strategy "
-            "mirrored without shard=weights"
+            "a weight is read within a function that has its own gradient (tf.custom_gradient, or "
+            "a tf.recompute_grad from before kdist.create_strategy), where replicas compute with "
+            "copies of weights. Pass the weight to the function as an argument, or use the "
+            "strategy mirrored without shard=weights"
         )
 
 

@@ -1025,6 +1025,21 @@ class ReplicaStep:
         """Returns the whole value of a weight that replicas divide among themselves."""
         return variable.recorded(variable.gathered(), self)
 
+    def assign_sharded(self, variable, value):
+        """Assigns a weight that replicas divide among themselves.
+
+        Raises:
+            ValueError: the replicas may differ in the value, or cannot exchange it here.
+        """
+        if self.is_dry_run:
+            self.note_use([value])
+            return
+        raise ValueError(
+            f"{variable.path!r} is assigned within a step, and is divided over the devices by "
+            'shard="weights". Assign it in the train_step itself, without accumulate, a value that '
+            'depends on weights only, such as a moving average. Or use shard="optimizer"'
+        )
+
     def assign_add(self, variable, value, keras_function):
         """Adds `value` to a variable; Keras's own function reads and then assigns."""
         return keras_function(variable, value)

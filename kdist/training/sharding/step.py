@@ -17,6 +17,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from kdist.training.replica.dependence.of_step import is_eager
 from kdist.training.replica.gradients import scale_gradient
 from kdist.training.replica.reduction import (
     GATHER,
@@ -66,6 +67,18 @@ class ShardedStep(ReplicaStep):
         value = variable.recorded(self._weights.whole(variable), self)
         self._values[id(value)] = value, variable
         return value
+
+    def assign_sharded(self, variable, value):
+        """Assigns this replica's part of a value that is equal on all replicas."""
+        is_here = tf.compat.v1.get_default_graph() is self._graph and self._accumulators is None
+        value = tf.convert_to_tensor(value, variable.dtype)
+        dependence = None if is_eager(value) else self.dependence.of(value)
+        is_equal = dependence is not None and (dependence.is_fixed or dependence.is_reduced)
+        if not (is_here and is_equal):
+            super().assign_sharded(variable, value)
+        part = variable.shard.division.part(value, self._part)
+        variable.own_part(self).assign(part)
+        self._weights.exchange(self.local_replica, [variable])
 
     def watched(self, tensors):
         """Returns what a tape watches: the part of a weight in place of its value."""

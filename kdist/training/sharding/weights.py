@@ -87,12 +87,10 @@ class ShardedVariable(keras.Variable):
             return self.shard.division.merge([tf.identity(copy) for copy in self.shard.copies])
 
     def _direct_assign(self, value):
-        if steps.current() is not None:
-            raise ValueError(
-                f"{self.path!r} is assigned within a step, and is divided over the devices by "
-                'shard="weights". Create it by add_weight(trainable=False), which a layer with '
-                'trainable=False does not do, or use shard="optimizer"'
-            )
+        step = steps.current()
+        if step is not None:
+            step.assign_sharded(self, value)
+            return
         division = self.shard.division
         for number, copy in enumerate(self.shard.copies):
             copy.assign(division.part(tf.cast(value, copy.dtype), number))
