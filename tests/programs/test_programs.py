@@ -18,10 +18,16 @@ EACH = 72
 # The slow programs that run in CI; before a release, all do.
 SLOW_IN_CI = [name for name, program in PROGRAMS.items() if program.slow][::8]
 ALSO = {
+    "weights": ("denoising_diffusion", "masked_kernel", "momentum_encoder"),
     "servers": ("changed_learning_rate", "labeled_and_unlabeled", "lora", "masked_kernel"),
     "workers": ("continue_from_file", "vector_loss"),
 }
-OFFSETS = {"four": 0, "groups": 1, "accumulate": 2, "workers": 3, "servers": 4}
+OFFSETS = {
+    mode: number
+    for number, mode in enumerate(
+        ("four", "groups", "accumulate", "workers", "servers", "optimizer", "weights")
+    )
+}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +90,10 @@ def _is_unlike(program, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["groups", "accumulate", "servers", *seldom(["four", "workers"])])
+@pytest.mark.parametrize(
+    "mode",
+    ["groups", "accumulate", "servers", *seldom(["four", "workers", "optimizer", "weights"])],
+)
 def test_other_modes_compute_what_one_device_computes(mode, directory):
     names = [*list(PROGRAMS)[OFFSETS[mode] :: EACH], *ALSO.get(mode, ())]
     if mode == "workers":  # an error in one of them would abort the collectives of all others
