@@ -75,6 +75,7 @@ def recompute_grad(function: Callable) -> Callable:
     It takes the place of `tf.recompute_grad`.
     """
 
+    @tf.autograph.experimental.do_not_convert  # as TensorFlow's
     def recomputing(*args, **kwargs):
         step = steps.current()
         # Within another such function, and where no gradient is computed, it is an ordinary call.
