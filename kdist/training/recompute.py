@@ -189,7 +189,9 @@ def _flat(structure):
 
 
 def _is_differentiable(leaf):
-    return tf.is_tensor(leaf) and (leaf.dtype.is_floating or leaf.dtype.is_complex)
+    # Not a variable, which the function reads.
+    is_tensor = isinstance(leaf, tf.Tensor)
+    return is_tensor and (leaf.dtype.is_floating or leaf.dtype.is_complex)
 
 
 def _copy(leaf, zero=None):
@@ -202,7 +204,7 @@ def _copy(leaf, zero=None):
     """
     if zero is not None and _is_differentiable(leaf):
         return leaf + tf.cast(zero, leaf.dtype)
-    return tf.identity(leaf) if tf.is_tensor(leaf) else leaf
+    return tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf
 
 
 def _with_mask(leaf, mask):

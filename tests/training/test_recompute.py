@@ -121,6 +121,27 @@ def test_a_part_of_a_layer_is_recomputed(name, block):
     assert_same_weights(recomputed.get_weights(), expected.get_weights(), 1e-5)
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_arguments_may_be_variables_numbers_and_arrays(in_graph):
+    """Also outside of a training, once there has been a strategy."""
+    kdist.create_strategy("one_device")
+    weight, factor = tf.Variable([1.0, 2.0]), keras.Variable(3.0)
+
+    def function(x, weight, scale=1.0, *, factor):
+        return x * weight * scale * factor
+
+    def gradients(called):
+        with tf.GradientTape() as tape:
+            y = called(np.float32([5.0, 7.0]), weight, 2.0, factor=factor)
+            y = called(y, weight, scale=weight, factor=factor)
+        return tape.gradient(y, [weight, factor.value])
+
+    compute = tf.function(gradients) if in_graph else gradients
+    expected, found = (compute(f) for f in (function, tf.recompute_grad(function)))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other)
+
+
 def executed(recompute):
     """Returns the types of the operations in the executed graphs of a training step."""
     scope = keras.RematScope("full") if recompute else contextlib.nullcontext()
