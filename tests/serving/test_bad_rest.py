@@ -22,7 +22,9 @@ def neighbour(served):
 
     def ask():
         response = served.post(PREDICT, GOOD)
-        return response.status_code, np.round(response.json()["predictions"], 4).tolist()
+        predictions = response.json().get("predictions")
+        assert predictions is not None, response.text
+        return response.status_code, np.round(predictions, 4).tolist()
 
     with unharmed(ask):
         yield
