@@ -13,7 +13,7 @@ what it writes is dropped.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import keras
 import tensorflow as tf
@@ -29,6 +29,8 @@ _REPEATABLE = {
     *("VarIsInitializedOp", "Assert", "PrintV2", "CudnnRNN", "CudnnRNNV2", "CudnnRNNV3"),
     *("CollectiveReduceV2", "CollectiveReduceV3", "CollectiveGatherV2", "NcclAllReduce"),
 }
+
+_REMEDY = "do not recompute it"
 
 _this_thread = threading.local()
 
@@ -94,7 +96,7 @@ def _recomputed(function, args, kwargs):
     masks = [get_keras_mask(each) for each in arguments]
     with _noting_changes() as state, variables_read() as read, unrecorded():
         result = function(*args, **kwargs)
-    check_written(state.values(), "do not recompute it")
+    check_written(state.values(), _REMEDY)
     outputs = [_with_mask(_copy(each), get_keras_mask(each)) for each in _flat(result)]
     inputs = list(filter(_is_differentiable, arguments))
     handles = list({id(variable.handle): variable.handle for variable in read()}.values())
@@ -108,7 +110,7 @@ def _recomputed(function, args, kwargs):
             inputs_again = list(filter(_is_differentiable, again))
             tape.watch(inputs_again)
             args_again, kwargs_again = tf.nest.pack_sequence_as((args, kwargs), again, True)
-            with _Repetition(state.values()):
+            with repetition(state.values(), _REMEDY):
                 found = _flat(function(*args_again, **kwargs_again))
         targets = list(filter(_is_differentiable, found))
         return _gradient(tape, targets, [*inputs_again, *handles], list(of_outputs))
@@ -117,22 +119,24 @@ def _recomputed(function, args, kwargs):
     return tf.nest.pack_sequence_as(result, outputs, True)
 
 
-class _Repetition(keras.StatelessScope):
-    """Scope of a second call. Raises ValueError if it could differ from the first."""
+@contextlib.contextmanager
+def repetition(state: Iterable[tuple], remedy: str) -> Iterator[None]:
+    """Returns a context manager for a second call of a function, which writes nothing.
 
-    def __init__(self, state):
-        super().__init__(state, collect_losses=True, initialize_variables=False)
+    Args:
+        state: pairs of each variable that the first call has written, and its value before.
+        remedy: what a program can do, for the message.
 
-    def __enter__(self):
-        self._graph = tf.compat.v1.get_default_graph()
-        self._before = None if tf.executing_eagerly() else len(self._graph.get_operations())
-        return super().__enter__()
-
-    def __exit__(self, kind, *others):
-        super().__exit__(kind, *others)
-        if kind is None and self._before is not None:
-            operations = self._graph.get_operations()[self._before :]
-            check_repeatable(self._graph, operations, "do not recompute the layer")
+    Raises:
+        ValueError: an operation could return something else than in the first call, or writes.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    is_in_graph = not tf.executing_eagerly()
+    before = len(graph.get_operations()) if is_in_graph else 0
+    with keras.StatelessScope(state, collect_losses=True, initialize_variables=False):
+        yield
+    if is_in_graph:
+        _check_repeatable(graph, graph.get_operations()[before:], remedy)
 
 
 def check_written(state: Iterable[tuple], remedy: str):
@@ -151,15 +155,10 @@ def check_written(state: Iterable[tuple], remedy: str):
             )
 
 
-def check_repeatable(graph: tf.Graph, operations: Iterable[tf.Operation], remedy: str):
+def _check_repeatable(graph, operations, remedy):
     """Raises a ValueError if an operation could return something else, or writes again.
 
     Keras's seeds and variables are not affected: a step does not access them by such operations.
-
-    Args:
-        graph: the graph of the operations.
-        operations: operations of a repeated forward pass.
-        remedy: what a program can do, for the message.
     """
     for operation in operations:
         for kind in _stateful_types(operation.op_def, operation.node_def, graph):

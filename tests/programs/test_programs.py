@@ -22,12 +22,8 @@ ALSO = {
     "servers": ("changed_learning_rate", "labeled_and_unlabeled", "lora", "masked_kernel"),
     "workers": ("continue_from_file", "vector_loss"),
 }
-OFFSETS = {
-    mode: number
-    for number, mode in enumerate(
-        ("four", "groups", "accumulate", "workers", "servers", "optimizer", "weights")
-    )
-}
+_ORDER = ["four", "groups", "accumulate", "workers", "servers", "optimizer", "weights"]
+OFFSETS = {mode: number for number, mode in enumerate(_ORDER)}
 
 
 @pytest.fixture(scope="module")

@@ -813,6 +813,23 @@ class _Function(keras.layers.Layer):
         return self.function(x)
 
 
+def check_two_replicas(is_divided, **options):
+    """Checks weights and logs, and whether the replicas divide the batch or warn that they do not.
+
+    `options` are arguments of `trained`.
+    """
+    expected, logs = trained(keras.Model, logs=True, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = kdist.create_strategy("mirrored", 2)
+        weights, own = trained(kdist.Model, strategy=strategy, logs=True, **options)
+    found = [w for w in caught if "every replica computes the whole batch" in str(w.message)]
+    assert bool(found) != is_divided
+    assert_same_weights(weights, expected, 1e-6)
+    for name, values in logs.items():
+        np.testing.assert_allclose(own[name], values, rtol=1e-6)
+
+
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("function", "rows"), covering([_until_small, _by_positions, tf.identity], ["any", "known"])
@@ -824,17 +841,8 @@ def test_a_layer_of_all_rows_is_that_of_the_whole_batch(function, rows):
     def make(x):
         return keras.layers.Dense(1)(_Function(function)(x))
 
-    options = {"data": data, "make": make, "loss": "mse", "metrics": ["mae"], "logs": True}
-    expected, logs = trained(keras.Model, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        strategy = kdist.create_strategy("mirrored", 2)
-        weights, own = trained(kdist.Model, strategy=strategy, **options)
-    found = [w for w in caught if "every replica computes the whole batch" in str(w.message)]
-    assert bool(found) == (function is not tf.identity)
-    assert_same_weights(weights, expected, 1e-6)
-    for name, values in logs.items():
-        np.testing.assert_allclose(own[name], values, rtol=1e-6)
+    is_divided = function is tf.identity
+    check_two_replicas(is_divided, data=data, make=make, loss="mse", metrics=["mae"])
 
 
 @tf.custom_gradient
@@ -884,16 +892,7 @@ def test_state_of_all_rows_is_that_of_the_whole_batch(function, is_divided):
         inner = keras.layers.Dense(3)(_Range(function)(x))
         return keras.layers.Dense(1)(_Range(function)(inner))
 
-    options = {"make": make, "loss": "mse", "logs": True}
-    expected, logs = trained(keras.Model, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        strategy = kdist.create_strategy("mirrored", 2)
-        weights, own = trained(kdist.Model, strategy=strategy, **options)
-    found = [w for w in caught if "every replica computes the whole batch" in str(w.message)]
-    assert bool(found) != is_divided
-    assert_same_weights(weights, expected, 1e-6)
-    np.testing.assert_allclose(own["loss"], logs["loss"], rtol=1e-6)
+    check_two_replicas(is_divided, make=make, loss="mse")
 
 
 class _CenteringCell(keras.layers.SimpleRNNCell):

@@ -99,9 +99,8 @@ class Place:
             path = self._directory / "call"
             path.write_bytes(call)
             module = "kdist.launch.function_job"
-            options = child_python.options()
-            command = [sys.executable, "-u", *options, "-m", module, str(path)]
-            command.append(str(self._directory))
+            command = [sys.executable, "-u", *child_python.options(), "-m", module]
+            command += [str(path), str(self._directory)]
         logs = pathlib.Path(job.run_dir, "logs") if job.run_dir else self._directory
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"{cluster.name.replace(' ', '-')}.log"

@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from kdist.layout import Layout
-from kdist.training.recompute import check_repeatable, check_written
+from kdist.training.recompute import check_written, repetition
 from kdist.training.replica import step as steps
 from kdist.training.replica.colocation import colocate_with_inputs
 from kdist.training.replica.dependence import fallbacks
@@ -220,14 +220,8 @@ class MicroBatchStep(_StepProxy):
         something else, or writes again.
         """
         self._means = 0
-        graph = tf.compat.v1.get_default_graph()
-        before = len(graph.get_operations())
-        with (
-            steps.activate(self),
-            keras.StatelessScope(state, collect_losses=True, initialize_variables=False),
-        ):
+        with steps.activate(self), repetition(state, _REMEDY):
             yield
-        check_repeatable(graph, graph.get_operations()[before:], _REMEDY)
 
     def note_written(self, variable: keras.Variable, value):
         """Records that a layer or a metric is about to write `value` to `variable`."""

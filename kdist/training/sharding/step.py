@@ -70,15 +70,17 @@ class ShardedStep(ReplicaStep):
 
     def assign_sharded(self, variable, value):
         """Assigns this replica's part of a value that is equal on all replicas."""
-        is_here = tf.compat.v1.get_default_graph() is self._graph and self._accumulators is None
         value = tf.convert_to_tensor(value, variable.dtype)
-        dependence = None if is_eager(value) else self.dependence.of(value)
-        is_equal = dependence is not None and (dependence.is_fixed or dependence.is_reduced)
-        if not (is_here and is_equal):
-            super().assign_sharded(variable, value)
+        is_here = tf.compat.v1.get_default_graph() is self._graph and self._accumulators is None
+        if not is_here or is_eager(value) or not self._is_equal_on_replicas(value):
+            super().assign_sharded(variable, value)  # which raises an error
         part = variable.shard.division.part(value, self._part)
         variable.own_part(self).assign(part)
         self._weights.exchange(self.local_replica, [variable])
+
+    def _is_equal_on_replicas(self, value):
+        dependence = self.dependence.of(value)
+        return dependence.is_fixed or dependence.is_reduced
 
     def watched(self, tensors):
         """Returns what a tape watches: the part of a weight in place of its value."""
