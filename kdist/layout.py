@@ -61,8 +61,9 @@ class Layout:
             1): each replica holds the optimizer's slots of 1/`data` of each large weight, and
             updates that part. `"gradients"` (stage 2): also the sums of gradients over micro-steps
             (`accumulate`). `"weights"` (stage 3): also the weights, each of which is gathered
-            where a layer uses it, in the forward and in the backward pass. With several machines,
-            each divides the weights among its own devices. `None`, the default, divides nothing.
+            where a layer uses it, in the forward and in the backward pass. Machines of several
+            devices each divide the weights among their own; machines of one device, among all.
+            `None`, the default, divides nothing.
         min_shard_bytes: Smallest size of a weight, in bytes, whose state is divided. Defaults to
             65,536.
         machines: Number of machines, each with an equal share of the devices. Defaults to 1.
@@ -165,8 +166,6 @@ class Layout:
                 f"shard={self.shard} divides the state of whole replicas that are updated together "
                 f"in each step: leave {other} out, or shard"
             )
-        if self.shard == "weights" and self.machines > 1:
-            check_weights_can_be_divided(self.devices_per_machine)
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
@@ -215,8 +214,12 @@ class Layout:
 
     @property
     def num_parts(self) -> int:
-        """Number of replicas that divide state: those of a machine for weights, otherwise all."""
-        return self.devices_per_machine if self.shard == "weights" else self.data
+        """Number of replicas that divide state.
+
+        Weights are divided on each machine, unless it has one device. All replicas divide the rest.
+        """
+        devices = self.devices_per_machine
+        return devices if self.shard == "weights" and devices > 1 else self.data
 
     @property
     def strategy(self) -> str:
@@ -317,23 +320,6 @@ def supported_shards(strategy: str) -> tuple[str, ...]:
         strategy: Name of the strategy, as in `Layout.strategy`.
     """
     return SHARDS if strategy in _WITH_SHARDS else ()
-
-
-def check_weights_can_be_divided(devices: int):
-    """Checks that a machine has several devices, among which it can divide weights.
-
-    Args:
-        devices: Number of devices of each of several machines.
-
-    Raises:
-        ValueError: If it is 1.
-    """
-    if devices == 1:
-        raise ValueError(
-            "shard=weights (--shard) divides weights among the devices of each machine, and each "
-            "has one; use shard=gradients, which divides the rest over all machines, or name more "
-            "devices (--num_devices)"
-        )
 
 
 def _check_degree(name, degree):

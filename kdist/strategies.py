@@ -26,7 +26,7 @@ from kdist.batch import Batch
 from kdist.cluster import Cluster
 from kdist.compat.tensorflow import heartbeat_timeout, number_of_workers, worker_devices
 from kdist.layout import Layout
-from kdist.strategy_spec import StrategySpec, check_parts, resolve
+from kdist.strategy_spec import StrategySpec, resolve
 from kdist.training.evaluator import is_evaluator
 from kdist.training.replica import hooks
 from kdist.training.replica.reduction import find_ranks
@@ -327,7 +327,6 @@ def _multi_worker(spec):
     settings = {"the number of devices": str(len(names))}
     if spec.layout is not None:
         settings["the layout"] = str(spec.layout)
-    check_parts(spec, len(names))
 
     def create():
         name = spec.reduction.upper()

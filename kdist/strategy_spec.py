@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kdist.cluster import Cluster
 from kdist.cluster.remote_access import check_remote_access
 from kdist.hardware import parse_devices
-from kdist.layout import Layout, check_weights_can_be_divided, supported_shards
+from kdist.layout import Layout, supported_shards
 from kdist.tuning.settings import Tuned
 
 if TYPE_CHECKING:
@@ -220,24 +220,7 @@ def _in_cluster(spec, cluster, allow_remote):
     spec = dataclasses.replace(spec, cluster=cluster)
     if spec.layout is not None and spec.layout.devices > 1:
         spec = _with_layout_devices(spec)
-    if spec.devices is not None:
-        check_parts(spec, _count(spec.devices))
     return spec
-
-
-def check_parts(spec: StrategySpec, devices: int):
-    """Checks that several tasks can divide weights, if they do; see `Layout.shard`.
-
-    Args:
-        spec: Spec of the strategy.
-        devices: Number of devices of each task.
-
-    Raises:
-        ValueError: If each of several tasks has one device.
-    """
-    divides_weights = spec.layout is not None and spec.layout.shard == "weights"
-    if divides_weights and spec.cluster.num_workers > 1:
-        check_weights_can_be_divided(devices)
 
 
 def _count(devices):

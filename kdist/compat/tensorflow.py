@@ -226,23 +226,26 @@ def _key_of(collective, tensor, device):
 
 
 def all_gather(
-    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]
+    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor], is_ordered: bool = True
 ) -> Sequence[tf.Tensor]:
     """Returns the rows that a tensor has on all replicas of a `MultiWorkerMirroredStrategy`.
 
     Args:
         strategy: the strategy. All its workers must call this.
         values: the tensor of each replica of this worker, of the same shape everywhere.
+        is_ordered: whether this runs between those collectives of a function that were created
+            before it, and those created after it. Otherwise the caller orders it.
 
     Returns:
         For each replica of this worker, the concatenation of the tensors of all replicas, in the
         order of the collectives' ranks.
     """
-    return _exchanged("gather ", collective_ops.all_gather_v2, strategy, values)
+    gather = collective_ops.all_gather_v2
+    return _exchanged("gather ", gather, strategy, values, is_ordered=is_ordered)
 
 
 def all_to_all(
-    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor]
+    strategy: tf.distribute.Strategy, values: Sequence[tf.Tensor], is_ordered: bool = True
 ) -> Sequence[tf.Tensor]:
     """Exchanges rows between the replicas of a `MultiWorkerMirroredStrategy`.
 
@@ -250,12 +253,14 @@ def all_to_all(
         strategy: the strategy. All its workers must call this.
         values: a tensor of shape (R, …) of each replica of this worker, for R replicas of the job.
             Row r is for the replica of rank r.
+        is_ordered: as in `all_gather`.
 
     Returns:
         A tensor of shape (R, …) for each replica of this worker. Row r is from the replica of rank
         r.
     """
-    return _exchanged("exchange ", collective_ops.all_to_all_v2, strategy, values)
+    exchange = collective_ops.all_to_all_v2
+    return _exchanged("exchange ", exchange, strategy, values, is_ordered=is_ordered)
 
 
 def all_reduce_between_workers(
@@ -278,7 +283,7 @@ def all_reduce_between_workers(
     return _exchanged("sum ", add, strategy, values, groups)
 
 
-def _exchanged(collective, operation, strategy, values, groups=None):
+def _exchanged(collective, operation, strategy, values, groups=None, is_ordered=True):
     """Returns each replica's result of a collective; `groups` has the (size, key) of its group."""
 
     def exchange():
@@ -293,8 +298,11 @@ def _exchanged(collective, operation, strategy, values, groups=None):
                     launcher._next_instance_key() if key is None else tf.constant(key),
                     communication_hint=launcher._options.implementation.value,
                     timeout=launcher._options.timeout_seconds or 0,
-                    ordering_token=launcher._get_ordering_token(),
+                    ordering_token=launcher._get_ordering_token() if is_ordered else None,
                 )
+            dependencies = tf.compat.v1.get_default_graph().experimental_acd_manager
+            if not is_ordered and dependencies is not None:
+                dependencies.run_independently(result.op)
             results.append(result)
         return results
 
@@ -458,6 +466,11 @@ def replace_input(operation: tf.Operation, old: tf.Tensor, new: tf.Tensor):
     for number, tensor in enumerate(operation.inputs):
         if tensor is old:
             operation._update_input(number, new)
+
+
+def wait_for(operation: tf.Operation, earlier: tf.Operation):
+    """Lets an operation of a graph that is being built wait until another one has ended."""
+    operation._add_control_input(earlier)
 
 
 def repeat_operation(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:

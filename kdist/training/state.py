@@ -16,6 +16,7 @@ implements `Resumption`; `fit` calls its methods in this order:
 Any callback may define `on_train_exit()`, which `fit` also calls whether it ends normally or not.
 """
 
+import contextlib
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from kdist.cluster import heartbeat
 from kdist.training.groups.monitors import AsynchronousMonitor, LossMonitor, Staleness
 from kdist.training.replica.dependence.fallbacks import WholeBatchError
 from kdist.training.replica.row_shares import DifferentRowsError
+from kdist.training.sharding import whole_state
 
 if TYPE_CHECKING:
     from kdist.training.groups.clock import StepClock
@@ -192,6 +194,26 @@ class TrainingState:
         if self.rounds is not None:
             with heartbeat.collective("averaging replicas"):
                 self.rounds.end()
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager in which this worker can read and save the whole model.
+
+        Workers that divide weights or slots (`shard`) each have parts of them. All workers enter
+        the context together, and gather all parts on their hosts. They may then do different things
+        in it, but no step. Elsewhere it does nothing.
+
+        Returns:
+            The context manager.
+
+        Example:
+
+        ```python
+        with model.training_state.whole():
+            if strategy.cluster_resolver.task_id == 0:
+                model.save("model.keras")
+        ```
+        """
+        return whole_state.whole(self._model)
 
     def epoch_results(self, logs) -> dict[str, float]:
         """Returns an epoch's logs as floats, given the logs of its last step."""

@@ -31,9 +31,8 @@ from kdist.training.broadcast import wait_for_workers
 from kdist.training.groups import inputs
 from kdist.training.groups.clock import StepClock
 from kdist.training.groups.file_callbacks import (
-    forget_slots,
     share_backups,
-    with_shared_slots,
+    with_whole_state,
     without_writers,
 )
 from kdist.training.groups.functions import StepFunction
@@ -55,6 +54,7 @@ from kdist.training.scopes import (
     outside_any_scope,
     shares_storage,
 )
+from kdist.training.sharding import whole_state
 from kdist.training.sharding.optimizer_state import shard_optimizer
 from kdist.training.sharding.parts import sharded_state
 from kdist.training.state import Position, TrainingState, data_facts, resumption_of
@@ -568,7 +568,7 @@ class Trainer(TensorFlowTrainer):
             wait_for_workers(self.distribute_strategy, "ending a training")
         finally:
             groups.close()
-            forget_slots(self)
+            whole_state.forget(self)
             for callback in callbacks.callbacks:
                 if exits := getattr(callback, "on_train_exit", None):
                     exits()
@@ -781,7 +781,7 @@ class Trainer(TensorFlowTrainer):
     def _callback_list(self, callbacks, verbose, epochs, groups, add_history=False):
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
-        callbacks = with_shared_slots(callbacks, self.distribute_strategy)
+        callbacks = with_whole_state(callbacks, self.distribute_strategy)
         if not self.distribute_strategy.extended.should_checkpoint:
             verbose, callbacks = 0, without_writers(callbacks)
         return CallbackList(

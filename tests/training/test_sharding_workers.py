@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 import types
 
 import keras
@@ -12,7 +13,8 @@ import kdist
 from kdist.checkpoint import CheckpointFiles
 from kdist.run_directory import checkpoint_name
 from kdist.testing import assert_same_weights
-from kdist.training.groups.file_callbacks import with_shared_slots
+from kdist.training.groups.file_callbacks import with_whole_state
+from kdist.training.replica import reduction
 from tests.forked import python_tasks
 from tests.tiers import seldom
 
@@ -79,6 +81,7 @@ from kdist.training.sharding.memory import state_bytes
 {TRAINING}
 cluster = kdist.cluster.Cluster.resolve()
 workers, number_of_task, divides_weights = cluster.num_workers, cluster.index, shard == "weights"
+is_within_worker = divides_weights and devices > 1
 layout = kdist.Layout(data=workers * devices, shard=shard, min_shard_bytes=64)
 strategy = kdist.create_strategy(layout, cluster_timeout_seconds=60)
 found = {{}}
@@ -117,11 +120,14 @@ calls = {{
     "save_freq": lambda: fit(model, [save_often]),
     "BackupAndRestore": lambda: fit(model, [keras.callbacks.BackupAndRestore(directory + "-3")]),
 }}
-for name, call in () if divides_weights else calls.items():
+for name, call in () if is_within_worker else calls.items():
     try:
         call()
     except ValueError as error:
         refused[name] = str(error)
+with model.training_state.whole():
+    if number_of_task == workers - 1:
+        model.save(directory + "-whole.keras")
 held = [each.weights * divides_weights + each.optimizer for each in state_bytes(model).values()]
 
 own_number = lambda shape, dtype=None: np.full(shape, number_of_task, dtype)
@@ -129,7 +135,8 @@ with strategy.scope():
     inputs = keras.Input((64,))
     first = keras.layers.Dense(64, kernel_initializer=own_number)
     dense = kdist.Model(inputs, keras.layers.Dense(64)(first(inputs)))
-    drawn = np.unique(first.kernel.numpy()).tolist()
+    with dense.training_state.whole():
+        drawn = np.unique(first.kernel.numpy()).tolist()
     dense.compile("adam", "mse")
 telemetry = kdist.callbacks.Telemetry(directory + "-run", device_seconds=None)
 x = np.ones((12, 64), "float32")
@@ -164,6 +171,7 @@ def expected(program):
             ["whole weights", "clipped", "resumed", "from a backup", "moving average"],
         ),
         (3, 1, "optimizer", ["from one device", "whole weights", "loss scale"]),
+        (2, 1, "weights", ["whole weights", "clipped", "resumed", "moving average"]),
         *seldom([(2, 3, "weights", ["from one device", "loss scale"])]),
     ],
 )
@@ -189,17 +197,22 @@ def test_processes_divide_state_and_train_as_one_device(
     assert len(on_devices) == devices
     slots_and_shard = {"moving average": 4, "loss scale": 2}[cases[-1]]
     large = sum(weight.nbytes for weight in model.get_weights() if weight.nbytes >= 64)
-    parts = devices if shard == "weights" else workers * devices
+    is_within_worker = shard == "weights" and devices > 1
+    parts = devices if is_within_worker else workers * devices
     assert on_devices[0] == pytest.approx(slots_and_shard * large / parts, rel=0.15)
-    refusing = set() if shard == "weights" else {"save", "save_freq", "BackupAndRestore"}
+    refusing = set() if is_within_worker else {"save", "save_freq", "BackupAndRestore"}
     assert refused.keys() == refusing
     assert all("kdist.callbacks" in message for message in refused.values())
-    opened = keras.saving.load_model(tmp_path / "job.keras")
-    slots = [variable.numpy() for variable in model.optimizer.variables]
-    assert_same_weights([v.numpy() for v in opened.optimizer.variables], slots, 1e-6)
+    for file in ("job.keras", "job-whole.keras"):
+        opened = keras.saving.load_model(tmp_path / file)
+        slots = [variable.numpy() for variable in model.optimizer.variables]
+        assert_same_weights([v.numpy() for v in opened.optimizer.variables], slots, 1e-6)
+        assert_same_weights(opened.get_weights(), model.get_weights(), 1e-6)
     size = 4 * parameters
     formulas = dict.fromkeys(("gathered", "scattered"), (workers * devices - 1) * size)
-    if shard == "weights":  # within each process, and an all-reduce of parts between them
+    if shard == "weights" and not is_within_worker:
+        formulas["gathered"] += (workers - 1) * 4 * 64 * 64  # the last kernel alone, as below
+    if is_within_worker:  # and an all-reduce of parts between them
         within, between = workers * (devices - 1), (workers - 1) * size
         read_again = 4 * 64 * 64  # the last kernel alone: the inputs have no gradient
         formulas = {
@@ -225,13 +238,91 @@ def test_workers_that_divide_nothing_save_and_restore_as_keras_does(tmp_path):
         keras.callbacks.BackupAndRestore(tmp_path),
         keras.callbacks.ModelCheckpoint(tmp_path / "model.keras", save_freq=2),
     ]
-    assert with_shared_slots(callbacks, workers) == callbacks
+    assert with_whole_state(callbacks, workers) == callbacks
 
 
-def test_weights_need_several_devices_of_each_process():
-    cluster = kdist.cluster.Cluster({"worker": ["localhost:1", "localhost:2"]}, "worker", 0)
-    with pytest.raises(ValueError, match="use shard=gradients"):
-        kdist.create_strategy("multi_worker", devices=1, shard="weights", cluster=cluster)
+# Sums of gradients are sent in several messages, and a layer in the middle exchanges rows.
+MANY_COLLECTIVES = """
+import itertools, json, sys
+import keras
+import numpy as np
+import kdist
+from kdist.compat.tensorflow import collect_function_graphs
+from kdist.training.replica import reduction
+
+reduction._BUCKET_BYTES = 5000
+(accumulate,) = map(int, sys.argv[1:])
+
+def network(model_class):
+    keras.utils.set_random_seed(5)
+    layers = keras.layers
+    x = inputs = keras.Input((20,))
+    for width in (24, 40, 40):
+        x = layers.Dense(width, activation="tanh", kernel_regularizer="l2")(x)
+    if accumulate == 1:
+        x = layers.BatchNormalization(synchronized=model_class is not keras.Model)(x)
+    with keras.RematScope(mode="full" if model_class is not keras.Model else None):
+        block = keras.Sequential([layers.Dense(40, activation="tanh"), layers.Dense(40)])
+    x = block(x)
+    for width in (32, 32):
+        x = layers.Dense(width, activation="tanh")(x)
+    return model_class(inputs, layers.Dense(4, activation="softmax")(x))
+
+def fit(model, **options):
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, "sparse_categorical_crossentropy", **options)
+    x = np.random.default_rng(3).normal(size=(48, 20)).astype("float32")
+    model.fit(x, x.argmax(1) % 4, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    return model
+
+def numbers_before(function):
+    '''Returns how many others each collective of a graph waits for, sorted.'''
+    nodes = {node.name: node for node in function.post_optimization_graph.node}
+    ancestors = {}
+    def collectives_before(name):
+        if name not in ancestors:
+            found = set()
+            # A loop over micro-steps begins again.
+            inputs = () if nodes[name].op == "NextIteration" else nodes[name].input
+            for text in inputs:
+                source = text.lstrip("^").partition(":")[0]
+                found |= collectives_before(source)
+                if nodes[source].op.startswith("Collective"):
+                    found.add(source)
+            ancestors[name] = found
+        return ancestors[name]
+    sys.setrecursionlimit(100_000)
+    collectives = [
+        each
+        for each in nodes
+        if nodes[each].op.startswith("Collective") and not each.startswith("while/")
+    ]
+    return sorted(len(collectives_before(each)) for each in collectives)
+
+strategy = kdist.create_strategy(kdist.Layout(data=2, shard="weights", min_shard_bytes=64))
+with strategy.scope():
+    model = network(kdist.Model)
+with collect_function_graphs() as functions:
+    fit(model, accumulate=accumulate)
+found = max(map(numbers_before, functions), key=len)
+with model.training_state.whole():
+    print(json.dumps([found, [weight.tolist() for weight in model.get_weights()]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, *seldom([2])])
+def test_workers_run_their_collectives_in_the_same_order(accumulate, monkeypatch):
+    """On GPUs, two that wait for each other's collectives would do so forever."""
+    monkeypatch.setattr(sys, "argv", ["", str(accumulate)])
+    monkeypatch.setattr(reduction, "_BUCKET_BYTES", None)  # restored afterwards
+    names = {}
+    exec(MANY_COLLECTIVES.partition("\nstrategy = ")[0], names)
+    expected = names["fit"](names["network"](keras.Model)).get_weights()
+    for places, weights in python_tasks(MANY_COLLECTIVES, {"worker": 2}, [str(accumulate)]):
+        assert places == list(range(len(places)))
+        assert len(places) > 20 * accumulate
+        assert_same_weights(weights, expected, 1e-5)
 
 
 ALONE = """

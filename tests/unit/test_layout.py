@@ -65,7 +65,6 @@ def test_devices(layout, group_size):
         ("data=2,local_steps=0", "local_steps=0"),
         ("data=2,shard=weight", "use optimizer"),
         ("data=2,tensor=2,shard=optimizer", "leave tensor"),
-        ("data=2,machines=2,shard=weights", "among the devices of each machine"),
         ("data=2,local_steps=2,shard=weights", "leave local_steps out"),
         ("data=2,min_shard_bytes=1", "without shard"),
         ("data=2,shard=optimizer,min_shard_bytes=0", "min_shard_bytes=0"),

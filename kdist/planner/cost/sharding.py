@@ -62,8 +62,9 @@ class DividedState:
 
         Each time, a device sends and receives (N - 1) / N of their bytes. An all-reduce counts as
         two. `"optimizer"` reduce-scatters gradients and gathers weights once. `"gradients"`
-        reduce-scatters in each micro-step. `"weights"` gathers twice in each micro-step, too, all
-        within a node; nodes exchange the sums in an all-reduce of their own.
+        reduce-scatters in each micro-step. `"weights"` gathers twice in each micro-step, too.
+        Nodes of several devices do all of that within, and exchange the sums in an all-reduce of
+        their own.
         """
         if self.divides_weights:
             return 3 * accumulate

@@ -202,10 +202,11 @@ class Predictor:
         divided = self.divided(layout)
         if divided is not None:
             whole = self._gradients.bytes
+            is_within_nodes = layout.num_parts < layout.data
             return dataclasses.replace(
                 self._gradients,
                 bytes=whole * divided.exchanged_share(layout.accumulate),
-                bytes_between_nodes=whole if divided.divides_weights else None,
+                bytes_between_nodes=whole if is_within_nodes else None,
             )
         split = self.split(layout)
         if split is None:
@@ -241,10 +242,7 @@ class Predictor:
             return ()
         width = variable_bytes(self.job.precision)
         # A single micro-step adds up no gradients, and XLA would gather all weights at once.
-        left_out = {
-            "gradients": layout.accumulate == 1,
-            "weights": self.job.jit_compile or layout.devices_per_machine == 1,
-        }
+        left_out = {"gradients": layout.accumulate == 1, "weights": self.job.jit_compile}
         return tuple(
             shard
             for shard in supported_shards(layout.strategy)

@@ -10,7 +10,8 @@ from kdist.compat.keras import recompute_constants
 from kdist.training.broadcast import read_on_chief
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.scopes import is_multi_worker, outside_multi_worker_scope
-from kdist.training.sharding.optimizer_state import shards_of, slots_of
+from kdist.training.sharding import whole_state
+from kdist.training.sharding.optimizer_state import slots_of
 from kdist.training.sharding.parts import divides_over_workers
 from kdist.training.sharding.weights import as_divided
 
@@ -42,8 +43,8 @@ def without_writers(callbacks):
     return others
 
 
-def with_shared_slots(callbacks, strategy: tf.distribute.Strategy):
-    """Returns callbacks that also gather slots which workers divide, before the model is saved.
+def with_whole_state(callbacks, strategy: tf.distribute.Strategy):
+    """Returns callbacks, before which state that workers divide is gathered where they read it.
 
     Raises:
         ValueError: a callback saves the model where the workers do not meet, or restores it.
@@ -65,41 +66,38 @@ def with_shared_slots(callbacks, strategy: tf.distribute.Strategy):
                     f"(shard={strategy.layout.shard}) send them at the end of an epoch. Use "
                     'save_freq="epoch", or kdist.callbacks.Checkpoint(every_steps=…)'
                 )
-            found.append(_ShareSlots())
+            found.append(_ShareState())
         elif getattr(callback, "saves_models", False):
-            found.append(_ShareSlots())
+            found.append(_ShareState())
+        elif getattr(callback, "restore_best_weights", False):
+            found.append(_ShareState(is_kept_by_all=True))
         found.append(callback)
     return found
 
 
-def forget_slots(model):
-    """Frees the slots that were gathered for a file, also where training ends by an error."""
-    for shards in _shards_of_model(model):
-        shards.forget_shared()
+class _ShareState(keras.callbacks.Callback):
+    """Gathers state that workers divide, before the next callback reads the model.
 
+    Args:
+        is_kept_by_all: whether all workers read it. By default, the chief alone does.
+    """
 
-def _shards_of_model(model):
-    found = [shards_of(optimizer) for optimizer in optimizers_of(model)]
-    return [shards for shards in found if shards is not None]
-
-
-class _ShareSlots(keras.callbacks.Callback):
-    """Gathers slots that workers divide, before the next callback saves the model on the chief."""
+    def __init__(self, is_kept_by_all: bool = False):
+        super().__init__()
+        self._is_kept_by_all = is_kept_by_all
 
     def on_train_begin(self, logs=None):
         self._share()
 
     def on_epoch_begin(self, epoch, logs=None):
-        forget_slots(self.model)
+        whole_state.forget(self.model)
 
     def on_epoch_end(self, epoch, logs=None):
         self._share()
 
     def _share(self):
         is_chief = self.model.distribute_strategy.extended.should_checkpoint
-        with heartbeat.collective("gathering slots for a file of the model"):
-            for shards in _shards_of_model(self.model):
-                shards.share(is_kept=is_chief)
+        whole_state.share(self.model, is_kept=is_chief or self._is_kept_by_all)
 
 
 def _keep_tables(callback):

@@ -100,8 +100,9 @@ class Accumulators:
 def optimizers_of(model):
     """Returns the compiled optimizer of a model, and those in its attributes, lists, and dicts."""
     found = {id(each): each for each in _optimizers_in(vars(model))}
-    if _is_optimizer(model.optimizer):
-        found[id(model.optimizer)] = model.optimizer
+    compiled = getattr(model, "optimizer", None)  # missing before `compile`
+    if _is_optimizer(compiled):
+        found[id(compiled)] = compiled
     return list(found.values())
 
 

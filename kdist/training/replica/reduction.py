@@ -52,7 +52,7 @@ def all_reduce_sum(tensors, call=None):
         return _all_reduced(tensors, call or _called)
 
 
-def reduce_scatter_sum(tensors, divisions):
+def reduce_scatter_sum(tensors, divisions, is_ordered=True):
     """Returns this replica's part of the sum over replicas of each tensor, in replica context.
 
     Unlike `all_reduce_sum`, a device receives only its own part of each tensor from each of the
@@ -62,13 +62,14 @@ def reduce_scatter_sum(tensors, divisions):
         tensors: list of tensors, with the same shapes on all replicas.
         divisions: their divisions, `EqualParts`, into one part per replica of the job. With one
             part per replica of this process, the sums are those over its replicas.
+        is_ordered: as in `gather_own_part`.
     """
     strategy = tf.distribute.get_strategy()
     pairs = list(zip(tensors, divisions, strict=True))
     with tf.name_scope(SCOPE):
         if pairs and pairs[0][1].count > num_local_replicas(strategy):
             return _reduce_scatter_between_workers(
-                [division.stacked(tensor) for tensor, division in pairs]
+                [division.stacked(tensor) for tensor, division in pairs], is_ordered
             )
         parts = [[d.part(tensor, number) for number in range(d.count)] for tensor, d in pairs]
         sent = iter(of_all_replicas([part for tensor in parts for part in tensor]))
@@ -77,7 +78,7 @@ def reduce_scatter_sum(tensors, divisions):
         return [tf.add_n(tensor[here]) for tensor in received]
 
 
-def _reduce_scatter_between_workers(parts):
+def _reduce_scatter_between_workers(parts, is_ordered):
     """Returns this replica's part of sums over the replicas of the job.
 
     Args:
@@ -85,15 +86,16 @@ def _reduce_scatter_between_workers(parts):
     """
     buckets = _buckets(parts)
     # TensorFlow has no reduce-scatter for CPUs.
-    sums = [tf.reduce_sum(each, 0) for each in _exchanged_rows(buckets)]
+    sums = [tf.reduce_sum(each, 0) for each in _exchanged_rows(buckets, is_ordered)]
     return _taken_apart(sums, [[each.shape[1:] for each in bucket] for bucket in buckets])
 
 
-def _exchanged_rows(buckets):
+def _exchanged_rows(buckets, is_ordered=True):
     """Returns the rows that each replica of the job has sent to this one, of each bucket.
 
     Args:
         buckets: lists of tensors of shape (N, …), with a row for each of N replicas.
+        is_ordered: as in `gather_own_part`.
 
     Returns:
         A matrix for each bucket, whose rows are in the order of the replicas' ranks.
@@ -102,7 +104,7 @@ def _exchanged_rows(buckets):
     sent = [tf.concat([tf.reshape(each, (len(ranks), -1)) for each in b], 1) for b in buckets]
     if not _are_in_order(ranks):
         sent = [tf.gather(each, ranks) for each in sent]
-    return _exchanged(all_to_all, sent)
+    return _exchanged(functools.partial(all_to_all, is_ordered=is_ordered), sent)
 
 
 def exchange_rows(tensors):
@@ -164,6 +166,26 @@ def gather_parts(tensors):
             rows, *others = tensor.shape
             found.append([tf.reshape(part, (len(ranks) * rows, *others))])
     return found
+
+
+def gather_own_part(tensor, is_ordered=True):
+    """Returns the values that a tensor has on the replicas of the job, as one concatenation.
+
+    Each process has one replica. Called in replica context, also where replicas cannot meet.
+
+    Args:
+        tensor: this replica's tensor, of the same shape on all replicas.
+        is_ordered: whether TensorFlow runs this after the collectives that were created before it.
+            Otherwise the caller makes sure that all processes run them in the same order.
+    """
+    strategy = tf.distribute.get_strategy()
+    replicas = strategy.num_replicas_in_sync
+    rows, *others = tensor.shape
+    (whole,) = all_gather(strategy, [tensor], is_ordered)
+    # Telemetry reads the shapes of the graph that TensorFlow has optimized.
+    whole = tf.ensure_shape(whole, (replicas * rows, *others))
+    (by_replica,) = _in_order([tf.reshape(whole, (replicas, -1))])
+    return tf.reshape(by_replica, whole.shape)
 
 
 def find_ranks(strategy):

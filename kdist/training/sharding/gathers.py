@@ -10,6 +10,11 @@ gather, which waits in the same way. Otherwise a device would hold all weights a
 pass. Nothing else is computed twice, unlike with `tf.recompute_grad`. A second gather also waits
 until the gradients before it have been added up over replicas. Otherwise a replica that is ahead of
 the others would hold all its gradients.
+
+Several processes with one device each gather by collectives. On GPUs these have to run in the same
+order in all processes, or they wait for each other forever. TensorFlow orders them as they were
+created. Gathers that are repeated are created last, and sums of gradients after all gradients. Both
+are needed earlier, so that `kdist.training.sharding.collective_order` orders them.
 """
 
 import dataclasses
@@ -18,7 +23,18 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 
 from kdist.compat.tensorflow import repeat_operation, replace_input, unrecorded
-from kdist.training.replica.reduction import GATHER, of_all_replicas
+from kdist.training.replica.reduction import (
+    GATHER,
+    gather_own_part,
+    of_all_replicas,
+    reduce_scatter_sum,
+)
+from kdist.training.sharding.collective_order import (
+    CollectiveOrder,
+    collectives_since,
+    is_collective,
+)
+from kdist.training.sharding.parts import EqualParts
 from kdist.training.sharding.sizes import HELD, is_kept
 from kdist.training.sharding.weights import ShardedVariable
 
@@ -38,15 +54,23 @@ class _Gather:
     variable: ShardedVariable
     parts: Sequence[tf.Tensor]
 
-    def whole_after(self, operations: Sequence[tf.Operation]) -> tf.Tensor:
-        """Returns the weight, gathered when the operations have ended."""
+    def whole_after(self, operations: Sequence[tf.Operation], is_ordered: bool = True) -> tf.Tensor:
+        """Returns the weight, gathered when the operations have ended.
+
+        Args:
+            operations: the operations.
+            is_ordered: as in `gather_own_part`, by which workers gather.
+        """
+        shard = self.variable.shard
         with unrecorded(), tf.name_scope(GATHER), tf.control_dependencies(operations):
             received = []
             for part in self.parts:
                 # The device that sends waits as well, so that nothing is received early.
                 with tf.device(part.device):
                     received.append(tf.identity(part))
-            return self.variable.shard.division.merge(received)
+            if shard.is_divided_over_workers:
+                received = [gather_own_part(received[0], is_ordered)]
+            return shard.division.merge(received)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +95,11 @@ class WeightGathers:
         self._gathers: list[tuple[_Gather, tf.Tensor]] = []
         self._backward: list[_BackwardPass] = []
         self._sums: list[tuple[tf.Operation, tf.Operation]] = []  # of gradients and their sums
+        self._order = CollectiveOrder(self._graph)
         self._weights = list(weights)
+        self._are_divided_over_workers = any(
+            weight.shard.is_divided_over_workers for weight in self._weights
+        )
 
     def exchange(self, replica: int, weights: Iterable[ShardedVariable] | None = None):
         """Reads the parts of all replicas, which all replicas call together.
@@ -84,7 +112,11 @@ class WeightGathers:
         """
         weights = self._weights if weights is None else list(weights)
         own = [each.shard.copies[replica].read_value() for each in weights]
-        for weight, parts in zip(weights, of_all_replicas(own), strict=True):
+        if not self._are_divided_over_workers:
+            own = of_all_replicas(own)
+        else:
+            own = [[part] for part in own]
+        for weight, parts in zip(weights, own, strict=True):
             self._parts[id(weight)] = list(parts)
 
     def whole(self, variable: ShardedVariable) -> tf.Tensor:
@@ -124,20 +156,59 @@ class WeightGathers:
             self._backward.append(_BackwardPass(first, end, targets))
         return found
 
-    def note_sums(self, gradients: Sequence[tf.Tensor], sums: Sequence[tf.Tensor]):
-        """Records the sums over replicas of gradients."""
-        if self._backward:
-            self._sums += [
-                (gradient.op, total.op)
-                for gradient, total in zip(gradients, sums, strict=True)
-                if not is_kept(gradient.shape)
-            ]
+    def sums(
+        self, gradients: Sequence[tf.Tensor], divisions: Sequence[EqualParts]
+    ) -> list[tf.Tensor]:
+        """Returns this replica's parts of the sums of gradients over the replicas that divide them.
+
+        Args:
+            gradients: this replica's gradients of large weights.
+            divisions: divisions of these.
+        """
+        if not self._backward:
+            return reduce_scatter_sum(gradients, divisions)
+        if self._are_divided_over_workers:
+            return self._sums_over_workers(gradients, divisions)
+        sums = reduce_scatter_sum(gradients, divisions)
+        self._sums += [
+            (gradient.op, total.op)
+            for gradient, total in zip(gradients, sums, strict=True)
+            if not is_kept(gradient.shape)
+        ]
+        return sums
+
+    def _sums_over_workers(self, gradients, divisions):
+        """Returns the same for workers, which first send the gradients that are computed first."""
+        number_of = self._numbers()
+        places = [self._last_part([gradient.op], number_of) for gradient in gradients]
+        order = sorted(range(len(gradients)), key=places.__getitem__)
+        sums: list = [None] * len(gradients)
+        for are_kept in (False, True):
+            some = [n for n in order if is_kept(gradients[n].shape) == are_kept]
+            found = self._sums_in_order(
+                [gradients[n] for n in some], [divisions[n] for n in some], are_kept
+            )
+            for number, total in zip(some, found, strict=True):
+                sums[number] = total
+        return sums
+
+    def _sums_in_order(self, gradients, divisions, are_kept):
+        first = len(self._graph.get_operations())
+        sums = reduce_scatter_sum(gradients, divisions, is_ordered=are_kept)
+        if not are_kept:
+            number_of = self._numbers()
+            for collective in collectives_since(self._graph, first):
+                inputs = [tensor.op for tensor in collective.inputs]
+                self._order.add(collective, after=self._last_part(inputs, number_of))
+            # A sum waits for all gradients that are sent together.
+            self._sums += [(total.op, total.op) for total in sums]
+        return sums
 
     def repeat_for_gradients(self):
         """Lets gradients read weights that are gathered again."""
         if not self._backward:
             return
-        number_of = {o: n for n, o in enumerate(self._graph.get_operations())}
+        number_of = self._numbers()
         uses = []
         for gather, whole in self._gathers:
             for backward in self._backward:
@@ -146,7 +217,7 @@ class WeightGathers:
                     first = min(number_of[operation] for operation, _ in found)
                     uses.append((first, gather, whole, backward, found))
         uses.sort(key=lambda use: use[0])
-        sums = [(self._last_part(gradient, number_of), total) for gradient, total in self._sums]
+        sums = [(self._last_part([gradient], number_of), total) for gradient, total in self._sums]
         sums.sort(key=lambda each: each[0])
         for place, (first, gather, whole, backward, found) in enumerate(uses):
             after = list(backward.targets)
@@ -156,23 +227,33 @@ class WeightGathers:
                 after += [each for each, _ in earlier if number_of[each] < first]
             while place and sums and sums[0][0] < uses[place - 1][0]:
                 after.append(sums.pop(0)[1])
-            again = {whole.ref(): gather.whole_after(after)}
+            created = len(self._graph.get_operations())
+            again = {whole.ref(): gather.whole_after(after, is_ordered=False)}
+            for collective in collectives_since(self._graph, created):
+                self._order.add(collective, after=first - 1)
             for operation, tensor in found:
                 replace_input(operation, tensor, _computed_again(tensor, again))
+        self._order.establish()
 
-    def _last_part(self, gradient, number_of):
-        """Returns the number of the last operation of a tape from which a gradient is computed.
+    def _numbers(self):
+        """Returns {operation: number} of the graph, in the order in which they were created."""
+        return {o: n for n, o in enumerate(self._graph.get_operations())}
 
-        A program may compute it from several, such as the norm of all gradients.
+    def _last_part(self, operations, number_of):
+        """Returns the number of the last operation of a tape from which some are computed.
+
+        A program may compute gradients from several, such as the norm of all gradients, also of
+        those of other workers.
         """
-        first, seen, pending, found = self._backward[0].first, set(), [gradient], [-1]
+        first, seen, pending, found = self._backward[0].first, set(), list(operations), [-1]
         while pending:
             operation = pending.pop()
             number = number_of[operation]
             if operation in seen or number < first:
                 continue
             seen.add(operation)
-            if any(each.first <= number < each.end for each in self._backward):
+            is_last = is_collective(operation) and operation not in self._order
+            if is_last or any(each.first <= number < each.end for each in self._backward):
                 found.append(number)
             else:
                 pending += [tensor.op for tensor in operation.inputs]

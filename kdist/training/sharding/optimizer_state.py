@@ -47,7 +47,7 @@ from kdist.training.sharding.parts import (
     refuse_part_in_checkpoints,
     sharded_state,
 )
-from kdist.training.sharding.weights import ShardedVariable
+from kdist.training.sharding.weights import ShardedVariable, as_divided
 
 _KEY = "_kdist_shards"
 
@@ -189,7 +189,8 @@ class OptimizerShards:
         if divides_over_workers(self._strategy) and self._shared is None:
             raise ValueError(
                 f"a file of the model would hold the slots of {optimizer.name!r}, of which each "
-                f"worker has a part (shard={self._strategy.layout.shard}). Save the model by "
+                f"worker has a part (shard={self._strategy.layout.shard}). Save it in `with "
+                "model.training_state.whole(): …`, which all workers call together, or by "
                 "keras.callbacks.ModelCheckpoint or kdist.callbacks.EpochCheckpoint"
             )
         shared = self._shared or {}
@@ -232,14 +233,14 @@ class OptimizerShards:
         """Exchanges the trainable weights and their moving averages."""
         for weight, average in self._averages():
             if weight.trainable:
-                value = weight.numpy()
+                value = as_divided(weight).whole()
                 weight.assign(average.whole())
                 average.assign(value)
 
     def reset_averages(self):
         """Sets the moving averages to the weights."""
         for weight, average in self._averages():
-            average.assign(weight.numpy())
+            average.assign(as_divided(weight).whole())
 
     def _averages(self):
         averages = self.leaf._model_variables_moving_average

@@ -176,6 +176,11 @@ class Shard:
         """The weight as files and checkpoints see it."""
         return DividedCopies.of(self.variable, self.division)
 
+    @property
+    def is_divided_over_workers(self) -> bool:
+        """True if each of several workers has some of the parts."""
+        return self.whole.is_divided_over_workers
+
 
 def refuse_part_in_checkpoints(variable: keras.Variable, kind: str):
     """Lets TensorFlow's checkpoints raise a ValueError where they save a divided variable.
@@ -206,13 +211,13 @@ def sharded_state(strategy: tf.distribute.Strategy) -> str | None:
 def num_parts(strategy: tf.distribute.Strategy) -> int:
     """Returns the number of replicas that divide state: those of the job, or of this process.
 
-    Each process holds all weights, as callbacks read them, and some processes save files alone.
-    Without divided state it is 1.
+    A process with several devices holds all weights, as these are gathered again and again, and
+    messages between processes are slow. Without divided state it is 1.
     """
-    state = sharded_state(strategy)
+    state, local = sharded_state(strategy), num_local_replicas(strategy)
     if state is None:
         return 1
-    return num_local_replicas(strategy) if state == "weights" else strategy.num_replicas_in_sync
+    return local if state == "weights" and local > 1 else strategy.num_replicas_in_sync
 
 
 def divides_over_workers(strategy: tf.distribute.Strategy) -> bool:

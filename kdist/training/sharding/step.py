@@ -18,13 +18,13 @@ import keras
 import tensorflow as tf
 
 from kdist.training.replica.dependence.of_step import is_eager
+from kdist.training.replica.dependence.values import FIXED
 from kdist.training.replica.gradients import scale_gradient
 from kdist.training.replica.reduction import (
     GATHER,
     all_reduce_sum,
     gather_parts,
     of_all_replicas,
-    reduce_scatter_sum,
     sum_over_workers,
 )
 from kdist.training.replica.step import ReplicaStep
@@ -64,7 +64,9 @@ class ShardedStep(ReplicaStep):
 
     def sharded_value(self, variable):
         """Returns the whole value of a weight, which this replica gathers."""
-        value = variable.recorded(self._weights.whole(variable), self)
+        whole = self._weights.whole(variable)
+        # The analysis cannot see it of what other workers send.
+        value = variable.recorded(self.dependence.note(whole, FIXED), self)
         self._values[id(value)] = value, variable
         return value
 
@@ -137,11 +139,9 @@ class ShardedStep(ReplicaStep):
     def _reduced_parts(self, gradients, divided):
         """Returns this replica's part of sums over those that share state, of large gradients."""
         found = [(g, shard) for g, shard in zip(gradients, divided, strict=True) if shard]
-        sums = reduce_scatter_sum(
+        return self._weights.sums(
             [gradient for gradient, _ in found], [shard.division for _, shard in found]
         )
-        self._weights.note_sums([gradient for gradient, _ in found], sums)
-        return sums
 
     def apply(self, update, optimizer, gradients, variables):
         """Updates this replica's parts of the weights, and gathers those of all replicas."""

@@ -9,9 +9,11 @@ Within a step, `kdist.training.sharding.step` gathers them, and gathers them aga
 pass. Elsewhere, as in `get_weights` or where a file is written, the whole weight is on one device
 for as long as it is used.
 
-A weight is divided when it is created, so that no device ever has to hold all weights. With several
-processes, each holds all of them: gradients are added up within a process, and then the parts of
-processes, on the devices of the same place.
+A weight is divided when it is created, so that no device ever has to hold all weights. Of several
+processes with several devices, each holds all of them: gradients are added up within a process, and
+then the parts of processes, on the devices of the same place. Processes with one device each divide
+the weights among all. Outside of steps, a weight is then read after all of them have called
+`kdist.training.sharding.whole_state.share`.
 """
 
 import contextlib
@@ -19,12 +21,13 @@ import functools
 from collections.abc import Iterator
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdist.compat.tensorflow import first_replica, record_read, run_once, unrecorded
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.replica import step as steps
-from kdist.training.replica.reduction import sum_over_workers
+from kdist.training.replica.reduction import sum_over_workers, sums_over_replicas
 from kdist.training.scopes import is_multi_worker, outside_any_scope, this_local_replica
 from kdist.training.sharding.parts import (
     Shard,
@@ -41,9 +44,11 @@ class ShardedVariable(keras.Variable):
 
     Attributes:
         shard: the parts, a `Shard`.
+        shared: the whole weight, where several workers divide it and have shared their parts.
     """
 
     shard: Shard
+    shared: np.ndarray | None = None
 
     @property
     def _value(self):
@@ -82,18 +87,40 @@ class ShardedVariable(keras.Variable):
         return self.shard.copies[step.local_replica]
 
     def gathered(self) -> tf.Tensor:
-        """Returns the whole weight, on the current device."""
+        """Returns the whole weight, on the current device.
+
+        Raises:
+            ValueError: other workers have parts of it, and have not shared them.
+        """
+        if self.shard.is_divided_over_workers:
+            return self._of_all_workers()
         with unrecorded():
             return self.shard.division.merge([tf.identity(copy) for copy in self.shard.copies])
+
+    def _of_all_workers(self):
+        if self.shared is not None:
+            return tf.constant(self.shared)
+        message = (
+            f"{self.path!r} is read outside of a step, and each worker has a part of it "
+            '(shard="weights"). Read it in `with model.training_state.whole(): …`, which all '
+            "workers call together, or save the model by keras.callbacks.ModelCheckpoint or "
+            "kdist.callbacks.EpochCheckpoint"
+        )
+        if tf.executing_eagerly():
+            raise ValueError(message)
+        # Keras also traces layers to find the shapes of their outputs, and does not run that graph.
+        with tf.control_dependencies([tf.debugging.Assert(False, [message])]):
+            return tf.zeros(self.shape, self.dtype)
 
     def _direct_assign(self, value):
         step = steps.current()
         if step is not None:
             step.assign_sharded(self, value)
             return
-        division = self.shard.division
-        for number, copy in enumerate(self.shard.copies):
-            copy.assign(division.part(tf.cast(value, copy.dtype), number))
+        for part, copy in zip(self.shard.whole.parts(value), self.shard.copies, strict=True):
+            copy.assign(tf.cast(part, copy.dtype))
+        if self.shared is not None:
+            self.shared = np.array(value, self.shared.dtype)
 
 
 def initialize(variable: keras.Variable, value) -> bool:
@@ -125,8 +152,10 @@ def initialize(variable: keras.Variable, value) -> bool:
         variable.__dict__.pop("_value", None)
         variable.__class__ = ShardedVariable
         variable.shard = shard
+        if shard.is_divided_over_workers:
+            value = _of_first_worker(value, strategy)
         variable._direct_assign(value)
-        if is_multi_worker(strategy):
+        if is_multi_worker(strategy) and not shard.is_divided_over_workers:
             _send_from_first_worker(shard, strategy)
     refuse_part_in_checkpoints(variable, "weight")
     return True
@@ -142,6 +171,16 @@ def _send_from_first_worker(shard, strategy):
         copy.assign(value)
 
     run_once(strategy, send)
+
+
+def _of_first_worker(value, strategy):
+    """Returns the first worker's value of a tensor of which other workers may have drawn another.
+
+    Each worker has one device.
+    """
+    is_first = first_replica(strategy) == 0
+    (total,) = sums_over_replicas(strategy, lambda: [value if is_first else tf.zeros_like(value)])
+    return total
 
 
 def sharded_weights(model: keras.Model) -> list[ShardedVariable]:

@@ -161,7 +161,17 @@ def test_machines_divide_weights_within_and_exchange_sums_once():
     )
     assert terms["exchange between nodes"] == pytest.approx(whole["exchange between nodes"])
     assert predictor.shards(dataclasses.replace(layout, shard=None)) == SHARDS
-    assert predictor.shards(Layout(data=2, machines=2, accumulate=3)) == SHARDS[:-1]
+
+
+def test_machines_of_one_device_divide_weights_over_all():
+    predictor = Predictor(Job(SMALL, examples=1000))
+    layout = Layout(data=4, machines=4, shard="weights", accumulate=3)
+    exchanged = predictor.exchanged(layout)
+    assert exchanged == predictor.exchanged(dataclasses.replace(layout, machines=1))
+    assert exchanged.bytes_between_nodes is None
+    assert exchanged.bytes > 4 * (DIVIDED + WHOLE)
+    assert predictor.divided(layout).own == DIVIDED / 4
+    assert predictor.shards(dataclasses.replace(layout, shard=None)) == SHARDS
 
 
 # Plans.

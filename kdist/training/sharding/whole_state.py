@@ -1,0 +1,63 @@
+"""State that several workers divide, whole on a worker while it is read outside of steps.
+
+    with whole(model):           # on all workers
+        model.save("model.keras")    # on any of them
+
+Each worker has parts of weights and slots. One that reads a whole one needs those of the others,
+which have to send them at the same time. So all workers share them before one of them reads.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+
+from kdist.cluster import heartbeat
+from kdist.training.replica.accumulation import optimizers_of
+from kdist.training.sharding.optimizer_state import shards_of
+from kdist.training.sharding.parts import divides_over_workers
+from kdist.training.sharding.weights import sharded_weights
+
+
+def share(model: keras.Model, is_kept: bool = True):
+    """Gathers the state that workers divide; a collective call.
+
+    Args:
+        model: the model.
+        is_kept: whether this worker keeps the state on its host, until `forget`. Defaults to True.
+    """
+    if not divides_over_workers(model.distribute_strategy):
+        return
+    with heartbeat.collective("gathering the weights and slots of all workers"):
+        for weight in sharded_weights(model):
+            value = weight.shard.whole.whole()
+            weight.shared = value if is_kept else None
+        for shards in _shards_of(model):
+            shards.share(is_kept)
+
+
+def forget(model: keras.Model):
+    """Frees what `share` has gathered."""
+    for weight in sharded_weights(model):
+        weight.shared = None
+    for shards in _shards_of(model):
+        shards.forget_shared()
+
+
+@contextlib.contextmanager
+def whole(model: keras.Model) -> Iterator[None]:
+    """Returns a context manager in which all state can be read; its beginning is a collective call.
+
+    Args:
+        model: the model.
+    """
+    share(model)
+    try:
+        yield
+    finally:
+        forget(model)
+
+
+def _shards_of(model):
+    found = [shards_of(optimizer) for optimizer in optimizers_of(model)]
+    return [shards for shards in found if shards is not None]
