@@ -3,7 +3,7 @@
   python -m benchmarks.sharding                    # a transformer with 12 blocks on 2 devices
   python -m benchmarks.sharding --devices=4 --depth=4
   python -m benchmarks.sharding --optimizer=muon
-  kdist launch --workers=2 -- python -m benchmarks.sharding --devices=1 --shards=optimizer
+  kdist launch --workers=2 -- python -m benchmarks.sharding --devices=1
   python -m benchmarks.sharding --logical_gpu_megabytes=8000    # 2 devices that share one GPU
 
 The models train in the same processes, in turns, so that the ratios of their step times hardly
@@ -11,9 +11,9 @@ depend on what else the machine does. A ratio above 1 means that sharded steps a
 between devices are read from the optimized graph of a step; those of rows that are looked up are
 unknown between processes. Next to them is the formula of the ZeRO paper (arXiv:1910.02054, section
 7): an all-reduce, and a reduce-scatter with an all-gather, both move 2 (N - 1) times the bytes of
-the gradients in all. Sharded weights are gathered twice: 3 (N - 1) on the N devices of each
-process, and their gradients are all-reduced between P processes: 2 (P - 1). Muon needs whole
-weights, which moves up to twice as many.
+the gradients in all. Sharded weights are gathered twice: 3 (N - 1) on N devices of one process, or
+on N processes of one device. P processes of N devices each do so within, and all-reduce gradients
+between them: 2 (P - 1). Muon needs whole weights, which moves up to twice as many.
 """
 
 import contextlib
@@ -87,6 +87,8 @@ def main(_):
         copies = 2 * (FLAGS.devices * workers - 1)
         if shard == "weights":
             copies = 3 * (FLAGS.devices - 1) * workers + 2 * (workers - 1)
+            if FLAGS.devices == 1:
+                copies = 3 * (workers - 1)
         formula = copies * 4 * parameters
         peak = f"{max(peaks[shard]) / 1e6:.2f}" if peaks[shard] else "–"
         print(

@@ -209,7 +209,7 @@ class TrainingState:
 
         ```python
         with model.training_state.whole():
-            if strategy.cluster_resolver.task_id == 0:
+            if strategy.extended.should_checkpoint:  # one worker
                 model.save("model.keras")
         ```
         """
