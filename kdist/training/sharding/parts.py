@@ -135,7 +135,9 @@ class DividedCopies(DividedVariable):
 
     def parts(self, value):
         first = first_part(self.strategy)
-        return [self.division.part(value, first + number) for number in range(len(self.pieces))]
+        parts = [self.division.part(value, first + number) for number in range(len(self.pieces))]
+        # A slice of a tensor keeps all of it.
+        return [np.array(part) if tf.executing_eagerly() else part for part in parts]
 
     @property
     def shape(self):
