@@ -163,13 +163,8 @@ def expected(program):
 @pytest.mark.parametrize(
     ("workers", "devices", "shard", "cases"),
     [
-        (2, 2, "gradients", ["whole weights", "clipped", "resumed", "moving average"]),
-        (
-            2,
-            2,
-            "weights",
-            ["whole weights", "clipped", "resumed", "from a backup", "moving average"],
-        ),
+        (2, 2, "gradients", ["clipped", "moving average"]),
+        (2, 2, "weights", ["whole weights", "clipped", "from a backup", "moving average"]),
         (3, 1, "optimizer", ["from one device", "whole weights", "loss scale"]),
         (2, 1, "weights", ["whole weights", "clipped", "resumed", "moving average"]),
         *seldom([(2, 3, "weights", ["from one device", "loss scale"])]),
