@@ -241,6 +241,18 @@ def test_workers_that_divide_nothing_save_and_restore_as_keras_does(tmp_path):
     assert with_whole_state(callbacks, workers) == callbacks
 
 
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({"histogram_freq": 1}, 2), ({"embeddings_freq": 1}, 2), ({"write_images": True}, 1)],
+)
+def test_weights_are_gathered_before_tensorboard_writes_them(options, count, tmp_path):
+    extended = types.SimpleNamespace(worker_devices=("CPU:0",))
+    layout = kdist.Layout(data=2, shard="weights")
+    workers = types.SimpleNamespace(num_replicas_in_sync=2, extended=extended, layout=layout)
+    callback = keras.callbacks.TensorBoard(tmp_path, **options)
+    assert len(with_whole_state([callback], workers)) == count
+
+
 # Sums of gradients are sent in several messages, and a layer in the middle exchanges rows.
 MANY_COLLECTIVES = """
 import itertools, json, sys
