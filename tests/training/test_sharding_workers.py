@@ -207,7 +207,8 @@ def test_processes_divide_state_and_train_as_one_device(
         opened = keras.saving.load_model(tmp_path / file)
         slots = [variable.numpy() for variable in model.optimizer.variables]
         assert_same_weights([v.numpy() for v in opened.optimizer.variables], slots, 1e-6)
-        assert_same_weights(opened.get_weights(), model.get_weights(), 1e-6)
+    # The last file alone: Keras assigns moving averages after ModelCheckpoint has saved.
+    assert_same_weights(opened.get_weights(), model.get_weights(), 1e-6)
     size = 4 * parameters
     formulas = dict.fromkeys(("gathered", "scattered"), (workers * devices - 1) * size)
     if shard == "weights" and not is_within_worker:
