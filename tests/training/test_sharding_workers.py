@@ -114,8 +114,18 @@ for case in cases:
         options = {{"accumulate": 2}} if case in ("moving average", "whole weights") else {{}}
         model = train(case, case, [save], **options)
 save_often = keras.callbacks.ModelCheckpoint(directory + "-2.keras", save_freq=2)
+with model.training_state.whole():
+    if number_of_task == workers - 1:
+        model.save(directory + "-whole.keras")
 refused = {{}}
+
+def save_after_step():
+    with model.training_state.whole():
+        model.train_on_batch(np.zeros((12, LENGTH), "int32"), np.zeros(12))
+        model.save(directory + ".keras")
+
 calls = {{
+    "save after a step": save_after_step,
     "save": lambda: model.save(directory + ".keras"),
     "save_freq": lambda: fit(model, [save_often]),
     "BackupAndRestore": lambda: fit(model, [keras.callbacks.BackupAndRestore(directory + "-3")]),
@@ -125,9 +135,6 @@ for name, call in () if is_within_worker else calls.items():
         call()
     except ValueError as error:
         refused[name] = str(error)
-with model.training_state.whole():
-    if number_of_task == workers - 1:
-        model.save(directory + "-whole.keras")
 held = [each.weights * divides_weights + each.optimizer for each in state_bytes(model).values()]
 
 own_number = lambda shape, dtype=None: np.full(shape, number_of_task, dtype)
@@ -200,8 +207,8 @@ def test_processes_divide_state_and_train_as_one_device(
     is_within_worker = shard == "weights" and devices > 1
     parts = devices if is_within_worker else workers * devices
     assert on_devices[0] == pytest.approx(slots_and_shard * large / parts, rel=0.15)
-    refusing = set() if is_within_worker else {"save", "save_freq", "BackupAndRestore"}
-    assert refused.keys() == refusing
+    refusing = {"save", "save after a step", "save_freq", "BackupAndRestore"}
+    assert refused.keys() == (set() if is_within_worker else refusing)
     assert all("kdist.callbacks" in message for message in refused.values())
     for file in ("job.keras", "job-whole.keras"):
         opened = keras.saving.load_model(tmp_path / file)
