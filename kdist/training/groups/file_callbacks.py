@@ -67,12 +67,20 @@ def with_whole_state(callbacks, strategy: tf.distribute.Strategy):
                     'save_freq="epoch", or kdist.callbacks.Checkpoint(every_steps=…)'
                 )
             found.append(_ShareState())
-        elif getattr(callback, "saves_models", False):
+        elif getattr(callback, "saves_models", False) or _writes_weights(callback):
             found.append(_ShareState())
         elif getattr(callback, "restore_best_weights", False):
             found.append(_ShareState(is_kept_by_all=True))
         found.append(callback)
     return found
+
+
+def _writes_weights(callback):
+    """Returns True for a `TensorBoard` that writes histograms or embeddings of weights."""
+    names = ("histogram_freq", "embeddings_freq")
+    return isinstance(callback, keras.callbacks.TensorBoard) and any(
+        getattr(callback, name) for name in names
+    )
 
 
 class _ShareState(keras.callbacks.Callback):

@@ -42,6 +42,7 @@ from kdist.training.scopes import (
     shares_storage,
     this_replica,
 )
+from kdist.training.sharding import whole_state
 from kdist.training.sharding.parts import sharded_state
 from kdist.training.sharding.step import ShardedStep
 from kdist.training.strategy_setup import step_timeout_of
@@ -132,6 +133,8 @@ class StepFunction:
         Raises:
             StopIteration: there is no batch for the first step.
         """
+        if self._monitor:
+            whole_state.forget_all()
         length = group.length
         iterator, worker_slice = without_slice(group.iterator)
         on_host = self._for_gpus and yields_on_host(iterator)

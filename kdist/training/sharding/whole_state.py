@@ -8,6 +8,7 @@ which have to send them at the same time. So all workers share them before one o
 """
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import keras
@@ -17,6 +18,8 @@ from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.sharding.optimizer_state import shards_of
 from kdist.training.sharding.parts import divides_over_workers
 from kdist.training.sharding.weights import sharded_weights
+
+_whole_models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def share(model: keras.Model, is_kept: bool = True):
@@ -28,6 +31,7 @@ def share(model: keras.Model, is_kept: bool = True):
     """
     if not divides_over_workers(model.distribute_strategy):
         return
+    _whole_models.add(model)
     with heartbeat.collective("gathering the weights and slots of all workers"):
         for weight in sharded_weights(model):
             value = weight.shard.whole.whole()
@@ -38,10 +42,17 @@ def share(model: keras.Model, is_kept: bool = True):
 
 def forget(model: keras.Model):
     """Frees what `share` has gathered."""
+    _whole_models.discard(model)
     for weight in sharded_weights(model):
         weight.shared = None
     for shards in _shards_of(model):
         shards.forget_shared()
+
+
+def forget_all():
+    """Frees what `share` has gathered of any model: a step is about to change it."""
+    for model in list(_whole_models):
+        forget(model)
 
 
 @contextlib.contextmanager
