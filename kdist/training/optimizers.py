@@ -103,7 +103,7 @@ def _updated(optimizer, values):
     for number in range(3):
         gradient = keras.ops.cos((number + 2.0) * values)
         copy.update_step(keras.ops.cast(gradient, "float32"), weight.value, copy.learning_rate)
-        copy.iterations.assign_add(1)
+        copy._iterations.assign_add(1)  # `iterations` may be a quotient of it
     return weight.numpy()
 
 
