@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
+import keras
 import pytest
+import tensorflow as tf
 
 from kdist.cluster import Cluster
 from kdist.launch.local_engine import reserve_ports
+from kdist.training.parameter_server.coordinator_loop import AsynchronousFunction
 from tests.forked import python_tasks
 
 TRAINING = """
@@ -107,6 +111,27 @@ def test_asynchronous_training_learns_and_loses_no_update(tmp_path):
     assert evaluated["accuracy"][-1] == pytest.approx(outcome["accuracy"], abs=1e-6)
     lines = (tmp_path / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [n + 1 for n in evaluated["epochs"]]
+
+
+def test_the_count_of_an_accumulating_optimizer_is_corrected_after_a_repeated_group():
+    optimizer, group = keras.optimizers.SGD(gradient_accumulation_steps=2), object()
+    trainer = types.SimpleNamespace(
+        optimizer=optimizer,
+        distribute_strategy=tf.distribute.get_strategy(),
+        get_metrics_result=dict,
+    )
+    dispatcher = types.SimpleNamespace(
+        repeats=lambda: 1,
+        wait=lambda: (0, (tf.zeros(4), {}), 1.0),
+        is_idle=True,
+        forget=lambda: None,
+    )
+    function = AsynchronousFunction(trainer, None, dispatcher, updates=True)
+    function._dispatched[0] = [group], 3
+    with function.in_flight([]):
+        optimizer._iterations.assign(5)  # two of the three steps ran twice
+        function.run(group)
+    assert int(optimizer._iterations) == 3
 
 
 @pytest.mark.exhaustive

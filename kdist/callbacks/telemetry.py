@@ -174,6 +174,7 @@ class Telemetry(keras.callbacks.Callback):
         strategy = self._strategy
         self._writes = self._given_writer is None and is_chief(strategy)
         self._has_begun = self._is_resumed = False
+        self._step = None
         self._began = self._last_line = time.perf_counter()
         self._began_at = time.time()
         self._epoch_ended, self._epoch_so_far = self._began, 0.0
@@ -201,7 +202,10 @@ class Telemetry(keras.callbacks.Callback):
     def _begin(self, epoch):
         """Begins the first epoch, when all callbacks have restored their state."""
         self._has_begun = True
-        self._step = int(self.model.optimizer.iterations.numpy())
+        # The optimizer's count is that of its updates, which steps of a program make as they like.
+        # Checkpoints of older versions have no other.
+        if self._step is None:
+            self._step = int(self.model.optimizer.iterations.numpy())
         # Not 0 if another process ran the first steps of the epoch.
         self._first_step_here = self._steps_in_epoch(-1)
         self._step_at_epoch = self._step - self._first_step_here
@@ -255,6 +259,7 @@ class Telemetry(keras.callbacks.Callback):
             "epoch_seconds": self.epoch_seconds,
             "epoch_so_far": epoch_here + self._epoch_so_far,
             "time": time.time(),
+            "step": self._step,
             "axes": dataclasses.asdict(self._axes),
             "window": self._means.get_state(),
             "results": self._results,
@@ -268,6 +273,7 @@ class Telemetry(keras.callbacks.Callback):
         self._whole_seconds = state["whole_seconds"] + time.time() - state["time"]
         # Checkpoints of older versions have no offsets and no window.
         self._axes = dataclasses.replace(Axes(**state.get("axes", {})), seconds=state["seconds"])
+        self._step = state.get("step")
         self._results = state.get("results", {})
         if "window" in state:
             self._means.set_state(state["window"])

@@ -103,8 +103,16 @@ def _updated(optimizer, values):
     for number in range(3):
         gradient = keras.ops.cos((number + 2.0) * values)
         copy.update_step(keras.ops.cast(gradient, "float32"), weight.value, copy.learning_rate)
-        copy.iterations.assign_add(1)
+        counter_of(copy).assign_add(1)
     return weight.numpy()
+
+
+def counter_of(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
+    """Returns the variable that counts the optimizer's steps, also accumulating ones.
+
+    With `gradient_accumulation_steps`, `optimizer.iterations` is a quotient of it.
+    """
+    return getattr(optimizer, "inner_optimizer", optimizer)._iterations
 
 
 def unwrapped(

@@ -223,3 +223,31 @@ def test_a_checkpoint_of_the_end_of_a_run_leaves_no_steps(tmp_path):
         model().fit(data(4), epochs=1, callbacks=[Telemetry(run), checkpoint], verbose=0)
     assert checkpoint.resumed_from == 4
     assert (run / "summary.json").exists()
+
+
+class _StopAt(keras.callbacks.Callback):
+    def __init__(self, step):
+        super().__init__()
+        self.left = step
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_run_counts_its_steps_and_not_the_updates(tmp_path):
+    """The optimizer updates the weights in every second step."""
+
+    def train(*callbacks):
+        trained = model()
+        trained.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
+        checkpoint = kdist.callbacks.Checkpoint(tmp_path / "checkpoints", every_steps=1)
+        callbacks = [Telemetry(tmp_path), checkpoint, *callbacks]
+        trained.fit(data(4), epochs=2, callbacks=callbacks, verbose=0)
+        return checkpoint
+
+    with pytest.raises(KeyboardInterrupt):
+        train(_StopAt(6))
+    assert train().resumed_from >= 5
+    assert [r["step"] for r in lines(tmp_path / "metrics.jsonl", "epoch")] == [4, 8]

@@ -423,6 +423,14 @@ def test_an_update_of_ones_own_receives_names_and_numbers_of_axes(shard):
     assert_same_weights(model.get_weights(), expected.get_weights(), 1e-6)
 
 
+def test_an_update_of_ones_own_in_every_second_step():
+    def optimizer():
+        return Decaying(0.1, gradient_accumulation_steps=2, global_clipnorm=0.05)
+
+    expected, model = (without_embedding(optimizer, n, "optimizer") for n in (0, 2))
+    assert_same_weights(model.get_weights(), expected.get_weights(), 1e-6)
+
+
 def test_an_update_that_cannot_be_tried_receives_whole_weights():
     expected, model = (trained(lambda: Inimitable(1.0), n) for n in (0, 2))
     assert shards_of(model.optimizer).have_owners

@@ -414,6 +414,16 @@ def test_the_first_nonfinite_step_is_known(strategy, k):
     assert model.training_state.first_nonfinite_step() is None
 
 
+def test_the_first_nonfinite_step_of_an_optimizer_that_accumulates():
+    x, y = arrays(20)
+    x[2 * 4] = np.nan
+    model = linear()
+    optimizer = keras.optimizers.SGD(gradient_accumulation_steps=2)
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    assert model.training_state.first_nonfinite_step() == 3
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_train_on_batch_and_test_on_batch(mirrored, accumulate):
     x, y = arrays(8)

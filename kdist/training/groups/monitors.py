@@ -14,6 +14,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from kdist.training.optimizers import counter_of
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.scopes import (
     is_multi_worker,
@@ -72,7 +73,7 @@ class LossMonitor:
         loss = self._trainer._loss_tracker.total
         if shares_storage(self._trainer.distribute_strategy):  # and so this record
             (loss,) = all_reduce_sum([tf.convert_to_tensor(loss)])
-        step = tf.cast(self._trainer.optimizer.iterations, tf.int64)
+        step = tf.cast(counter_of(self._trainer.optimizer), tf.int64)
         is_first = (self._first_bad < 0) & ~tf.math.is_finite(loss)
         self._first_bad.assign(tf.where(is_first, step, self._first_bad))
 

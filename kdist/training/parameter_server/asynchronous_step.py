@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from kdist.compat.tensorflow import watch_on_tapes
 from kdist.training.groups.monitors import NONE_YET
+from kdist.training.optimizers import counter_of
 from kdist.training.parameter_server.variables import (
     move_to_servers,
     pull,
@@ -234,7 +235,7 @@ class AsynchronousStep(StepOnCopies):
         optimizers = optimizers_of(trainer) if updates else []
         # A custom step may not use the optimizer of `compile`, which is then not built.
         used = [optimizer for optimizer in optimizers if optimizer.built] or optimizers
-        self._counter = _counter_of(used[0]) if used else None
+        self._counter = counter_of(used[0])._value if used else None
         self._written_at = None  # the count of updates including its own first one
         if trainer.training_state.repeated_steps:
             self._check_has_one_device()
@@ -274,7 +275,7 @@ class AsynchronousStep(StepOnCopies):
         natives = [variable._value for variable in variables]
         self._copies.write_back(variables)  # what the step assigned, such as a masked kernel
         moved = move_to_servers(natives, gradients)
-        counter = _counter_of(optimizer)
+        counter = counter_of(optimizer)._value
 
         def on_its_server(*parts):
             gradients = tf.nest.pack_sequence_as(moved, parts, expand_composites=True)
@@ -361,11 +362,6 @@ def _decay_each(optimizer, variables):
         with tf.device(native.device):
             rate = tf.cast(optimizer.learning_rate, native.dtype)
             native.assign_sub(native * tf.cast(optimizer.weight_decay, native.dtype) * rate)
-
-
-def _counter_of(optimizer):
-    """Returns the variable that counts the optimizer's steps, also accumulating ones."""
-    return getattr(optimizer, "inner_optimizer", optimizer)._iterations._value
 
 
 def variables_of(trainer):

@@ -25,6 +25,7 @@ from kdist.training.groups.loop import LazyLogs
 from kdist.training.groups.monitors import NONE_YET
 from kdist.training.groups.predictions import concatenate
 from kdist.training.groups.step_groups import GroupResult, StepGroup
+from kdist.training.optimizers import counter_of
 from kdist.training.parameter_server.asynchronous_step import AsynchronousStep, MicroSteps
 from kdist.training.parameter_server.variables import push
 from kdist.training.replica.own_metrics import own_metric_variables, recorded_results
@@ -125,12 +126,12 @@ class AsynchronousFunction:
         counts_each = isinstance(optimizer, keras.optimizers.Optimizer) and not isinstance(
             optimizer, keras.optimizers.LossScaleOptimizer
         )
-        return int(optimizer.iterations) if counts_each else None
+        return int(counter_of(optimizer)) if counts_each else None
 
     def _correct_count(self):
         """Removes the updates of repeated groups from the count, when no step is in flight."""
         if self._count_before is not None and self._dispatcher.repeats():
-            self._trainer.optimizer.iterations.assign(self._count_before + self._steps)
+            counter_of(self._trainer.optimizer).assign(self._count_before + self._steps)
 
     def _due(self, groups):
         """Dispatches groups, and yields one whenever no further group may start.
