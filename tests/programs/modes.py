@@ -58,6 +58,9 @@ MODES = {
     ),
     "optimizer": Mode("shard=optimizer", "mirrored", 2, shard="optimizer"),
     "weights": Mode("shard=weights", "mirrored", 2, shard="weights"),
+    "weights_workers": Mode(
+        "shard=weights, multi_worker × 2", "multi_worker", 1, tasks={"worker": 2}, shard="weights"
+    ),
 }  # fmt: skip
 
 
@@ -79,7 +82,8 @@ def create_strategy(mode):
     name, devices = mode.strategy, mode.devices
     if mode.shard:
         # The models are small. All but their smallest weights are divided.
-        layout = kdist.Layout(data=devices, shard=mode.shard, min_shard_bytes=64)
+        replicas = devices * mode.tasks.get("worker", 1)
+        layout = kdist.Layout(data=replicas, shard=mode.shard, min_shard_bytes=64)
         name, devices = layout, None
     strategy = kdist.create_strategy(name, devices, **timeouts)
     _add_to_compile(mode.options)

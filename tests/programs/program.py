@@ -1,5 +1,6 @@
 """Registry of the programs in this folder, and the results that they return."""
 
+import contextlib
 import dataclasses
 import importlib.util
 from collections.abc import Callable
@@ -88,7 +89,10 @@ def outcome(history, *models, **arrays):
     found = {}
     _flatten("log", getattr(history, "history", history), found)
     for number, model in enumerate(models):
-        _flatten(f"weight of model {number}", list(model.get_weights()), found)
+        # Workers that divide weights gather them; the models of kdist alone have this attribute.
+        state = getattr(model, "training_state", None)
+        with contextlib.nullcontext() if state is None else state.whole():
+            _flatten(f"weight of model {number}", list(model.get_weights()), found)
     for name, value in arrays.items():
         _flatten(name, value, found)
     return found

@@ -263,6 +263,45 @@ class OfValues(keras.Model):
         return {"loss": loss}
 
 
+class OfVariables:
+    """Updates weights with numbers whose only path to the gradients is not one of tensors."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        if self.sums:
+            for total, gradient in zip(self.sums, gradients, strict=True):
+                total.assign(0.9 * total + gradient)
+            gradients = [total + 0.0 for total in self.sums]
+        else:
+            with tf.control_dependencies(gradients):
+                gradients = [tf.ones(gradient.shape) for gradient in gradients]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("has_sums", [True, False])
+def test_updates_that_wait_for_gradients(has_sums):
+    """TensorFlow would report a cycle if weights were gathered again in the wrong order."""
+    results = []
+    for replicas in (0, 2):
+        keras.utils.set_random_seed(5)
+        bases = (OfVariables, model_class(replicas))
+        with on(replicas):
+            x = inputs = keras.Input((WIDTH,))
+            for _ in range(BLOCKS):
+                x = layers.Dense(WIDTH, "tanh")(x)
+            model = type("Own", bases, {})(inputs, x)
+            shapes = [weight.shape for weight in model.trainable_variables] if has_sums else []
+            model.sums = [model.add_weight(s, "zeros", trainable=False) for s in shapes]
+            model.compile("sgd", "mse")
+        model.fit(*vectors(), batch_size=8, shuffle=False, verbose=0)
+        results.append(model.get_weights())
+    assert_same_weights(*results, 1e-6)
+
+
 @pytest.mark.parametrize("watches", [False, True])
 def test_gradients_of_the_values_of_weights(watches):
     x, y = vectors()

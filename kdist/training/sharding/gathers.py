@@ -243,7 +243,7 @@ class WeightGathers:
         """Returns the number of the last operation of a tape from which some are computed.
 
         A program may compute gradients from several, such as the norm of all gradients, also of
-        those of other workers.
+        those of other workers, or add them to variables that it reads.
         """
         first, seen, pending, found = self._backward[0].first, set(), list(operations), [-1]
         while pending:
@@ -256,7 +256,7 @@ class WeightGathers:
             if is_last or any(each.first <= number < each.end for each in self._backward):
                 found.append(number)
             else:
-                pending += [tensor.op for tensor in operation.inputs]
+                pending += _operations_before(operation, number_of)
         return max(found)
 
     def _uses_before(self):
@@ -274,6 +274,21 @@ class WeightGathers:
             if operation.type not in _REARRANGE
             and not any(b.first <= number_of[operation] < b.end for b in self._backward)
         ]
+
+
+def _operations_before(operation, number_of):
+    """Returns operations that run before one: for its inputs, or earlier on the same variables.
+
+    TensorFlow adds the control dependencies between those when the whole function is traced.
+    """
+    earlier = [
+        other
+        for tensor in operation.inputs
+        if tensor.dtype == tf.resource
+        for other in tensor.consumers()
+        if number_of[other] < number_of[operation]
+    ]
+    return [tensor.op for tensor in operation.inputs] + operation.control_inputs + earlier
 
 
 def _rearranged(whole):
