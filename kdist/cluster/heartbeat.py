@@ -4,7 +4,8 @@
         ...                                     # the call of the step function
         note_steps(16)                          # fewer if the data ended
 
-A step that takes ten times as long as usual is logged while it lasts. The launcher gives each task
+A step that takes ten times as long as usual is logged while it lasts, and an operation outside of
+steps for which a worker waits for the others for more than a minute. The launcher gives each task
 a pipe, and a `Beat` is one line in it. From the beats of all tasks the launcher finds the one that
 hangs, as opposed to those that wait for it. Without a launcher, the first task of the job does
 (`kdist.job`). A `LivenessProbe` finds out whether a task still listens at its address.
@@ -36,6 +37,7 @@ _BEAT_INTERVAL_SECONDS = 1.0
 # A step is logged as slow after this multiple of the usual time, and at least this time.
 _MIN_SLOWDOWN = 10
 _MIN_SLOW_SECONDS = 5.0
+_SLOW_COLLECTIVE_SECONDS = 60.0  # an operation outside of steps, of all workers
 _NUM_REMEMBERED_STEPS = 31
 _MIN_STEPS_FOR_USUAL = 3
 _PROBE_INTERVAL_SECONDS = 0.5
@@ -159,6 +161,7 @@ class Heartbeat:
             beat = _beat(activity, time.monotonic() - since)
             if since != self._reported:
                 self._log_if_slow(beat, since)
+                self._log_if_alone(activity, beat, since)
             self._send(beat)
             time.sleep(_BEAT_INTERVAL_SECONDS)
 
@@ -174,6 +177,17 @@ class Heartbeat:
                 beat.seconds,
                 tracing if self._traced == since else "",
                 beat.usual_seconds,
+            )
+
+    def _log_if_alone(self, activity, beat, since):
+        is_collective = isinstance(activity, _Step) and activity.name is not None
+        if is_collective and beat.seconds > _SLOW_COLLECTIVE_SECONDS:
+            self._reported = since
+            _logger.warning(
+                "%s for %.0f s so far. All workers take part in it, and have to call it at the same "
+                "place of their programs",
+                beat.doing,
+                beat.seconds,
             )
 
     def _send_last(self):

@@ -115,6 +115,8 @@ for case in cases:
         model = train(case, case, [save], **options)
 save_often = keras.callbacks.ModelCheckpoint(directory + "-2.keras", save_freq=2)
 with model.training_state.whole():
+    with model.training_state.whole():
+        pass
     if number_of_task == workers - 1:
         model.save(directory + "-whole.keras")
 refused = {{}}

@@ -19,6 +19,8 @@ from kdist.training.sharding.optimizer_state import shards_of
 from kdist.training.sharding.parts import divides_over_workers
 from kdist.training.sharding.weights import sharded_weights
 
+# Models that `share` has gathered state of, and those of them that are whole on all workers.
+_shared_models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 _whole_models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
@@ -31,7 +33,7 @@ def share(model: keras.Model, is_kept: bool = True):
     """
     if not divides_over_workers(model.distribute_strategy):
         return
-    _whole_models.add(model)
+    _shared_models.add(model)
     with heartbeat.collective("gathering the weights and slots of all workers"):
         for weight in sharded_weights(model):
             value = weight.shard.whole.whole()
@@ -42,6 +44,7 @@ def share(model: keras.Model, is_kept: bool = True):
 
 def forget(model: keras.Model):
     """Frees what `share` has gathered."""
+    _shared_models.discard(model)
     _whole_models.discard(model)
     for weight in sharded_weights(model):
         weight.shared = None
@@ -51,7 +54,7 @@ def forget(model: keras.Model):
 
 def forget_all():
     """Frees what `share` has gathered of any model: a step is about to change it."""
-    for model in list(_whole_models):
+    for model in list(_shared_models):
         forget(model)
 
 
@@ -60,9 +63,13 @@ def whole(model: keras.Model) -> Iterator[None]:
     """Returns a context manager in which all state can be read; its beginning is a collective call.
 
     Args:
-        model: the model.
+        model: the model. Within another such context of it, this one does nothing.
     """
+    if model in _whole_models:
+        yield
+        return
     share(model)
+    _whole_models.add(model)
     try:
         yield
     finally:
