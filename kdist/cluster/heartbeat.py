@@ -184,8 +184,8 @@ class Heartbeat:
         if is_collective and beat.seconds > _SLOW_COLLECTIVE_SECONDS:
             self._reported = since
             _logger.warning(
-                "%s for %.0f s so far. All workers take part in it, and have to call it at the same "
-                "place of their programs",
+                "%s for %.0f s so far. All workers take part in it, and have to call it at the "
+                "same place of their programs",
                 beat.doing,
                 beat.seconds,
             )
