@@ -175,6 +175,54 @@ def collect_function_graphs() -> Iterator[list]:
         owner.disable_graph_collection()
 
 
+# Numbers of other types that are sent as those of a type that TensorFlow can send, bit by bit.
+_SENT_AS = {tf.bfloat16: tf.float16, tf.uint32: tf.int32, tf.uint64: tf.int64}
+
+
+@functools.cache
+def exchange_all_types():
+    """Lets workers broadcast and gather numbers of all types, such as bfloat16 and int8.
+
+    TensorFlow does so for few, and creates a variable by a broadcast of its initial value.
+    """
+    send, receive = collective_ops.broadcast_send, collective_ops.broadcast_recv
+    gather = collective_ops.all_gather_v2
+
+    @functools.wraps(send)
+    def broadcast_send(t, shape, dtype, *args, **kwargs):
+        sent = _as_sent(t)
+        return send(sent, shape, sent.dtype, *args, **kwargs)
+
+    @functools.wraps(receive)
+    def broadcast_recv(shape, dtype, *args, **kwargs):
+        return _as_received(receive(shape, _sent_type(dtype), *args, **kwargs), dtype)
+
+    @functools.wraps(gather)
+    def all_gather_v2(t, *args, **kwargs):
+        return _as_received(gather(_as_sent(t), *args, **kwargs), t.dtype)
+
+    collective_ops.broadcast_send, collective_ops.broadcast_recv = broadcast_send, broadcast_recv
+    collective_ops.all_gather_v2 = all_gather_v2
+
+
+def _sent_type(dtype):
+    dtype = tf.as_dtype(dtype)
+    if dtype in _SENT_AS:
+        return _SENT_AS[dtype]
+    if dtype.size > 2 or dtype in (tf.float16, tf.bool):
+        return dtype
+    return tf.float32 if dtype.is_floating else tf.int32
+
+
+def _as_sent(tensor):
+    is_same_size = tensor.dtype in _SENT_AS
+    return (tf.bitcast if is_same_size else tf.cast)(tensor, _sent_type(tensor.dtype))
+
+
+def _as_received(tensor, dtype):
+    return (tf.bitcast if dtype in _SENT_AS else tf.cast)(tensor, dtype)
+
+
 # TensorFlow's own keys count from 100.
 _FIRST_KEY = 1 << 30
 

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.keras import TensorFlowTrainer
-from kdist.compat.tensorflow import abort_collectives, reuse_collective_keys
+from kdist.compat.tensorflow import abort_collectives, exchange_all_types, reuse_collective_keys
 from kdist.exit_codes import PEER_HANGS
 from kdist.training.parameter_server.variables import Partitioner, partition_embeddings
 from kdist.training.replica.reduction import sums_over_replicas
@@ -58,6 +58,7 @@ def set_up(
     if has_parameter_servers(strategy):
         partition_embeddings(strategy, partitioner)
     elif isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        exchange_all_types()
         reuse_collective_keys(strategy)
         set_step_timeout(strategy, step_timeout_seconds)
         if equalizes_seeds and is_multi_worker(strategy):

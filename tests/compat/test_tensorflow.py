@@ -9,6 +9,7 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
 )
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.eager import context
+from tensorflow.python.ops import collective_ops
 
 import kdist.launch
 from kdist.compat.tensorflow import (
@@ -118,6 +119,15 @@ def test_the_heartbeat_timeout():
         assert ours.keywords == {"heartbeat_timeout_in_ms": 30000}
         assert "heartbeat_timeout_in_ms" in inspect.signature(ours.func).parameters
     assert context.context().configure_coordination_service == ours.func
+
+
+def test_the_arguments_of_collectives():
+    for function, first in {
+        collective_ops.broadcast_send: ["t", "shape", "dtype"],
+        collective_ops.broadcast_recv: ["shape", "dtype"],
+        collective_ops.all_gather_v2: ["t"],
+    }.items():
+        assert list(inspect.signature(function).parameters)[: len(first)] == first
 
 
 def test_collectives_can_be_aborted():

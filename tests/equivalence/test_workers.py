@@ -341,6 +341,49 @@ def test_tasks_with_other_flags_are_refused():
         assert "must be the same on all tasks" in message
 
 
+# The second worker has drawn other numbers, and receives those of the first.
+OTHER_TYPES = """
+import json, os
+import kdist
+layout = kdist.Layout(data=2, shard="optimizer", min_shard_bytes=64)
+strategy = kdist.create_strategy(layout)
+import keras, numpy as np, tensorflow as tf
+task = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+types = "bfloat16 int8 uint8 int16 uint16 uint32 uint64 float8_e4m3fn float16 int64 bool".split()
+numbers = {}
+for name in types:
+    dtype = tf.as_dtype(name)
+    highest = 1 if name == "bool" else dtype.max
+    with strategy.scope():
+        variable = tf.Variable(np.array([1, 0 if task else highest], dtype.as_numpy_dtype))
+    numbers[name] = bool(variable.numpy()[1] == highest)
+
+keras.config.set_dtype_policy("bfloat16")
+keras.utils.set_random_seed(1)
+with strategy.scope():
+    inputs = keras.Input((16,))
+    hidden = keras.layers.Dense(32, activation="tanh")
+    model = kdist.Model(inputs, keras.layers.Dense(3)(hidden(inputs)))
+    model.compile("adam", "mse")
+x = np.random.default_rng(task).normal(size=(12, 16)).astype("float32")
+model.fit(x, x[:, :3], batch_size=4, verbose=0)
+predicted = model.predict(x[:7], batch_size=4, verbose=0)
+model.quantize("int8")
+kernel = hidden.kernel
+print(json.dumps([numbers, str(predicted.dtype), kernel.dtype, kernel.numpy().tolist()]))
+"""
+
+
+def test_workers_exchange_numbers_of_all_types():
+    """TensorFlow broadcasts and gathers few types."""
+    first, second = python_tasks(OTHER_TYPES, {"worker": 2})
+    assert first == second
+    equal, *types, kernel = first
+    assert all(equal.values()), equal
+    assert types == ["bfloat16", "int8"]
+    assert np.abs(kernel).max() == 127
+
+
 LATE = """
 import json
 import kdist, tensorflow as tf
