@@ -105,9 +105,9 @@ def create_strategy(
             variables are never partitioned. Defaults to None, no partitions.
         shard: What the replicas of `"mirrored"` or `"multi_worker"` divide among themselves to save
             memory. `"optimizer"`: the optimizer's slots, and its update. `"gradients"`: also the
-            sums of gradients over micro-steps. `"weights"`: also the weights, which each process
-            divides among its devices. See `kdist.Layout`. Defaults to None: each device holds
-            everything.
+            sums of gradients over micro-steps. `"weights"`: also the weights, which processes of
+            several devices each divide among their own, and processes of one device among all. See
+            `kdist.Layout`. Defaults to None: each device holds everything.
         intra_op_threads: Threads among which one operation on the CPU is divided. They can be set
             only before TensorFlow starts; later a warning is logged. Defaults to None: all cores,
             or one if there are no more cores than logical CPU devices.

@@ -187,7 +187,8 @@ with program.flag_group("Devices and layout"):
         "Training state that replicas of mirrored or multi_worker divide among themselves, to save "
         "memory. optimizer: each holds the optimizer's slots of its part of every large weight. "
         "gradients: also the sums of gradients of --accumulate. weights: also its part of the "
-        "weights, which each host divides among its devices, and gathers where a layer uses them. "
+        "weights, which are gathered where a layer uses them; hosts of several devices each divide "
+        "them among their own, hosts of one device among all. "
         "In a layout: data=4,shard=optimizer.",
     )
     flags.DEFINE_string(
