@@ -181,7 +181,7 @@ def test_masks(low):
     tokens, lengths = rng().integers(1, 11, (ROWS, 7)), rng().integers(1, 8, ROWS)
     tokens *= np.arange(7) < lengths[:, None]
     y = rng().integers(0, 3, (ROWS, 7))
-    layout = "data=2,pipeline=2,micro_batches=3,schedule=gpipe"
+    layout = "pipeline=2,micro_batches=3,schedule=gpipe"
     assert_recomputes_the_same(make, layout, tokens, y, metrics=["accuracy"])
 
 

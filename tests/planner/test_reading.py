@@ -24,7 +24,7 @@ APPLICATIONS = sorted(
     if inspect.isfunction(builder) and not LARGER.fullmatch(name)
 )
 FAST = {"VGG16"}
-SLOW = {"MobileNetV2", "EfficientNetB0", "ResNet50"}
+SLOW = {"MobileNetV2", "ResNet50"}
 IN_CI = sorted(FAST | SLOW)
 
 

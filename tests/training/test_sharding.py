@@ -144,12 +144,10 @@ def excluding(optimizer):
 
 CASES = [
     *((name, 2, "optimizer") for name in OFTEN),
-    ("AdamW", 4, "optimizer"),
     ("AdamW", 2, "weights"),
     ("loss scale", 4, "weights"),
     ("Muon", 2, "optimizer"),
-    ("Muon", 4, "weights"),
-    ("Muon, clipped", 2, "weights"),
+    ("Muon, clipped", 4, "weights"),
     ("Adafactor", 4, "optimizer"),
     ("centralized", 2, "weights"),
 ]
