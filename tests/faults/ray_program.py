@@ -31,7 +31,7 @@ def main(directory, checkpoints, result):
 def train(checkpoints, result):
     engine = get_engine("ray")
     command = (str(PROGRAM), "multi_worker", checkpoints, result)
-    environment = {"PYTHONPATH": str(ROOT)}
+    environment = {"PYTHONPATH": f"{ROOT / 'tests' / 'site'}{os.pathsep}{ROOT}"}
     run_dir = str(pathlib.Path(checkpoints).parent)
     job = Job("cats", command, workers=2, run_dir=run_dir, environment=environment, max_restarts=1)
     assert engine.check(job) == []

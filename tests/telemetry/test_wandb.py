@@ -452,7 +452,7 @@ def run_agents(tmp_path, monkeypatch, more, number):
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m kdist "$@" {more}\n')
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     agent = [pathlib.Path(sys.executable).with_name("wandb"), "agent", "--count=1", "me/kdist/s"]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     agents = [subprocess.Popen(agent, cwd=tmp_path, **output) for _ in range(number)]
