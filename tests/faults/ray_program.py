@@ -5,6 +5,7 @@ says, as JSON, what was seen.
 """
 
 import json
+import os
 import pathlib
 import sys
 import time
