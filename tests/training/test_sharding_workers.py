@@ -15,6 +15,7 @@ from kdist.run_directory import checkpoint_name
 from kdist.testing import assert_same_weights
 from kdist.training.groups.file_callbacks import with_whole_state
 from kdist.training.replica import reduction
+from kdist.training.sharding import gathers
 from tests.forked import python_tasks
 from tests.tiers import seldom
 
@@ -270,7 +271,9 @@ import numpy as np
 import kdist
 from kdist.compat.tensorflow import collect_function_graphs
 from kdist.training.replica import reduction
+from kdist.training.sharding import gathers
 
+gathers.computes_on_gpus = lambda strategy: True
 reduction._BUCKET_BYTES = 5000
 (accumulate,) = map(int, sys.argv[1:])
 
@@ -336,7 +339,8 @@ with model.training_state.whole():
 def test_workers_run_their_collectives_in_the_same_order(accumulate, monkeypatch):
     """On GPUs, two that wait for each other's collectives would do so forever."""
     monkeypatch.setattr(sys, "argv", ["", str(accumulate)])
-    monkeypatch.setattr(reduction, "_BUCKET_BYTES", None)  # restored afterwards
+    for owner, name in ((reduction, "_BUCKET_BYTES"), (gathers, "computes_on_gpus")):
+        monkeypatch.setattr(owner, name, None)  # the program sets them, and they are restored
     names = {}
     exec(MANY_COLLECTIVES.partition("\nstrategy = ")[0], names)
     expected = names["fit"](names["network"](keras.Model)).get_weights()

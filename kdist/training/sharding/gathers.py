@@ -14,7 +14,8 @@ the others would hold all its gradients.
 Several processes with one device each gather by collectives. On GPUs these have to run in the same
 order in all processes, or they wait for each other forever. TensorFlow orders them as they were
 created. Gathers that are repeated are created last, and sums of gradients after all gradients. Both
-are needed earlier, so that `kdist.training.sharding.collective_order` orders them.
+are needed earlier, so that `kdist.training.sharding.collective_order` orders them. CPUs need no
+order, and with one, a step takes 1.2 times as long (`benchmarks/sharding.py`).
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ from kdist.training.replica.reduction import (
     of_all_replicas,
     reduce_scatter_sum,
 )
+from kdist.training.scopes import computes_on_gpus
 from kdist.training.sharding.collective_order import (
     CollectiveOrder,
     collectives_since,
@@ -96,6 +98,7 @@ class WeightGathers:
         self._backward: list[_BackwardPass] = []
         self._sums: list[tuple[tf.Operation, tf.Operation]] = []  # of gradients and their sums
         self._order = CollectiveOrder(self._graph)
+        self._needs_order = computes_on_gpus(tf.distribute.get_strategy())
         self._weights = list(weights)
         self._are_divided_over_workers = any(
             weight.shard.is_divided_over_workers for weight in self._weights
@@ -139,10 +142,10 @@ class WeightGathers:
             return gather.whole_after(())
         if is_kept(variable.shape):
             with self._graph.as_default():
-                return gather.whole_after(())
+                return gather.whole_after((), self._needs_order)
         # Also for loops and conditions, whose graphs cannot wait for operations of this one.
         with self._graph.as_default():
-            whole = gather.whole_after(self._uses_before())
+            whole = gather.whole_after(self._uses_before(), self._needs_order)
         self._gathers.append((gather, whole))
         return whole
 
@@ -233,7 +236,8 @@ class WeightGathers:
                 self._order.add(collective, after=first - 1)
             for operation, tensor in found:
                 replace_input(operation, tensor, _computed_again(tensor, again))
-        self._order.establish()
+        if self._needs_order:
+            self._order.establish()
 
     def _numbers(self):
         """Returns {operation: number} of the graph, in the order in which they were created."""
