@@ -65,8 +65,8 @@ PYTEST := $(RUN) -m pytest --numprocesses=3 --dist=worksteal --durations=40
 
 # Two notebooks at a time take 3 GB. They follow the slow tests, since together they can fill 24 GB.
 # Their processes import TensorFlow in half the time, as those of tests do.
-NOTEBOOKS := PYTHONPATH=$(CURDIR)/tests/site $(RUN) -m pytest --numprocesses=2 --dist=worksteal -p nbmake.pytest_plugin --nbmake \
-  --nbmake-timeout=600 --durations=0 notebooks
+NOTEBOOKS := PYTHONPATH=$(CURDIR)/tests/site $(RUN) -m pytest --numprocesses=2 --dist=worksteal \
+  -p nbmake.pytest_plugin --nbmake --nbmake-timeout=600 --durations=0 notebooks
 
 test: test-unit test-tensorflow ## all tests but the slow ones
 

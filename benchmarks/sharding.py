@@ -84,11 +84,9 @@ def main(_):
     for shard, model in models.items():
         held = state_bytes(model).values()
         weights, slots = max(each.weights for each in held), max(each.optimizer for each in held)
-        copies = 2 * (FLAGS.devices * workers - 1)
-        if shard == "weights":
+        copies = (3 if shard == "weights" else 2) * (FLAGS.devices * workers - 1)
+        if shard == "weights" and FLAGS.devices > 1:
             copies = 3 * (FLAGS.devices - 1) * workers + 2 * (workers - 1)
-            if FLAGS.devices == 1:
-                copies = 3 * (workers - 1)
         formula = copies * 4 * parameters
         peak = f"{max(peaks[shard]) / 1e6:.2f}" if peaks[shard] else "–"
         print(

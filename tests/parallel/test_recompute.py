@@ -163,8 +163,8 @@ def test_state_on_the_last_stage():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("low", ["LSTM", *seldom(["Dense"])])
-def test_masks(low):
+@pytest.mark.parametrize(("low", "replicas"), [("LSTM", 1), *seldom([("LSTM", 2), ("Dense", 2)])])
+def test_masks(low, replicas):
     """Sequences of unequal length. An LSTM is a loop, in the second pass as well."""
     layers = keras.layers
 
@@ -181,7 +181,7 @@ def test_masks(low):
     tokens, lengths = rng().integers(1, 11, (ROWS, 7)), rng().integers(1, 8, ROWS)
     tokens *= np.arange(7) < lengths[:, None]
     y = rng().integers(0, 3, (ROWS, 7))
-    layout = "pipeline=2,micro_batches=3,schedule=gpipe"
+    layout = f"data={replicas},pipeline=2,micro_batches=3,schedule=gpipe"
     assert_recomputes_the_same(make, layout, tokens, y, metrics=["accuracy"])
 
 

@@ -105,7 +105,7 @@ class WeightGathers:
         )
 
     def exchange(self, replica: int, weights: Iterable[ShardedVariable] | None = None):
-        """Reads the parts of all replicas, which all replicas call together.
+        """Reads the parts of all replicas of this process, which these call together.
 
         Nothing is copied between devices before a weight is gathered.
 
@@ -115,11 +115,7 @@ class WeightGathers:
         """
         weights = self._weights if weights is None else list(weights)
         own = [each.shard.copies[replica].read_value() for each in weights]
-        if not self._are_divided_over_workers:
-            own = of_all_replicas(own)
-        else:
-            own = [[part] for part in own]
-        for weight, parts in zip(weights, own, strict=True):
+        for weight, parts in zip(weights, of_all_replicas(own), strict=True):
             self._parts[id(weight)] = list(parts)
 
     def whole(self, variable: ShardedVariable) -> tf.Tensor:

@@ -31,8 +31,6 @@ def share(model: keras.Model, is_kept: bool = True):
         model: the model.
         is_kept: whether this worker keeps the state on its host, until `forget`. Defaults to True.
     """
-    if not divides_over_workers(model.distribute_strategy):
-        return
     _shared_models.add(model)
     with heartbeat.collective("gathering the weights and slots of all workers"):
         for weight in sharded_weights(model):
@@ -44,7 +42,9 @@ def share(model: keras.Model, is_kept: bool = True):
 
 def forget(model: keras.Model):
     """Frees what `share` has gathered."""
-    _shared_models.discard(model)
+    if model not in _shared_models:
+        return
+    _shared_models.remove(model)
     _whole_models.discard(model)
     for weight in sharded_weights(model):
         weight.shared = None
@@ -63,9 +63,10 @@ def whole(model: keras.Model) -> Iterator[None]:
     """Returns a context manager in which all state can be read; its beginning is a collective call.
 
     Args:
-        model: the model. Within another such context of it, this one does nothing.
+        model: the model. Within another such context of it, this one does nothing, nor where no
+            workers divide state.
     """
-    if model in _whole_models:
+    if model in _whole_models or not divides_over_workers(model.distribute_strategy):
         yield
         return
     share(model)
