@@ -34,6 +34,6 @@ def served(directories):
     from kdist.serving.core.settings import ServerLimits
 
     # No ceiling: tests hold bodies of a size that this machine may not have memory for.
-    limits = ServerLimits(body_bytes=1 << 20, body_seconds=1.0, memory_bytes=0)
+    limits = ServerLimits(body_bytes=1 << 20, memory_bytes=0)
     with running(directories, limits=limits) as it:
         yield it
