@@ -328,9 +328,11 @@ with strategy.scope():
     model = network(kdist.Model)
 with collect_function_graphs() as functions:
     fit(model, accumulate=accumulate)
-found = max(map(numbers_before, functions), key=len)
+step = max(functions, key=lambda each: len(numbers_before(each)))
+gathers = [n for n in step.post_optimization_graph.node if n.op.startswith("CollectiveGather")]
 with model.training_state.whole():
-    print(json.dumps([found, [weight.tolist() for weight in model.get_weights()]]))
+    weights = [weight.tolist() for weight in model.get_weights()]
+print(json.dumps([numbers_before(step), len(gathers), weights]))
 """
 
 
@@ -344,7 +346,11 @@ def test_workers_run_their_collectives_in_the_same_order(accumulate, monkeypatch
     names = {}
     exec(MANY_COLLECTIVES.partition("\nstrategy = ")[0], names)
     expected = names["fit"](names["network"](keras.Model)).get_weights()
-    for places, weights in python_tasks(MANY_COLLECTIVES, {"worker": 2}, [str(accumulate)]):
+    for places, num_gathers, weights in python_tasks(
+        MANY_COLLECTIVES, {"worker": 2}, [str(accumulate)]
+    ):
+        # Two pairs of small weights are gathered together: otherwise it would be 43 and 78.
+        assert num_gathers == {1: 38, 2: 68}[accumulate]
         assert places == list(range(len(places)))
         assert len(places) > 20 * accumulate
         assert_same_weights(weights, expected, 1e-5)

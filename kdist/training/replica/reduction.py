@@ -62,7 +62,7 @@ def reduce_scatter_sum(tensors, divisions, is_ordered=True):
         tensors: list of tensors, with the same shapes on all replicas.
         divisions: their divisions, `EqualParts`, into one part per replica of the job. With one
             part per replica of this process, the sums are those over its replicas.
-        is_ordered: as in `gather_own_part`.
+        is_ordered: as in `gather_own_parts`.
     """
     strategy = tf.distribute.get_strategy()
     pairs = list(zip(tensors, divisions, strict=True))
@@ -84,7 +84,7 @@ def _reduce_scatter_between_workers(parts, is_ordered):
     Args:
         parts: tensors of shape (N, …), a part for each of N replicas.
     """
-    buckets = _buckets(parts)
+    buckets = buckets_of(parts)
     # TensorFlow has no reduce-scatter for CPUs.
     sums = [tf.reduce_sum(each, 0) for each in _exchanged_rows(buckets, is_ordered)]
     return _taken_apart(sums, [[each.shape[1:] for each in bucket] for bucket in buckets])
@@ -95,7 +95,7 @@ def _exchanged_rows(buckets, is_ordered=True):
 
     Args:
         buckets: lists of tensors of shape (N, …), with a row for each of N replicas.
-        is_ordered: as in `gather_own_part`.
+        is_ordered: as in `gather_own_parts`.
 
     Returns:
         A matrix for each bucket, whose rows are in the order of the replicas' ranks.
@@ -120,7 +120,7 @@ def exchange_rows(tensors):
     if not tensors:
         return []
     if tensors[0].shape[0] > num_local_replicas(tf.distribute.get_strategy()):
-        buckets = _buckets(tensors)
+        buckets = buckets_of(tensors)
         pairs = zip(_in_order(_exchanged_rows(buckets)), buckets, strict=True)
         return [rows for whole, b in pairs for rows in tf.split(whole, [t.shape[1] for t in b], 1)]
     here, sent = this_local_replica(), [tf.unstack(each) for each in tensors]
@@ -134,7 +134,7 @@ def sum_over_workers(tensors):
     Called in replica context, by all replicas. All of these receive the same bits.
     """
     with tf.name_scope(SCOPE):
-        buckets = _buckets(tensors)
+        buckets = buckets_of(tensors)
         sent = [_concatenated(bucket) for bucket in buckets]
         sums = _exchanged(all_reduce_between_workers, sent)
         return _taken_apart(sums, [[each.shape for each in bucket] for bucket in buckets])
@@ -157,35 +157,45 @@ def gather_parts(tensors):
     strategy = tf.distribute.get_strategy()
     if not is_multi_worker(strategy):
         return of_all_replicas(tensors)
-    ranks, buckets, found = _replicas_by_rank(strategy), _buckets(tensors), []
-    sent = [_concatenated(bucket) for bucket in buckets]
-    by_rank = [tf.reshape(each, (len(ranks), -1)) for each in _exchanged(all_gather, sent)]
-    for bucket, rows_of_all in zip(buckets, _in_order(by_rank), strict=True):
-        parts = tf.split(rows_of_all, [math.prod(tensor.shape) for tensor in bucket], 1)
-        for tensor, part in zip(bucket, parts, strict=True):
-            rows, *others = tensor.shape
-            found.append([tf.reshape(part, (len(ranks) * rows, *others))])
-    return found
+    buckets = buckets_of(tensors)
+    gathered = _exchanged(all_gather, [_concatenated(bucket) for bucket in buckets])
+    pairs = zip(buckets, gathered, strict=True)
+    return [[whole] for bucket, vector in pairs for whole in _wholes(bucket, vector)]
 
 
-def gather_own_part(tensor, is_ordered=True):
-    """Returns the values that a tensor has on the replicas of the job, as one concatenation.
+def gather_own_parts(tensors, is_ordered=True):
+    """Returns the values that each tensor has on the replicas of the job, as one concatenation.
 
-    Each process has one replica. Called in replica context, also where replicas cannot meet.
+    All are sent together. Each process has one replica. Called in replica context, also where
+    replicas cannot meet.
 
     Args:
-        tensor: this replica's tensor, of the same shape on all replicas.
+        tensors: this replica's tensors, of one type, and of the same shapes on all replicas.
         is_ordered: whether TensorFlow runs this after the collectives that were created before it.
             Otherwise the caller makes sure that all processes run them in the same order.
     """
-    strategy = tf.distribute.get_strategy()
-    replicas = strategy.num_replicas_in_sync
-    rows, *others = tensor.shape
-    (whole,) = all_gather(strategy, [tensor], is_ordered)
+    sent = _concatenated(tensors)
+    (vector,) = all_gather(tf.distribute.get_strategy(), [sent], is_ordered)
+    return _wholes(tensors, vector)
+
+
+def _wholes(tensors, vector):
+    """Returns the concatenation of the values of each tensor on all replicas.
+
+    Args:
+        tensors: this replica's values.
+        vector: the values of all tensors on the first rank, on the second one, and so on.
+    """
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    sizes = [math.prod(tensor.shape) for tensor in tensors]
     # Telemetry reads the shapes of the graph that TensorFlow has optimized.
-    whole = tf.ensure_shape(whole, (replicas * rows, *others))
-    (by_replica,) = _in_order([tf.reshape(whole, (replicas, -1))])
-    return tf.reshape(by_replica, whole.shape)
+    vector = tf.ensure_shape(vector, [replicas * sum(sizes)])
+    (by_replica,) = _in_order([tf.reshape(vector, (replicas, -1))])
+    parts = tf.split(by_replica, sizes, 1) if len(sizes) > 1 else [by_replica]
+    return [
+        tf.reshape(part, (replicas * tensor.shape[0], *tensor.shape[1:]))
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 def find_ranks(strategy):
@@ -323,13 +333,18 @@ def _called(function, tensors, _):
     return function(tensors)
 
 
-def _buckets(tensors):
-    """Returns lists of successive tensors of one type that are sent together."""
+def buckets_of(tensors, most_bytes=math.inf):
+    """Returns lists of successive tensors of one type that are sent together.
+
+    Args:
+        tensors: tensors or variables.
+        most_bytes: bytes that a list of several tensors may have, if less than 4 MiB.
+    """
     buckets, size = [], 0
     for tensor in tensors:
         own = tensor.shape.num_elements() * tensor.dtype.size
         is_alike = buckets and buckets[-1][-1].dtype == tensor.dtype
-        if is_alike and size + own <= _BUCKET_BYTES:
+        if is_alike and size + own <= min(most_bytes, _BUCKET_BYTES):
             buckets[-1].append(tensor)
             size += own
         else:

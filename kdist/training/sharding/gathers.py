@@ -5,6 +5,10 @@ inputs exist, so that all weights would be gathered at the beginning of a step. 
 gather waits for the layers that use the weight before the previous one: a device holds the weight
 that it computes with, and the next one.
 
+Processes gather small weights that follow each other together: a message takes half a millisecond,
+whatever its size. "Weight" below also means such a group, which is at most as large as the second
+largest weight, and at most 4 MiB of each process. So no more is held than the two largest weights.
+
 Gradients read the weights again. `WeightGathers.repeat_for_gradients` lets them read a second
 gather, which waits in the same way. Otherwise a device would hold all weights after the forward
 pass. Nothing else is computed twice, unlike with `tf.recompute_grad`. A second gather also waits
@@ -26,7 +30,8 @@ import tensorflow as tf
 from kdist.compat.tensorflow import repeat_operation, replace_input, unrecorded
 from kdist.training.replica.reduction import (
     GATHER,
-    gather_own_part,
+    buckets_of,
+    gather_own_parts,
     of_all_replicas,
     reduce_scatter_sum,
 )
@@ -51,28 +56,36 @@ _SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Gather:
-    """Gather of a weight from its parts."""
+    """Gather of weights from their parts, which are sent together.
 
-    variable: ShardedVariable
-    parts: Sequence[tf.Tensor]
+    Attributes:
+        parts: weights, with the part of each replica of this process.
+    """
 
-    def whole_after(self, operations: Sequence[tf.Operation], is_ordered: bool = True) -> tf.Tensor:
-        """Returns the weight, gathered when the operations have ended.
+    parts: Sequence[tuple[ShardedVariable, Sequence[tf.Tensor]]]
+
+    def whole_after(
+        self, operations: Sequence[tf.Operation], is_ordered: bool = True
+    ) -> list[tf.Tensor]:
+        """Returns the weights, gathered when the operations have ended.
 
         Args:
             operations: the operations.
-            is_ordered: as in `gather_own_part`, by which workers gather.
+            is_ordered: as in `gather_own_parts`, by which workers gather.
         """
-        shard = self.variable.shard
         with unrecorded(), tf.name_scope(GATHER), tf.control_dependencies(operations):
             received = []
-            for part in self.parts:
-                # The device that sends waits as well, so that nothing is received early.
-                with tf.device(part.device):
-                    received.append(tf.identity(part))
-            if shard.is_divided_over_workers:
-                received = [gather_own_part(received[0], is_ordered)]
-            return shard.division.merge(received)
+            for _, parts in self.parts:
+                received.append([])
+                for part in parts:
+                    # The device that sends waits as well, so that nothing is received early.
+                    with tf.device(part.device):
+                        received[-1].append(tf.identity(part))
+            shards = [variable.shard for variable, _ in self.parts]
+            if shards[0].is_divided_over_workers:
+                wholes = gather_own_parts([part for (part,) in received], is_ordered)
+                received = [[whole] for whole in wholes]
+            return [s.division.merge(each) for s, each in zip(shards, received, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +107,7 @@ class WeightGathers:
     def __init__(self, weights: Iterable[ShardedVariable]):
         self._graph = tf.compat.v1.get_default_graph()
         self._parts: dict[int, list[tf.Tensor]] = {}
-        self._gathers: list[tuple[_Gather, tf.Tensor]] = []
+        self._gathers: list[tuple[_Gather, list[tf.Tensor]]] = []
         self._backward: list[_BackwardPass] = []
         self._sums: list[tuple[tf.Operation, tf.Operation]] = []  # of gradients and their sums
         self._order = CollectiveOrder(self._graph)
@@ -103,6 +116,9 @@ class WeightGathers:
         self._are_divided_over_workers = any(
             weight.shard.is_divided_over_workers for weight in self._weights
         )
+        self._group_of = {}
+        if self._are_divided_over_workers and not tf.executing_eagerly():
+            self._group_of = {id(w): group for group in _groups(self._weights) for w in group}
 
     def exchange(self, replica: int, weights: Iterable[ShardedVariable] | None = None):
         """Reads the parts of all replicas of this process, which these call together.
@@ -129,21 +145,32 @@ class WeightGathers:
                 f'{variable.path!r} is divided over the devices by shard="weights", and the '
                 "model does not own it. Make its layer an attribute of the model"
             )
-        if self._gathers:
-            gather, whole = self._gathers[-1]
-            if gather.parts is self._parts[id(variable)] and not whole.consumers():
-                return whole  # Keras reads a variable twice for each use
-        gather = _Gather(variable, self._parts[id(variable)])
+        if (whole := self._unused(variable)) is not None:
+            return whole
+        group = self._group_of.get(id(variable), [variable])
+        gather = _Gather([(each, self._parts[id(each)]) for each in group])
         if tf.executing_eagerly():
-            return gather.whole_after(())
+            return gather.whole_after(())[0]
         if is_kept(variable.shape):
             with self._graph.as_default():
-                return gather.whole_after((), self._needs_order)
+                return gather.whole_after((), self._needs_order)[0]
         # Also for loops and conditions, whose graphs cannot wait for operations of this one.
         with self._graph.as_default():
-            whole = gather.whole_after(self._uses_before(), self._needs_order)
-        self._gathers.append((gather, whole))
-        return whole
+            wholes = gather.whole_after(self._uses_before(), self._needs_order)
+        self._gathers.append((gather, wholes))
+        return self._unused(variable)
+
+    def _unused(self, variable):
+        """Returns a gathered weight that is still held and that nothing has used yet, or None.
+
+        Keras reads a variable twice for each use.
+        """
+        for gather, wholes in self._gathers[-HELD:]:
+            for (other, parts), whole in zip(gather.parts, wholes, strict=True):
+                is_current = other is variable and parts is self._parts[id(variable)]
+                if is_current and not whole.consumers():
+                    return whole
+        return None
 
     def gradient(self, compute, target):
         """Returns `compute()`, a gradient, and records the operations that it adds."""
@@ -209,16 +236,16 @@ class WeightGathers:
             return
         number_of = self._numbers()
         uses = []
-        for gather, whole in self._gathers:
+        for gather, wholes in self._gathers:
             for backward in self._backward:
-                found = _uses_in(whole, backward, number_of)
+                found = _uses_in(wholes, backward, number_of)
                 if found:
                     first = min(number_of[operation] for operation, _ in found)
-                    uses.append((first, gather, whole, backward, found))
+                    uses.append((first, gather, wholes, backward, found))
         uses.sort(key=lambda use: use[0])
         sums = [(self._last_part([gradient], number_of), total) for gradient, total in self._sums]
         sums.sort(key=lambda each: each[0])
-        for place, (first, gather, whole, backward, found) in enumerate(uses):
+        for place, (first, gather, wholes, backward, found) in enumerate(uses):
             after = list(backward.targets)
             if place >= HELD:
                 earlier = uses[place - HELD][-1]
@@ -227,7 +254,8 @@ class WeightGathers:
             while place and sums and sums[0][0] < uses[place - 1][0]:
                 after.append(sums.pop(0)[1])
             created = len(self._graph.get_operations())
-            again = {whole.ref(): gather.whole_after(after, is_ordered=False)}
+            gathered = gather.whole_after(after, is_ordered=False)
+            again = {old.ref(): new for old, new in zip(wholes, gathered, strict=True)}
             for collective in collectives_since(self._graph, created):
                 self._order.add(collective, after=first - 1)
             for operation, tensor in found:
@@ -263,13 +291,13 @@ class WeightGathers:
         """Returns the operations that have used the weight before the previous one."""
         if len(self._gathers) < HELD:
             return []
-        _, whole = self._gathers[-HELD]
+        _, wholes = self._gathers[-HELD]
         number_of = (
             {o: n for n, o in enumerate(self._graph.get_operations())} if self._backward else {}
         )
         return [
             operation
-            for tensor in _rearranged(whole)
+            for tensor in _rearranged(wholes)
             for operation in tensor.consumers()
             if operation.type not in _REARRANGE
             and not any(b.first <= number_of[operation] < b.end for b in self._backward)
@@ -291,10 +319,20 @@ def _operations_before(operation, number_of):
     return [tensor.op for tensor in operation.inputs] + operation.control_inputs + earlier
 
 
-def _rearranged(whole):
-    """Returns a tensor and those that are computed from it alone by rearranging it."""
-    found = {whole.ref(): whole}
-    pending = [whole]
+def _groups(weights):
+    """Returns lists of the weights that are gathered together, which follow each other."""
+    large = [weight for weight in weights if not is_kept(weight.shape)]
+    own = [weight.shard.copies[0] for weight in large]
+    sizes = sorted(each.shape.num_elements() * each.dtype.size for each in own)
+    buckets = buckets_of(own, most_bytes=min(sizes[-HELD:], default=0))
+    successive = iter(large)
+    return [[next(successive) for _ in bucket] for bucket in buckets]
+
+
+def _rearranged(wholes):
+    """Returns tensors and those that are computed from them alone by rearranging them."""
+    found = {whole.ref(): whole for whole in wholes}
+    pending = list(wholes)
     while pending:
         for operation in pending.pop().consumers():
             others = [t for t in operation.inputs if t.ref() not in found]
@@ -309,9 +347,9 @@ def _rearranged(whole):
     return list(found.values())
 
 
-def _uses_in(whole, backward, number_of):
-    """Returns (operation, tensor) for what a backward pass reads of a gathered weight."""
-    forward = [t for t in _rearranged(whole) if not _is_in(t.op, backward, number_of)]
+def _uses_in(wholes, backward, number_of):
+    """Returns (operation, tensor) for what a backward pass reads of gathered weights."""
+    forward = [t for t in _rearranged(wholes) if not _is_in(t.op, backward, number_of)]
     return [
         (operation, tensor)
         for tensor in forward
