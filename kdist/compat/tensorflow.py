@@ -640,6 +640,20 @@ def by_autograph(function) -> Callable:
     return call
 
 
+def wait_at_barrier(name: str, seconds: float) -> bool:
+    """Returns True as soon as all workers of a job wait at the barrier of this name.
+
+    Args:
+        name: a name that the job has not used before.
+        seconds: time after which this returns False.
+    """
+    try:
+        context.context().wait_at_barrier(name, int(1000 * seconds))
+    except tf.errors.DeadlineExceededError:
+        return False
+    return True
+
+
 def abort_collectives(reason: str):
     """Makes all running and future collectives of this process fail."""
     context.context().abort_collective_ops(tf.errors.DEADLINE_EXCEEDED, reason)

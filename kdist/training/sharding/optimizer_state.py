@@ -41,6 +41,7 @@ from kdist.training.sharding.parts import (
     DividedCopies,
     Shard,
     TensorDivision,
+    await_readers,
     divides_over_workers,
     is_large,
     num_parts,
@@ -184,15 +185,10 @@ class OptimizerShards:
         """Writes the variables of the optimizer, or of the one that it wraps, to a file.
 
         Raises:
-            ValueError: each worker has some parts of the slots, and the workers do not share them.
+            ValueError: each worker has some parts of the slots, and not all of them save.
         """
         if divides_over_workers(self._strategy) and self._shared is None:
-            raise ValueError(
-                f"a file of the model would hold the slots of {optimizer.name!r}, of which each "
-                f"worker has a part (shard={self._strategy.layout.shard}). Save it in `with "
-                "model.training_state.whole(): …`, which all workers call together, or by "
-                "keras.callbacks.ModelCheckpoint or kdist.callbacks.EpochCheckpoint"
-            )
+            await_readers(f"the slots of {optimizer.name!r}")
         shared = self._shared or {}
         for number, variable in enumerate(optimizer.variables):
             is_shared = id(variable) in shared

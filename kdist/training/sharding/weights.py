@@ -12,8 +12,8 @@ for as long as it is used.
 A weight is divided when it is created, so that no device ever has to hold all weights. Of several
 processes with several devices, each holds all of them: gradients are added up within a process, and
 then the parts of processes, on the devices of the same place. Processes with one device each divide
-the weights among all. Outside of steps, a weight is then read after all of them have called
-`kdist.training.sharding.whole_state.share`.
+the weights among all. Outside of steps, a weight is then read by all of them together, or after all
+have called `kdist.training.sharding.whole_state.share`.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ from kdist.training.replica.reduction import sum_over_workers, sums_over_replica
 from kdist.training.scopes import is_multi_worker, outside_any_scope, this_local_replica
 from kdist.training.sharding.parts import (
     Shard,
+    await_readers,
     is_large,
     refuse_part_in_checkpoints,
     sharded_state,
@@ -90,7 +91,7 @@ class ShardedVariable(keras.Variable):
         """Returns the whole weight, on the current device.
 
         Raises:
-            ValueError: other workers have parts of it, and have not shared them.
+            ValueError: each worker has parts of it, and not all of them read it.
         """
         if self.shard.is_divided_over_workers:
             return self._of_all_workers()
@@ -100,15 +101,15 @@ class ShardedVariable(keras.Variable):
     def _of_all_workers(self):
         if self.shared is not None:
             return tf.constant(self.shared)
-        message = (
-            f"{self.path!r} is read outside of a step, and each worker has a part of it "
-            '(shard="weights"). Read it in `with model.training_state.whole(): …`, which all '
-            "workers call together, or save the model by keras.callbacks.ModelCheckpoint or "
-            "kdist.callbacks.EpochCheckpoint"
-        )
         if tf.executing_eagerly():
-            raise ValueError(message)
+            await_readers(repr(self.path))
+            return tf.constant(self.shard.whole.whole())
         # Keras also traces layers to find the shapes of their outputs, and does not run that graph.
+        message = (
+            f"a function of TensorFlow reads {self.path!r} outside of kdist's steps, and each "
+            'worker has a part of it (shard="weights"). Decorate the function by '
+            "@kdist.step(strategy), or call it in `with model.training_state.whole(): …`"
+        )
         with tf.control_dependencies([tf.debugging.Assert(False, [message])]):
             return tf.zeros(self.shape, self.dtype)
 
