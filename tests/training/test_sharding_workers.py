@@ -78,6 +78,7 @@ import json, sys
 shard, devices, directory, written, cases = json.loads(sys.argv.pop())
 import kdist
 from kdist.checkpoint.snapshot import capture
+from kdist.testing import assert_same_weights
 from kdist.training.sharding import parts
 from kdist.training.sharding.memory import state_bytes
 {TRAINING}
@@ -129,6 +130,10 @@ def save_alone():
         model.save(directory + "-alone.keras")
 
 model.save(directory + f"-by-{{number_of_task}}.keras")
+stop = keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)
+best = model.fit(np.zeros((12, LENGTH)), np.zeros(12), 12, 2, verbose=0, callbacks=[stop]).history
+assert best["loss"][0] > best["loss"][1]
+assert_same_weights(model.get_weights(), stop.best_weights, 0.0)
 calls = {{
     "save alone": save_alone,
     "save_freq": lambda: fit(model, [save_often]),

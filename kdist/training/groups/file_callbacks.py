@@ -44,7 +44,9 @@ def without_writers(callbacks):
 
 
 def with_whole_state(callbacks, strategy: tf.distribute.Strategy):
-    """Returns callbacks, before which state that workers divide is gathered where they read it.
+    """Returns callbacks, before which divided state is gathered where the chief alone reads it.
+
+    Callbacks of all workers read it together.
 
     Raises:
         ValueError: a callback saves the model where the workers do not meet, or restores it.
@@ -69,8 +71,6 @@ def with_whole_state(callbacks, strategy: tf.distribute.Strategy):
             found.append(_ShareState())
         elif getattr(callback, "saves_models", False) or _writes_weights(callback):
             found.append(_ShareState())
-        elif getattr(callback, "restore_best_weights", False):
-            found.append(_ShareState(is_kept_by_all=True))
         found.append(callback)
     return found
 
@@ -84,15 +84,7 @@ def _writes_weights(callback):
 
 
 class _ShareState(keras.callbacks.Callback):
-    """Gathers state that workers divide, before the next callback reads the model.
-
-    Args:
-        is_kept_by_all: whether all workers read it. By default, the chief alone does.
-    """
-
-    def __init__(self, is_kept_by_all: bool = False):
-        super().__init__()
-        self._is_kept_by_all = is_kept_by_all
+    """Gathers state that workers divide, before the chief's next callback reads the model."""
 
     def on_train_begin(self, logs=None):
         self._share()
@@ -105,7 +97,7 @@ class _ShareState(keras.callbacks.Callback):
 
     def _share(self):
         is_chief = self.model.distribute_strategy.extended.should_checkpoint
-        whole_state.share(self.model, is_kept=is_chief or self._is_kept_by_all)
+        whole_state.share(self.model, is_kept=is_chief)
 
 
 def _keep_tables(callback):
