@@ -74,18 +74,18 @@ class _Gather:
             is_ordered: as in `gather_own_parts`, by which workers gather.
         """
         with unrecorded(), tf.name_scope(GATHER), tf.control_dependencies(operations):
-            received = []
-            for _, parts in self.parts:
-                received.append([])
-                for part in parts:
-                    # The device that sends waits as well, so that nothing is received early.
-                    with tf.device(part.device):
-                        received[-1].append(tf.identity(part))
+            received = [[_sent(part) for part in parts] for _, parts in self.parts]
             shards = [variable.shard for variable, _ in self.parts]
             if shards[0].is_divided_over_workers:
                 wholes = gather_own_parts([part for (part,) in received], is_ordered)
                 received = [[whole] for whole in wholes]
             return [s.division.merge(each) for s, each in zip(shards, received, strict=True)]
+
+
+def _sent(part):
+    # The device that sends waits as well, so that nothing is received early.
+    with tf.device(part.device):
+        return tf.identity(part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,24 @@ class _BackwardPass:
     first: int
     end: int
     targets: Sequence[tf.Operation]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    """Reads of gathered weights by a backward pass.
+
+    Attributes:
+        gather, wholes: the gather in the forward pass, and its results.
+        backward: the backward pass.
+        read: operations of the backward pass, with the tensor that each reads.
+        first: number of the first of these operations.
+    """
+
+    gather: _Gather
+    wholes: Sequence[tf.Tensor]
+    backward: _BackwardPass
+    read: Sequence[tuple[tf.Operation, tf.Tensor]]
+    first: int
 
 
 class WeightGathers:
@@ -235,33 +253,40 @@ class WeightGathers:
         if not self._backward:
             return
         number_of = self._numbers()
+        uses = self._uses_in_gradients(number_of)
+        sums = [(self._last_part([gradient], number_of), total) for gradient, total in self._sums]
+        sums.sort(key=lambda each: each[0])
+        for place, use in enumerate(uses):
+            after = list(use.backward.targets)
+            if place >= HELD:
+                earlier = uses[place - HELD].read
+                # Later ones may depend on this gather.
+                after += [each for each, _ in earlier if number_of[each] < use.first]
+            while place and sums and sums[0][0] < uses[place - 1].first:
+                after.append(sums.pop(0)[1])
+            self._gather_again(use, after)
+        if self._needs_order:
+            self._order.establish()
+
+    def _uses_in_gradients(self, number_of):
+        """Returns what each backward pass reads of each gather, in the order of the first read."""
         uses = []
         for gather, wholes in self._gathers:
             for backward in self._backward:
-                found = _uses_in(wholes, backward, number_of)
-                if found:
-                    first = min(number_of[operation] for operation, _ in found)
-                    uses.append((first, gather, wholes, backward, found))
-        uses.sort(key=lambda use: use[0])
-        sums = [(self._last_part([gradient], number_of), total) for gradient, total in self._sums]
-        sums.sort(key=lambda each: each[0])
-        for place, (first, gather, wholes, backward, found) in enumerate(uses):
-            after = list(backward.targets)
-            if place >= HELD:
-                earlier = uses[place - HELD][-1]
-                # Later ones may depend on this gather.
-                after += [each for each, _ in earlier if number_of[each] < first]
-            while place and sums and sums[0][0] < uses[place - 1][0]:
-                after.append(sums.pop(0)[1])
-            created = len(self._graph.get_operations())
-            gathered = gather.whole_after(after, is_ordered=False)
-            again = {old.ref(): new for old, new in zip(wholes, gathered, strict=True)}
-            for collective in collectives_since(self._graph, created):
-                self._order.add(collective, after=first - 1)
-            for operation, tensor in found:
-                replace_input(operation, tensor, _computed_again(tensor, again))
-        if self._needs_order:
-            self._order.establish()
+                read = _read_in(wholes, backward, number_of)
+                if read:
+                    first = min(number_of[operation] for operation, _ in read)
+                    uses.append(_Use(gather, wholes, backward, read, first))
+        return sorted(uses, key=lambda use: use.first)
+
+    def _gather_again(self, use, after):
+        created = len(self._graph.get_operations())
+        gathered = use.gather.whole_after(after, is_ordered=False)
+        for collective in collectives_since(self._graph, created):
+            self._order.add(collective, after=use.first - 1)
+        again = {old.ref(): new for old, new in zip(use.wholes, gathered, strict=True)}
+        for operation, tensor in use.read:
+            replace_input(operation, tensor, _computed_again(tensor, again))
 
     def _numbers(self):
         """Returns {operation: number} of the graph, in the order in which they were created."""
@@ -292,9 +317,7 @@ class WeightGathers:
         if len(self._gathers) < HELD:
             return []
         _, wholes = self._gathers[-HELD]
-        number_of = (
-            {o: n for n, o in enumerate(self._graph.get_operations())} if self._backward else {}
-        )
+        number_of = self._numbers() if self._backward else {}
         return [
             operation
             for tensor in _rearranged(wholes)
@@ -347,7 +370,7 @@ def _rearranged(wholes):
     return list(found.values())
 
 
-def _uses_in(wholes, backward, number_of):
+def _read_in(wholes, backward, number_of):
     """Returns (operation, tensor) for what a backward pass reads of gathered weights."""
     forward = [t for t in _rearranged(wholes) if not _is_in(t.op, backward, number_of)]
     return [
