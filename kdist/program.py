@@ -97,8 +97,9 @@ def run(
     """Parses the command line, calls `main`, and exits with the code that it returns.
 
     An error prints one line and exits with 1; with KDIST_TRACEBACK=1 in the environment it prints
-    the traceback as well. Ctrl-C exits with 130, and a step in which another task does not take
-    part with 75 (`kdist.exit_codes`). `main` receives the program's name and the
+    the traceback as well. A program whose output cannot be written, as on a full disk, continues,
+    and exits with 1 if it would exit with 0. Ctrl-C exits with 130, and a step in which another
+    task does not take part with 75 (`kdist.exit_codes`). `main` receives the program's name and the
     positional arguments, which `positional` describes; by default the program accepts flags only.
     With `is_required`, at least one must be given.
     """
@@ -106,7 +107,7 @@ def run(
     _running = main.__module__
     _open_closed_streams()
     _escape_unprintable()
-    _outlive_reader()
+    output = _outlive_output()
     # TensorFlow logs every gradient reduction that it plans at the level INFO.
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     # gcsfs logs a traceback for every request that fails. The mirror logs the failure.
@@ -118,7 +119,13 @@ def run(
         flags.DEFINE_flag(_HelpFlag(name, text))
     flags.DEFINE_flag(_HelpFlag("helpfull", FLAGS.get_help))
     guarded = functools.partial(_run_guarded, main, positional=positional, is_required=is_required)
-    app.run(guarded, flags_parser=_parsed)
+    try:
+        app.run(guarded, flags_parser=_parsed)
+    except SystemExit as end:
+        sys.stdout.flush()
+        if output and output.is_incomplete and not end.code:
+            sys.exit(1)
+        raise
 
 
 def help_text(positional: str | None = None) -> str:
@@ -214,25 +221,35 @@ def _escape_unprintable():
 
 
 class _Output(io.FileIO):
-    """Standard output that discards what is written after its reader has ended, such as `head`.
+    """Standard output that discards what cannot be written: no reader, or a full disk.
 
     A training goes to the end, and a plan is saved. Libraries and child processes write to the same
     descriptor, which then is that of the null device.
+
+    Attributes:
+        is_incomplete: whether a reader, or a file, lacks a part of the output.
     """
+
+    is_incomplete = False
 
     def write(self, data):
         """Returns the number of bytes that are written or discarded."""
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
             _connect_to_null(self.fileno())
+            self.is_incomplete = not isinstance(error, BrokenPipeError)
+            problem = f"cannot be written ({error.strerror})"
+            if not self.is_incomplete:
+                problem = "has no reader any more"
             name = os.path.basename(sys.argv[0])
-            sys.stderr.write(f"{name}: the output has no reader any more; the program continues\n")
+            sys.stderr.write(f"{name}: the output {problem}; the program continues\n")
             return super().write(data)
 
 
-def _outlive_reader():
-    """Lets the program continue if the reader of its output ends."""
+def _outlive_output() -> _Output | None:
+    """Lets the program continue if its output cannot be written; returns what writes it."""
+    output = None
     if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.flush()
         output = _Output(sys.stdout.fileno(), "w", closefd=False)
@@ -244,6 +261,7 @@ def _outlive_reader():
             line_buffering=sys.stdout.line_buffering,
             write_through=is_unbuffered,
         )
+    return output
 
 
 def _parsed(arguments):

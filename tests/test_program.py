@@ -162,13 +162,14 @@ def test_errors_of_the_file_system_name_the_file_and_a_remedy(run, source, messa
 
 
 @pytest.mark.parametrize(
-    ("streams", "errors"),
+    ("streams", "code", "problem"),
     [
-        ("| true", "long.py: the output has no reader any more; the program continues\n"),
-        ("<&- >&- 2>&-", ""),
+        ("| true", 0, "has no reader any more"),
+        ("> /dev/full", 1, "cannot be written (No space left on device)"),
+        ("<&- >&- 2>&-", 0, None),
     ],
 )
-def test_a_program_outlives_the_reader_of_its_output(tmp_path, streams, errors):
+def test_a_program_outlives_its_output(tmp_path, streams, code, problem):
     (tmp_path / "long.py").write_text(
         "import os, pathlib, sys\n"
         "from kdist import program\n"
@@ -188,7 +189,8 @@ def test_a_program_outlives_the_reader_of_its_output(tmp_path, streams, errors):
         text=True,
         check=False,
     )
-    assert process.stderr == errors
+    expected = f"long.py: the output {problem}; the program continues\n" if problem else ""
+    assert (process.returncode, process.stderr) == (code, expected)
     assert (tmp_path / "result").read_text() == "False\n"
 
 
@@ -237,6 +239,25 @@ def test_the_command_lists_its_programs():
         assert example.startswith(f"kdist {name}")
     assert kdist("--help").stdout == process.stdout
     assert "absl" not in kdist().stderr  # it appears at once
+
+
+@pytest.mark.parametrize(
+    ("stream", "code", "error"),
+    [
+        ("> /dev/full", 1, "kdist: the output cannot be written (No space left on device)\n"),
+        (">&-", 0, ""),
+        ("| true", 0, ""),
+    ],
+)
+def test_the_list_of_programs_may_have_no_reader(stream, code, error):
+    process = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m kdist --help {stream}"],
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (process.returncode, process.stderr) == (code, error)
 
 
 def test_ctrl_c_while_a_program_is_imported_is_one_line(monkeypatch, capsys):
