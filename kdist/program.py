@@ -20,7 +20,9 @@ import logging
 import math
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from absl import app, command_name, flags
@@ -63,6 +65,7 @@ _UNITS = {
     "mb": ("megabytes", 1e6),
 }
 _LARGEST_INTEGER = 10**12  # without a unit
+_REPEAT_SECONDS = 0.05  # until Python leaves what ignores an exception
 
 # Heading -> names of its flags, both in the order in which `--help` shows them.
 _groups: dict[str, list[str]] = {}
@@ -108,6 +111,7 @@ def run(
     _open_closed_streams()
     _escape_unprintable()
     output = _outlive_output()
+    sys.unraisablehook = _repeat_lost_ctrl_c
     # TensorFlow logs every gradient reduction that it plans at the level INFO.
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     # gcsfs logs a traceback for every request that fails. The mirror logs the failure.
@@ -262,6 +266,18 @@ def _outlive_output() -> _Output | None:
             write_through=is_unbuffered,
         )
     return output
+
+
+def _repeat_lost_ctrl_c(unraisable):
+    """Repeats a Ctrl-C whose exception was raised where Python ignores exceptions.
+
+    Examples are destructors, and callbacks of the garbage collector, such as JAX's.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+        return
+    # Not in this thread, where the next exception would be ignored as well.
+    threading.Timer(_REPEAT_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
 def _parsed(arguments):

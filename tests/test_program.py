@@ -217,6 +217,25 @@ def test_exit_codes(run, source, code, message):
     assert (process.returncode, process.stderr) == (code, message)
 
 
+def test_ctrl_c_in_a_callback_of_the_garbage_collector_ends_the_program():
+    """Python ignores exceptions there, and JAX has such a callback, which runs during imports."""
+    code = """
+import gc, signal, time
+from kdist import program
+def interrupt(*_):
+    gc.callbacks.clear()
+    signal.raise_signal(signal.SIGINT)
+def main(_):
+    gc.callbacks.append(interrupt)
+    gc.collect()
+    time.sleep(30)
+program.run(main)
+"""
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (process.returncode, process.stderr) == (130, "\n-c: stopped by Ctrl-C\n")
+
+
 def kdist(*arguments):
     command = [sys.executable, "-X", "importtime", "-m", "kdist", *arguments]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

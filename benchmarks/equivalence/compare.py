@@ -161,6 +161,7 @@ def measure(cells, features, columns):
                 rows[feature] = done.result()
                 print(f"[{number}/{len(features)}] {feature.name}: {in_short(rows[feature])}")
         except BaseException:
+            cells.end()
             pool.shutdown(cancel_futures=True)
             raise
     return rows
