@@ -20,6 +20,8 @@ import logging
 import math
 import os
 import re
+import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -78,6 +80,25 @@ def check_installed(package: str, extra: str):
     """Raises an ImportError that names kdist's extra, unless a package of it is installed."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{package} is not installed: pip install 'kdist[{extra}]'")
+
+
+def check_backend(what: str = "this command"):
+    """Raises a ValueError if the environment chooses another backend of Keras than TensorFlow.
+
+    `what` is what needs it, for the message. Keras is not imported.
+    """
+    backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
+    if backend != "tensorflow":
+        raise ValueError(
+            f"{what} requires Keras on TensorFlow, and KERAS_BACKEND is {backend}; set "
+            "KERAS_BACKEND=tensorflow"
+        )
+
+
+def command(name: str, *arguments: object) -> str:
+    """Returns the text of a `kdist` command that runs in this directory."""
+    program = ["kdist"] if shutil.which("kdist") else [sys.executable, "-m", "kdist"]
+    return shlex.join([*program, name, *map(str, arguments)])
 
 
 @contextlib.contextmanager

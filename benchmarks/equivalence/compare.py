@@ -94,6 +94,7 @@ with program.flag_group("Execution"):
 
 
 def main(_):
+    program.check_backend()
     columns = chosen_columns()
     if FLAGS.markdown:
         table.check_can_be_written(pathlib.Path(FLAGS.markdown))
