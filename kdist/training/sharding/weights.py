@@ -57,6 +57,22 @@ class ShardedVariable(keras.Variable):
         return self.gathered() if step is None else step.sharded_value(self)
 
     @property
+    def overwrite_with_gradient(self):
+        """Whether the optimizer assigns the gradient; Keras sets it for the scales of float8."""
+        return self._overwrite_with_gradient
+
+    @overwrite_with_gradient.setter
+    def overwrite_with_gradient(self, value):
+        if value:
+            size = self.shape.num_elements() * tf.as_dtype(self.dtype).size
+            raise ValueError(
+                f'{self.path!r} is divided over the devices by shard="weights", but each device '
+                f"needs all of it, as for float8. Keep it whole by min_shard_bytes={size + 1}, or "
+                'use shard="optimizer"'
+            )
+        self._overwrite_with_gradient = value
+
+    @property
     def handle(self):
         """Handle by which gradient tapes identify the weight: that of the replica's part."""
         step = steps.current()
