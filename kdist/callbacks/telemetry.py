@@ -226,7 +226,9 @@ class Telemetry(keras.callbacks.Callback):
         # The optimizer's count is that of its updates, which steps of a program make as they like.
         # Checkpoints of older versions have no other.
         if self._step is None:
-            self._step = int(self.model.optimizer.iterations.numpy())
+            optimizer = self.model.optimizer
+            steps_per_update = getattr(optimizer, "gradient_accumulation_steps", None) or 1
+            self._step = int(optimizer.iterations.numpy()) * steps_per_update
         # Not 0 if another process ran the first steps of the epoch.
         self._first_step_here = self._steps_in_epoch(-1)
         self._step_at_epoch = self._step - self._first_step_here
@@ -395,7 +397,10 @@ class Telemetry(keras.callbacks.Callback):
 
     def _steps_in_epoch(self, batch):
         state = training_state_of(self.model)
-        return state.steps_in_epoch if state else batch + 1
+        if state:
+            return state.steps_in_epoch
+        # Keras counts a group of steps that the end of an epoch cuts short as a full one.
+        return min(batch + 1, self.params.get("steps") or batch + 1)
 
     def _examples(self):
         """Returns the examples seen in the run; None if the batch is unknown."""

@@ -80,6 +80,24 @@ def test_steps_and_examples_of_data_of_unknown_length_are_those_that_ran(tmp_pat
     assert (last["step"], last["examples"]) == (12, 12 * 32)
 
 
+def test_plain_keras_counts_the_steps_that_ran(tmp_path):
+    """The second call of an epoch has two steps."""
+    plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    plain.compile("sgd", "mse", steps_per_execution=4)
+    plain.fit(data(6), epochs=2, verbose=0, callbacks=[Telemetry(tmp_path, device_seconds=None)])
+    assert [r["step"] for r in lines(tmp_path / "metrics.jsonl", "epoch")] == [6, 12]
+
+
+def test_steps_before_a_training_in_another_directory_count(tmp_path):
+    """The optimizer counts its updates, each after two steps."""
+    trained = model()
+    trained.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
+    trained.fit(data(4), verbose=0)
+    fitted(trained, data(4), tmp_path)
+    (epoch,) = lines(tmp_path / "metrics.jsonl", "epoch")
+    assert (epoch["step"], epoch["examples"]) == (8, 8 * 32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"steps_per_execution": 6}, *seldom([{}])], ids=str)
 def test_a_slow_pipeline_is_input_bound_with_both_rates(tmp_path, options):

@@ -58,7 +58,7 @@ class ShardedVariable(keras.Variable):
 
     @property
     def overwrite_with_gradient(self):
-        """Whether the optimizer assigns the gradient; Keras sets it for the scales of float8."""
+        """True if the optimizer assigns the gradient, as Keras sets for the scales of float8."""
         return self._overwrite_with_gradient
 
     @overwrite_with_gradient.setter
