@@ -121,6 +121,10 @@ with model.training_state.whole():
     if number_of_task == workers - 1:
         model.save(directory + "-whole.keras")
 refused = {{}}
+with strategy.scope():
+    plain = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    with kdist.Model.of(plain).training_state.whole():
+        plain.get_weights()
 
 def save_after_step():
     with model.training_state.whole():
@@ -212,6 +216,7 @@ def test_processes_divide_state_and_train_as_one_device(
     refusing = {"save", "save after a step", "save_freq", "BackupAndRestore"}
     assert refused.keys() == (set() if is_within_worker else refusing)
     assert all("kdist.callbacks" in message for message in refused.values())
+    assert is_within_worker or "a keras.Model has it after kdist.Model.of" in refused["save"]
     for file in ("job.keras", "job-whole.keras"):
         opened = keras.saving.load_model(tmp_path / file)
         slots = [variable.numpy() for variable in model.optimizer.variables]

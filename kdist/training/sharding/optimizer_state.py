@@ -38,6 +38,7 @@ from kdist.training.sharding.owners import (
     keep_on_owner,
 )
 from kdist.training.sharding.parts import (
+    READ_WHOLE,
     DividedCopies,
     Shard,
     TensorDivision,
@@ -189,9 +190,8 @@ class OptimizerShards:
         if divides_over_workers(self._strategy) and self._shared is None:
             raise ValueError(
                 f"a file of the model would hold the slots of {optimizer.name!r}, of which each "
-                f"worker has a part (shard={self._strategy.layout.shard}). Save it in `with "
-                "model.training_state.whole(): …`, which all workers call together, or by "
-                "keras.callbacks.ModelCheckpoint or kdist.callbacks.EpochCheckpoint"
+                f"worker has a part (shard={self._strategy.layout.shard}). Save it {READ_WHOLE}, "
+                "or by keras.callbacks.ModelCheckpoint or kdist.callbacks.EpochCheckpoint"
             )
         shared = self._shared or {}
         for number, variable in enumerate(optimizer.variables):

@@ -16,6 +16,12 @@ from kdist.training.scopes import num_local_replicas, variable_like
 from kdist.training.sharding import sizes
 from kdist.training.sharding.sizes import PartSizes
 
+# How to read what workers divide, for messages.
+READ_WHOLE = (
+    "in `with model.training_state.whole(): …`, which all workers call together (a keras.Model has "
+    "it after kdist.Model.of(model) in strategy.scope())"
+)
+
 
 class TensorDivision(abc.ABC):
     """Division of a tensor among replicas, each of which has a part.

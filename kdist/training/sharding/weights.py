@@ -30,6 +30,7 @@ from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import sum_over_workers, sums_over_replicas
 from kdist.training.scopes import is_multi_worker, outside_any_scope, this_local_replica
 from kdist.training.sharding.parts import (
+    READ_WHOLE,
     Shard,
     is_large,
     refuse_part_in_checkpoints,
@@ -118,9 +119,8 @@ class ShardedVariable(keras.Variable):
             return tf.constant(self.shared)
         message = (
             f"{self.path!r} is read outside of a step, and each worker has a part of it "
-            '(shard="weights"). Read it in `with model.training_state.whole(): …`, which all '
-            "workers call together, or save the model by keras.callbacks.ModelCheckpoint or "
-            "kdist.callbacks.EpochCheckpoint"
+            f'(shard="weights"). Read it {READ_WHOLE}, or save the model by '
+            "keras.callbacks.ModelCheckpoint or kdist.callbacks.EpochCheckpoint"
         )
         if tf.executing_eagerly():
             raise ValueError(message)
