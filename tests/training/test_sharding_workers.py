@@ -15,7 +15,7 @@ from kdist.run_directory import checkpoint_name
 from kdist.testing import assert_same_weights
 from kdist.training.groups.file_callbacks import with_whole_state
 from kdist.training.replica import reduction
-from kdist.training.sharding import gathers
+from kdist.training.sharding import gathers, whole_state
 from tests.forked import python_tasks
 from tests.tiers import seldom
 
@@ -266,6 +266,27 @@ def test_weights_are_gathered_before_tensorboard_writes_them(options, count, tmp
     workers = types.SimpleNamespace(num_replicas_in_sync=2, extended=extended, layout=layout)
     callback = keras.callbacks.TensorBoard(tmp_path, **options)
     assert len(with_whole_state([callback], workers)) == count
+
+
+@pytest.mark.parametrize(
+    ("callback", "with_slots"),
+    [
+        (keras.callbacks.ModelCheckpoint("a.keras"), True),
+        (keras.callbacks.ModelCheckpoint("a.weights.h5", save_weights_only=True), True),
+        (keras.callbacks.EarlyStopping(restore_best_weights=True), False),
+        (keras.callbacks.TensorBoard("a", histogram_freq=1), False),
+    ],
+)
+def test_slots_are_gathered_for_callbacks_that_read_them(callback, with_slots, monkeypatch):
+    extended = types.SimpleNamespace(worker_devices=("CPU:0",), should_checkpoint=True)
+    layout = kdist.Layout(data=2, shard="weights")
+    workers = types.SimpleNamespace(num_replicas_in_sync=2, extended=extended, layout=layout)
+    shares, _ = with_whole_state([callback], workers)
+    calls = []
+    monkeypatch.setattr(whole_state, "share", lambda *arguments: calls.append(arguments))
+    shares.set_model(types.SimpleNamespace(distribute_strategy=workers))
+    shares.on_epoch_end(0)
+    assert calls == [(shares.model, True, with_slots)]
 
 
 # Sums of gradients are sent in several messages, and a layer in the middle exchanges rows.

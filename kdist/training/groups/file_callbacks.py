@@ -66,11 +66,13 @@ def with_whole_state(callbacks, strategy: tf.distribute.Strategy):
                     f"(shard={strategy.layout.shard}) send them at the end of an epoch. Use "
                     'save_freq="epoch", or kdist.callbacks.Checkpoint(every_steps=…)'
                 )
+            found.append(_ShareState())  # also with save_weights_only: these files have slots
+        elif getattr(callback, "saves_models", False):
             found.append(_ShareState())
-        elif getattr(callback, "saves_models", False) or _writes_weights(callback):
-            found.append(_ShareState())
+        elif _writes_weights(callback):
+            found.append(_ShareState(with_slots=False))
         elif getattr(callback, "restore_best_weights", False):
-            found.append(_ShareState(is_kept_by_all=True))
+            found.append(_ShareState(is_kept_by_all=True, with_slots=False))
         found.append(callback)
     return found
 
@@ -88,11 +90,13 @@ class _ShareState(keras.callbacks.Callback):
 
     Args:
         is_kept_by_all: whether all workers read it. By default, the chief alone does.
+        with_slots: whether the callback reads the slots of optimizers. Defaults to True.
     """
 
-    def __init__(self, is_kept_by_all: bool = False):
+    def __init__(self, is_kept_by_all: bool = False, with_slots: bool = True):
         super().__init__()
         self._is_kept_by_all = is_kept_by_all
+        self._with_slots = with_slots
 
     def on_train_begin(self, logs=None):
         self._share()
@@ -105,7 +109,8 @@ class _ShareState(keras.callbacks.Callback):
 
     def _share(self):
         is_chief = self.model.distribute_strategy.extended.should_checkpoint
-        whole_state.share(self.model, is_kept=is_chief or self._is_kept_by_all)
+        is_kept = is_chief or self._is_kept_by_all
+        whole_state.share(self.model, is_kept, self._with_slots)
 
 
 def _keep_tables(callback):
