@@ -20,7 +20,11 @@ import logging
 import math
 import os
 import re
+import shlex
+import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from absl import app, command_name, flags
@@ -63,6 +67,7 @@ _UNITS = {
     "mb": ("megabytes", 1e6),
 }
 _LARGEST_INTEGER = 10**12  # without a unit
+_REPEAT_SECONDS = 0.05  # until Python leaves what ignores an exception
 
 # Heading -> names of its flags, both in the order in which `--help` shows them.
 _groups: dict[str, list[str]] = {}
@@ -75,6 +80,25 @@ def check_installed(package: str, extra: str):
     """Raises an ImportError that names kdist's extra, unless a package of it is installed."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(f"{package} is not installed: pip install 'kdist[{extra}]'")
+
+
+def check_backend(what: str = "this command"):
+    """Raises a ValueError if the environment chooses another backend of Keras than TensorFlow.
+
+    `what` is what needs it, for the message. Keras is not imported.
+    """
+    backend = os.environ.get("KERAS_BACKEND") or "tensorflow"
+    if backend != "tensorflow":
+        raise ValueError(
+            f"{what} requires Keras on TensorFlow, and KERAS_BACKEND is {backend}; set "
+            "KERAS_BACKEND=tensorflow"
+        )
+
+
+def command(name: str, *arguments: object) -> str:
+    """Returns the text of a `kdist` command that runs in this directory."""
+    program = ["kdist"] if shutil.which("kdist") else [sys.executable, "-m", "kdist"]
+    return shlex.join([*program, name, *map(str, arguments)])
 
 
 @contextlib.contextmanager
@@ -97,8 +121,9 @@ def run(
     """Parses the command line, calls `main`, and exits with the code that it returns.
 
     An error prints one line and exits with 1; with KDIST_TRACEBACK=1 in the environment it prints
-    the traceback as well. Ctrl-C exits with 130, and a step in which another task does not take
-    part with 75 (`kdist.exit_codes`). `main` receives the program's name and the
+    the traceback as well. A program whose output cannot be written, as on a full disk, continues,
+    and exits with 1 if it would exit with 0. Ctrl-C exits with 130, and a step in which another
+    task does not take part with 75 (`kdist.exit_codes`). `main` receives the program's name and the
     positional arguments, which `positional` describes; by default the program accepts flags only.
     With `is_required`, at least one must be given.
     """
@@ -106,7 +131,8 @@ def run(
     _running = main.__module__
     _open_closed_streams()
     _escape_unprintable()
-    _outlive_reader()
+    output = _outlive_output()
+    sys.unraisablehook = _repeat_lost_ctrl_c
     # TensorFlow logs every gradient reduction that it plans at the level INFO.
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     # gcsfs logs a traceback for every request that fails. The mirror logs the failure.
@@ -118,7 +144,13 @@ def run(
         flags.DEFINE_flag(_HelpFlag(name, text))
     flags.DEFINE_flag(_HelpFlag("helpfull", FLAGS.get_help))
     guarded = functools.partial(_run_guarded, main, positional=positional, is_required=is_required)
-    app.run(guarded, flags_parser=_parsed)
+    try:
+        app.run(guarded, flags_parser=_parsed)
+    except SystemExit as end:
+        sys.stdout.flush()
+        if output and output.is_incomplete and not end.code:
+            sys.exit(1)
+        raise
 
 
 def help_text(positional: str | None = None) -> str:
@@ -214,25 +246,35 @@ def _escape_unprintable():
 
 
 class _Output(io.FileIO):
-    """Standard output that discards what is written after its reader has ended, such as `head`.
+    """Standard output that discards what cannot be written: no reader, or a full disk.
 
     A training goes to the end, and a plan is saved. Libraries and child processes write to the same
     descriptor, which then is that of the null device.
+
+    Attributes:
+        is_incomplete: whether a reader, or a file, lacks a part of the output.
     """
+
+    is_incomplete = False
 
     def write(self, data):
         """Returns the number of bytes that are written or discarded."""
         try:
             return super().write(data)
-        except BrokenPipeError:
+        except OSError as error:
             _connect_to_null(self.fileno())
+            self.is_incomplete = not isinstance(error, BrokenPipeError)
+            problem = f"cannot be written ({error.strerror})"
+            if not self.is_incomplete:
+                problem = "has no reader any more"
             name = os.path.basename(sys.argv[0])
-            sys.stderr.write(f"{name}: the output has no reader any more; the program continues\n")
+            sys.stderr.write(f"{name}: the output {problem}; the program continues\n")
             return super().write(data)
 
 
-def _outlive_reader():
-    """Lets the program continue if the reader of its output ends."""
+def _outlive_output() -> _Output | None:
+    """Lets the program continue if its output cannot be written; returns what writes it."""
+    output = None
     if sys.stdout is sys.__stdout__ and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.flush()
         output = _Output(sys.stdout.fileno(), "w", closefd=False)
@@ -244,6 +286,19 @@ def _outlive_reader():
             line_buffering=sys.stdout.line_buffering,
             write_through=is_unbuffered,
         )
+    return output
+
+
+def _repeat_lost_ctrl_c(unraisable):
+    """Repeats a Ctrl-C whose exception was raised where Python ignores exceptions.
+
+    Examples are destructors, and callbacks of the garbage collector, such as JAX's.
+    """
+    if unraisable.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(unraisable)
+        return
+    # Not in this thread, where the next exception would be ignored as well.
+    threading.Timer(_REPEAT_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
 def _parsed(arguments):

@@ -162,13 +162,14 @@ def test_errors_of_the_file_system_name_the_file_and_a_remedy(run, source, messa
 
 
 @pytest.mark.parametrize(
-    ("streams", "errors"),
+    ("streams", "code", "problem"),
     [
-        ("| true", "long.py: the output has no reader any more; the program continues\n"),
-        ("<&- >&- 2>&-", ""),
+        ("| true", 0, "has no reader any more"),
+        ("> /dev/full", 1, "cannot be written (No space left on device)"),
+        ("<&- >&- 2>&-", 0, None),
     ],
 )
-def test_a_program_outlives_the_reader_of_its_output(tmp_path, streams, errors):
+def test_a_program_outlives_its_output(tmp_path, streams, code, problem):
     (tmp_path / "long.py").write_text(
         "import os, pathlib, sys\n"
         "from kdist import program\n"
@@ -188,7 +189,8 @@ def test_a_program_outlives_the_reader_of_its_output(tmp_path, streams, errors):
         text=True,
         check=False,
     )
-    assert process.stderr == errors
+    expected = f"long.py: the output {problem}; the program continues\n" if problem else ""
+    assert (process.returncode, process.stderr) == (code, expected)
     assert (tmp_path / "result").read_text() == "False\n"
 
 
@@ -215,6 +217,25 @@ def test_exit_codes(run, source, code, message):
     assert (process.returncode, process.stderr) == (code, message)
 
 
+def test_ctrl_c_in_a_callback_of_the_garbage_collector_ends_the_program():
+    """Python ignores exceptions there, and JAX has such a callback, which runs during imports."""
+    code = """
+import gc, signal, time
+from kdist import program
+def interrupt(*_):
+    gc.callbacks.clear()
+    signal.raise_signal(signal.SIGINT)
+def main(_):
+    gc.callbacks.append(interrupt)
+    gc.collect()
+    time.sleep(30)
+program.run(main)
+"""
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (process.returncode, process.stderr) == (130, "\n-c: stopped by Ctrl-C\n")
+
+
 def kdist(*arguments):
     command = [sys.executable, "-X", "importtime", "-m", "kdist", *arguments]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -237,6 +258,25 @@ def test_the_command_lists_its_programs():
         assert example.startswith(f"kdist {name}")
     assert kdist("--help").stdout == process.stdout
     assert "absl" not in kdist().stderr  # it appears at once
+
+
+@pytest.mark.parametrize(
+    ("stream", "code", "error"),
+    [
+        ("> /dev/full", 1, "kdist: the output cannot be written (No space left on device)\n"),
+        (">&-", 0, ""),
+        ("| true", 0, ""),
+    ],
+)
+def test_the_list_of_programs_may_have_no_reader(stream, code, error):
+    process = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m kdist --help {stream}"],
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (process.returncode, process.stderr) == (code, error)
 
 
 def test_ctrl_c_while_a_program_is_imported_is_one_line(monkeypatch, capsys):

@@ -20,6 +20,7 @@ import os
 import pathlib
 import pickle
 import tempfile
+import threading
 
 from benchmarks.equivalence.verdict import Verdict, error
 from kdist.cluster import Cluster
@@ -128,8 +129,11 @@ class Cells:
         self._timeout_seconds = timeout_seconds
         self._setting = setting or Setting()
         self._number = 0
+        self._ended, self._running = False, set()
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["benchmarks.equivalence.features"])
+        self._context.set_forkserver_preload(
+            ["benchmarks.equivalence.tied", "benchmarks.equivalence.features"]
+        )
         # Processes find this package also where the checkout is not the working directory.
         root = str(pathlib.Path(__file__).parents[2])
         os.environ["PYTHONPATH"] = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
@@ -155,6 +159,12 @@ class Cells:
         finally:
             os.dup2(terminal, 2)
             os.close(terminal)
+
+    def end(self):
+        """Kills all trainings, and lets no further one begin."""
+        self._ended = True
+        for process in list(self._running):
+            process.kill()
 
     def features(self) -> list[Description]:
         """Returns all features, in the order of the table."""
@@ -218,10 +228,14 @@ class Cells:
             target=_answer, args=(sender, log, function, arguments), daemon=True
         )
         process.start()
+        self._running.add(process)
         sender.close()
         try:
+            if self._ended:
+                raise InterruptedError("the comparison has ended")
             yield process, receiver, log
         finally:
+            self._running.discard(process)
             process.kill()
             process.join()
             receiver.close()
@@ -247,6 +261,7 @@ def _tail(log):
 
 def _answer(sender, log, function, arguments):
     """Calls `function` with its output redirected to `log`, and sends the result."""
+    threading.Thread(target=_end_with_program, daemon=True).start()
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -254,6 +269,12 @@ def _answer(sender, log, function, arguments):
         sender.send(function(*arguments))
     except Exception as exception:
         sender.send(error(exception))
+
+
+def _end_with_program():
+    """Ends this process when the program does, which has no time for that after some signals."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _describe():

@@ -94,6 +94,7 @@ with program.flag_group("Execution"):
 
 
 def main(_):
+    program.check_backend()
     columns = chosen_columns()
     if FLAGS.markdown:
         table.check_can_be_written(pathlib.Path(FLAGS.markdown))
@@ -161,6 +162,7 @@ def measure(cells, features, columns):
                 rows[feature] = done.result()
                 print(f"[{number}/{len(features)}] {feature.name}: {in_short(rows[feature])}")
         except BaseException:
+            cells.end()
             pool.shutdown(cancel_futures=True)
             raise
     return rows

@@ -1,5 +1,6 @@
 """Telemetry of a run: throughput, time per part of a step, and utilization of devices."""
 
+import atexit
 import dataclasses
 import logging
 import os
@@ -69,6 +70,7 @@ class Telemetry(keras.callbacks.Callback):
 
     Raises:
         ValueError: `writer` is given together with `wandb_mode` or `tensorboard`.
+        FileExistsError: in `fit`, another process trains with the same directory.
 
     Example:
 
@@ -110,6 +112,7 @@ class Telemetry(keras.callbacks.Callback):
         self.epoch_seconds: list[float] = []
         self.first_call_seconds: float | None = None
         self._windows: TimingWindows | None = None
+        self._writer: Writer = NullWriter()
         self._collector: Collector | None = None
         self._means = WindowMeans()
         self._devices = DeviceMeans()
@@ -182,13 +185,31 @@ class Telemetry(keras.callbacks.Callback):
         self._windows = TimingWindows(self.model, self._window_seconds, self._profiles)
         self._means = WindowMeans(running_means(self.model))
         self._collector = collector_of(strategy)
-        self._writer = self._given_writer or self._own_writer()
-        self._writer.write_config(training_config(self.model, num_workers(strategy), self.params))
+        config = training_config(self.model, num_workers(strategy), self.params)
+        self._writer = self._given_writer or self._own_writer(config)
+        self._writer.write_config(config)
 
-    def _own_writer(self):
+    def _own_writer(self, config):
+        """Returns a new writer; the process has the lock of its run directory."""
+        self._close()  # that of a training of Keras's trainer that was interrupted
         if not self._writes:
             return NullWriter()
-        return create_writer(self._run, is_chief=True, **self._writer_options)
+        try:
+            self._run.hold(config)
+        except FileExistsError:
+            raise
+        except OSError:  # The writer logs it.
+            pass
+        writer = create_writer(self._run, is_chief=True, **self._writer_options)
+        atexit.register(writer.close)  # Keras's own trainer does not call `on_train_exit`.
+        return writer
+
+    def _close(self):
+        """Closes a writer of its own."""
+        if self._given_writer is None:
+            atexit.unregister(self._writer.close)
+            self._writer.close()
+            self._run.release()
 
     def on_epoch_begin(self, epoch, logs=None):
         if not self._has_begun:
@@ -205,7 +226,9 @@ class Telemetry(keras.callbacks.Callback):
         # The optimizer's count is that of its updates, which steps of a program make as they like.
         # Checkpoints of older versions have no other.
         if self._step is None:
-            self._step = int(self.model.optimizer.iterations.numpy())
+            optimizer = self.model.optimizer
+            steps_per_update = getattr(optimizer, "gradient_accumulation_steps", None) or 1
+            self._step = int(optimizer.iterations.numpy()) * steps_per_update
         # Not 0 if another process ran the first steps of the epoch.
         self._first_step_here = self._steps_in_epoch(-1)
         self._step_at_epoch = self._step - self._first_step_here
@@ -335,17 +358,17 @@ class Telemetry(keras.callbacks.Callback):
             self._write("train", self._means.take())
         self._whole_seconds += time.perf_counter() - self._began
         self._windows.end()
+        self._collector.stop()
+        # A finished training that is started again has no epochs left, and keeps its summary.
+        if self._writes and (self._has_begun or not self._run.summary.exists()):
+            self._write_results()
         self.on_train_exit()
-        if self._given_writer is None:
-            # A finished training that is started again has no epochs left, and keeps its summary.
-            if self._writes and (self._has_begun or not self._run.summary.exists()):
-                self._write_results()
-            self._writer.close()
 
     def on_train_exit(self):
-        """Stops sampling devices, also if `fit` fails or is interrupted, as in a notebook."""
+        """Stops sampling and writing, also if `fit` fails or is interrupted, as in a notebook."""
         if self._collector is not None:
             self._collector.stop()
+        self._close()
 
     def _write_results(self):
         summary = self.summary()
@@ -374,7 +397,10 @@ class Telemetry(keras.callbacks.Callback):
 
     def _steps_in_epoch(self, batch):
         state = training_state_of(self.model)
-        return state.steps_in_epoch if state else batch + 1
+        if state:
+            return state.steps_in_epoch
+        # Keras counts a group of steps that the end of an epoch cuts short as a full one.
+        return min(batch + 1, self.params.get("steps") or batch + 1)
 
     def _examples(self):
         """Returns the examples seen in the run; None if the batch is unknown."""

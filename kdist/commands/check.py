@@ -111,6 +111,7 @@ def main(_):
         raise ValueError("--input and --layout are two different checks; pass one of them")
     if FLAGS.input:
         return check_input()
+    program.check_backend()
     if FLAGS.layout is not None:
         return check_layout()
     parse_devices(FLAGS.num_devices)

@@ -71,14 +71,12 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0] in _HELP:
-        sys.stdout.write(help_text())
-        return 0
+        return _print(help_text())
     name, *rest = arguments
     if name == "--version":
         from kdist import __version__
 
-        sys.stdout.write(f"kdist {__version__}\n")
-        return 0
+        return _print(f"kdist {__version__}\n")
     if name not in COMMANDS:
         from kdist.program import check_name
 
@@ -93,6 +91,18 @@ def main(arguments: Sequence[str] | None = None) -> int | None:
     except KeyboardInterrupt:  # while the program is imported; later it reports this itself
         sys.stderr.write(f"\nkdist {name}: stopped by Ctrl-C\n")
         return INTERRUPTED
+
+
+def _print(text):
+    """Returns the exit code of a command that prints a text."""
+    try:
+        print(text, end="", flush=True)  # does nothing if standard output is closed
+    except OSError as error:
+        sys.stdout = None  # Python would write the rest when it ends
+        if not isinstance(error, BrokenPipeError):
+            sys.stderr.write(f"kdist: the output cannot be written ({error.strerror})\n")
+            return 1
+    return 0
 
 
 def run(name: str):

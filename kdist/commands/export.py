@@ -22,7 +22,6 @@ loads the new one, except from a bucket. It prints the directory of the version.
 import contextlib
 import pathlib
 import re
-import shlex
 
 from absl import flags
 
@@ -72,6 +71,7 @@ program.accept_urls("output")
 def main(arguments):
     with model_file(arguments[1:]) as source:
         check_output()
+        program.check_backend()
         if FLAGS.code is not None:
             check_module("code", FLAGS.code)
         from kdist.serving.exporting.export import export  # after all checks, as it takes seconds
@@ -85,7 +85,7 @@ def main(arguments):
             examples=None if FLAGS.warm_up else {},
         )
     given = arguments[1] if is_url(arguments[1]) else source
-    serve = shlex.join(["kdist", "serve", f"--model_dir={FLAGS.output}"])
+    serve = program.command("serve", f"--model_dir={FLAGS.output}")
     print(f"{given} is exported to {version}; serve it: {serve}")
 
 

@@ -417,6 +417,7 @@ def machines():
 
 def calibrate():
     """Times small networks on this machine and writes the calibration."""
+    program.check_backend("--calibrate")
     from kdist.calibrate import calibrate as measure  # imports TensorFlow
 
     found = measure(FLAGS.num_devices, tell=functools.partial(print, flush=True))

@@ -34,7 +34,6 @@ import kdist
 from kdist import program
 from kdist.cluster import Cluster
 from kdist.commands import train  # noqa: F401  # defines the flags of the training
-from kdist.commands.training_run.next_steps import command
 from kdist.commands.training_run.on_tensorflow import checked_spec, prepare_training
 from kdist.commands.tuning_run.batch import find_batch
 from kdist.commands.tuning_run.speed import DEFAULT_KNOBS, KNOBS, find_settings
@@ -184,7 +183,7 @@ def find_learning_rate():
         print(f"plot: {FLAGS.plot}")
     except ImportError as error:
         print(f"no plot: {error}")
-    print(f"  {command('train', *given_flags(*_REPLACED), f'--learning_rate={rate:g}')}")
+    print(f"  {program.command('train', *given_flags(*_REPLACED), f'--learning_rate={rate:g}')}")
 
 
 def find_useful_batch():

@@ -74,6 +74,17 @@ def tied_command(command: Sequence[str]) -> list[str]:
     return [*_program("exec"), str(os.getpid()), *command]
 
 
+def end_with_parent():
+    """Requests that the kernel kills this process when its parent ends (on Linux).
+
+    The request outlives `exec`. It is for the end of the thread that started the process.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def with_mark(environment: Mapping[str, str], mark: str) -> str:
     """Returns the value of `MARKS_VARIABLE` for a job that a process of other jobs launches."""
     return ",".join(filter(None, [environment.get(MARKS_VARIABLE), mark]))
@@ -134,16 +145,13 @@ def watch(mark):
 def exec_tied(parent, *command):
     """Replaces this process by a command that the kernel kills when `parent` ends.
 
-    The request to the kernel outlives exec. It is a program of its own because a multi-threaded
-    process, such as a notebook's, can do almost nothing safely between fork and exec.
+    It is a program of its own because a multi-threaded process, such as a notebook's, can do almost
+    nothing safely between fork and exec.
     """
-    import ctypes
-
     # Restore signals that Python or the launcher's shell ignores.
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != int(parent):  # it ended before the request
         os._exit(1)
     try:

@@ -18,6 +18,7 @@ import numpy as np
 
 from kdist.cluster import Cluster
 from kdist.launch.local_engine import loopback_addresses, reserve_ports
+from kdist.launch.watchdog import tied_command
 
 # After a task of a job fails, the others get this time to report their own errors.
 _GRACE_SECONDS = 5.0
@@ -63,7 +64,8 @@ def python(
     """Runs code in a new Python process.
 
     Logical devices can be configured only once per process, and a failed collective breaks all
-    later strategies of its process. Tests with other devices therefore need a new process.
+    later strategies of its process. Tests with other devices therefore need a new process. On Linux
+    it ends with this one, even if a signal ends it.
 
     Args:
         code: the program; its last line of output must be JSON.
@@ -83,7 +85,7 @@ def python(
         assert python("print(40 + 2)") == 42
     """
     process = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
+        tied_command([sys.executable, "-c", code, *arguments]),
         capture_output=True,
         text=True,
         timeout=timeout_seconds,
@@ -132,7 +134,7 @@ def python_tasks(
                 cluster.publish(environment)
                 output = pathlib.Path(directory) / cluster.name
                 with output.open("w") as file:
-                    command = [sys.executable, "-c", code, *arguments]
+                    command = tied_command([sys.executable, "-c", code, *arguments])
                     process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
                 processes.append((process, output))
             wait_for_exit(lambda: [process.poll() for process, _ in processes], deadline)

@@ -3,9 +3,12 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from tests.forked import run_program
@@ -64,6 +67,21 @@ def test_the_command_has_its_own_name(monkeypatch):
     options = {"capture_output": True, "text": True, "check": False, "env": environment}
     assert subprocess.run([*command, "--help"], **options).stdout.startswith("Usage: kdist compare")
     assert subprocess.run([*command, "--jsn=a"], **options).stderr.startswith("kdist compare: ")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_processes(number):
+    command = [sys.executable, PROGRAM, "--features=clipnorm,dropout", "--jobs=2"]
+    program = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A server that forks, a tracker of its resources, and two trainings.
+    while len(children := psutil.Process(program.pid).children(recursive=True)) < 4:
+        time.sleep(0.05)
+    program.send_signal(number)
+    assert program.wait(10) == (130 if number == signal.SIGINT else -number)
+    assert psutil.wait_procs(children, 10)[1] == []
+    assert "Traceback" not in program.stderr.read()
 
 
 @pytest.mark.exhaustive

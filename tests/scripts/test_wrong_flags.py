@@ -234,7 +234,12 @@ ENVIRONMENTS = [
     ([], {"KERAS_BACKEND": "jax"}, "pass --backend=jax, or set KERAS_BACKEND"),
     ([], {"KERAS_BACKEND": "torch"}, "; set KERAS_BACKEND=tensorflow"),
 ]
-IN_JOBS = [
+IN_ENVIRONMENTS = [
+    ("check", [], {"KERAS_BACKEND": "jax"}, "set KERAS_BACKEND=tensorflow"),
+    ("check", ["--layout=data=2"], {"KERAS_BACKEND": "torch"}, "set KERAS_BACKEND=tensorflow"),
+    ("plan", ["--calibrate=a.json"], {"KERAS_BACKEND": "jax"}, "set KERAS_BACKEND=tensorflow"),
+    ("export", ["m.keras", "--output=m"], {"KERAS_BACKEND": "jax"}, "KERAS_BACKEND=tensorflow"),
+    ("../benchmarks/equivalence/compare", [], {"KERAS_BACKEND": "jax"}, "=tensorflow"),
     ("tune", ["--model=mlp"], {"TF_CONFIG": json.dumps(TWO_WORKERS)}, "measures one machine"),
 ]
 OTHERS = [
@@ -367,7 +372,7 @@ OTHERS = [
 CASES = [
     *(("train", flags, {}, message) for flags, message in TRAIN),
     *(("train", *case) for case in ENVIRONMENTS),
-    *IN_JOBS,
+    *IN_ENVIRONMENTS,
     *((name, flags, {}, message) for name, flags, message in OTHERS),
 ]
 

@@ -10,9 +10,12 @@ import pytest
 import tensorflow as tf
 
 import kdist
+from kdist import run_directory
 from kdist.callbacks import Profile, Telemetry
 from kdist.report.telemetry_plots import device_plots
+from kdist.run_directory import FileLock, RunDirectory
 from kdist.telemetry.facts import shares_cores
+from kdist.telemetry.writers.tensorboard import TensorBoardWriter
 from kdist.testing import python
 from tests.tiers import seldom
 
@@ -77,6 +80,24 @@ def test_steps_and_examples_of_data_of_unknown_length_are_those_that_ran(tmp_pat
     assert (last["step"], last["examples"]) == (12, 12 * 32)
 
 
+def test_plain_keras_counts_the_steps_that_ran(tmp_path):
+    """The second call of an epoch has two steps."""
+    plain = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    plain.compile("sgd", "mse", steps_per_execution=4)
+    plain.fit(data(6), epochs=2, verbose=0, callbacks=[Telemetry(tmp_path, device_seconds=None)])
+    assert [r["step"] for r in lines(tmp_path / "metrics.jsonl", "epoch")] == [6, 12]
+
+
+def test_steps_before_a_training_in_another_directory_count(tmp_path):
+    """The optimizer counts its updates, each after two steps."""
+    trained = model()
+    trained.compile(keras.optimizers.SGD(gradient_accumulation_steps=2), "mse")
+    trained.fit(data(4), verbose=0)
+    fitted(trained, data(4), tmp_path)
+    (epoch,) = lines(tmp_path / "metrics.jsonl", "epoch")
+    assert (epoch["step"], epoch["examples"]) == (8, 8 * 32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"steps_per_execution": 6}, *seldom([{}])], ids=str)
 def test_a_slow_pipeline_is_input_bound_with_both_rates(tmp_path, options):
@@ -124,20 +145,35 @@ class Interrupt(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("trains_by", [kdist.Model, keras.Model])
-def test_an_interrupted_training_leaves_no_sampling_behind(tmp_path, trains_by):
-    """The next training with the same strategy had no records of devices."""
+def test_an_interrupted_training_leaves_nothing_behind(tmp_path, trains_by, monkeypatch):
+    """The next training with the same strategy had no records of devices, and W&B went on."""
+    closed = []
+    monkeypatch.setattr(TensorBoardWriter, "close", lambda writer: closed.append(writer))
     plain = model()
     model_ = trains_by(plain.inputs, plain.outputs)
     model_.compile("sgd", "mse")
-    first, second = (Telemetry(tmp_path / n, device_seconds=0.05, report=False) for n in "ab")
+    options = {"device_seconds": 0.05, "report": False, "tensorboard": True}
+    first, second = (Telemetry(tmp_path / n, **options) for n in "ab")
     with pytest.raises(KeyboardInterrupt):
         model_.fit(data(2), epochs=2, verbose=0, callbacks=[first, Interrupt()])
     if trains_by is kdist.Model:
         before = len(lines(tmp_path / "a" / "devices.jsonl"))
         time.sleep(0.3)
         assert len(lines(tmp_path / "a" / "devices.jsonl")) == before
+        FileLock(tmp_path / "a" / "config.json").release()
+    else:  # Keras does not report the end.
+        model_.fit(data(2), verbose=0, callbacks=[first])
+    assert closed
     model_.fit(data(10, 0.05), verbose=0, callbacks=[second])
     assert lines(tmp_path / "b" / "devices.jsonl")
+
+
+def test_two_processes_cannot_train_in_one_directory(tmp_path, monkeypatch):
+    RunDirectory(tmp_path).hold({})
+    monkeypatch.setattr(run_directory, "_holders", {})  # as in another process
+    with pytest.raises(FileExistsError, match="another process is using"):
+        model().fit(data(2), verbose=0, callbacks=[Telemetry(tmp_path, tensorboard=True)])
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_goodput_excludes_validation(tmp_path):

@@ -43,6 +43,14 @@ def test_examples_are_the_step(tmp_path):
     assert scalars(tmp_path)[-1][:3] == ("summary/test_accuracy", 9, 0.75)
 
 
+def test_two_trainings_in_a_second_have_a_file_each(tmp_path):
+    for step in (1, 2):
+        writer = TensorBoardWriter(tmp_path)
+        writer.write({"kind": "train", "step": step, "loss": 0.5})
+        writer.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 FULL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))

@@ -46,6 +46,13 @@ def vectors(rows=16):
     return generator.normal(size=(2, rows, WIDTH)).astype("float32")
 
 
+def test_scales_of_float8_are_refused_where_they_are_created():
+    """The first step failed, and its message did not name float8."""
+    layout = kdist.Layout(data=2, shard="weights", min_shard_bytes=64)
+    with kdist.create_strategy(layout).scope(), pytest.raises(ValueError, match="float8.*=4097"):
+        layers.Dense(4, dtype="float8_from_float32").build((None, 8))
+
+
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_bytes_on_each_device(replicas):
     model = deep(replicas, "adam")

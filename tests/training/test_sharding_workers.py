@@ -15,7 +15,7 @@ from kdist.run_directory import checkpoint_name
 from kdist.testing import assert_same_weights
 from kdist.training.groups.file_callbacks import with_whole_state
 from kdist.training.replica import reduction
-from kdist.training.sharding import gathers
+from kdist.training.sharding import gathers, whole_state
 from tests.forked import python_tasks
 from tests.tiers import seldom
 
@@ -123,6 +123,10 @@ with model.training_state.whole():
     if number_of_task == workers - 1:
         model.save(directory + "-whole.keras")
 refused = {{}}
+with strategy.scope():
+    plain = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64)])
+    with kdist.Model.of(plain).training_state.whole():
+        plain.get_weights()
 
 def save_alone():
     parts._READ_SECONDS = 2.0
@@ -131,8 +135,10 @@ def save_alone():
 
 model.save(directory + f"-by-{{number_of_task}}.keras")
 stop = keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)
-best = model.fit(np.zeros((12, LENGTH)), np.zeros(12), 12, 2, verbose=0, callbacks=[stop]).history
-assert best["loss"][0] > best["loss"][1]
+callbacks = [keras.callbacks.ModelCheckpoint(directory + "-2.keras"), stop]  # of the chief; of all
+x, y = np.zeros((12, LENGTH)), np.zeros(12)
+losses = model.fit(x, y, epochs=2, verbose=0, callbacks=callbacks).history["loss"]
+assert losses[0] > losses[1]
 assert_same_weights(model.get_weights(), stop.best_weights, 0.0)
 calls = {{
     "save alone": save_alone,
@@ -218,6 +224,7 @@ def test_processes_divide_state_and_train_as_one_device(
     refusing = {"save alone", "save_freq", "BackupAndRestore"}
     assert refused.keys() == (set() if is_within_worker else refusing)
     assert all("kdist.callbacks" in message for message in refused.values())
+    assert is_within_worker or "a keras.Model has it after kdist.Model.of" in refused["save alone"]
     files = ["whole", *(f"by-{number}" for number in range(workers))]
     for file in ("job.keras", *(f"job-{name}.keras" for name in files)):
         opened = keras.saving.load_model(tmp_path / file)
@@ -260,7 +267,7 @@ def test_workers_that_divide_nothing_save_and_restore_as_keras_does(tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "count"),
-    [({"histogram_freq": 1}, 2), ({"embeddings_freq": 1}, 2), ({"write_images": True}, 1)],
+    [({"histogram_freq": 1}, 3), ({"embeddings_freq": 1}, 3), ({"write_images": True}, 1)],
 )
 def test_weights_are_gathered_before_tensorboard_writes_them(options, count, tmp_path):
     extended = types.SimpleNamespace(worker_devices=("CPU:0",))
@@ -268,6 +275,26 @@ def test_weights_are_gathered_before_tensorboard_writes_them(options, count, tmp
     workers = types.SimpleNamespace(num_replicas_in_sync=2, extended=extended, layout=layout)
     callback = keras.callbacks.TensorBoard(tmp_path, **options)
     assert len(with_whole_state([callback], workers)) == count
+
+
+@pytest.mark.parametrize(
+    ("callback", "with_slots"),
+    [
+        (keras.callbacks.ModelCheckpoint("a.keras"), True),
+        (keras.callbacks.ModelCheckpoint("a.weights.h5", save_weights_only=True), True),
+        (keras.callbacks.TensorBoard("a", histogram_freq=1), False),
+    ],
+)
+def test_slots_are_gathered_for_callbacks_that_read_them(callback, with_slots, monkeypatch):
+    extended = types.SimpleNamespace(worker_devices=("CPU:0",), should_checkpoint=True)
+    layout = kdist.Layout(data=2, shard="weights")
+    workers = types.SimpleNamespace(num_replicas_in_sync=2, extended=extended, layout=layout)
+    shares, *_ = with_whole_state([callback], workers)
+    calls = []
+    monkeypatch.setattr(whole_state, "share", lambda *arguments: calls.append(arguments))
+    shares.set_model(types.SimpleNamespace(distribute_strategy=workers))
+    shares.on_epoch_end(0)
+    assert calls == [(shares.model, True, with_slots)]
 
 
 # Sums of gradients are sent in several messages, and a layer in the middle exchanges rows.

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import shlex
-import shutil
 import sys
 
 from absl import flags
 
 import kdist
+from kdist import program
 from kdist.commands.training_run.compiled_model import TEXT_MODEL
 from kdist.commands.training_run.recording import FIXED_FLAGS, best_model, run_config
 from kdist.commands.training_run.user_code import is_reference
@@ -25,12 +24,6 @@ _COUNTS = {"worker": "workers", "ps": "ps"}
 _KEPT = ("data_dir", "operations", "sequence_length", "local_batch_size")
 
 
-def command(name, *arguments):
-    """Returns the text of a `kdist` command that runs in this directory."""
-    program = ["kdist"] if shutil.which("kdist") else [sys.executable, "-m", "kdist"]
-    return shlex.join([*program, name, *map(str, arguments)])
-
-
 def command_to_continue(path):
     """Returns the command that continues the run of this process, with the flags of now.
 
@@ -41,13 +34,15 @@ def command_to_continue(path):
     named = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith(directories)]
     training = ["train", *given, f"--run_dir={named[-1] if named and is_url(named[-1]) else path}"]
     if RUN_DIR not in os.environ:
-        return command(*training)
+        return program.command(*training)
     tasks = kdist.Cluster.resolve().tasks
     counts = [f"--{flag}={len(tasks[role])}" for role, flag in _COUNTS.items() if role in tasks]
     alone = [role for role in ("chief", "evaluator") if role in tasks]
     if "ps" in tasks:
         alone.remove("chief")  # which the launcher adds
-    return command("launch", *counts, *(f"--{role}" for role in alone), "--", "kdist", *training)
+    return program.command(
+        "launch", *counts, *(f"--{role}" for role in alone), "--", "kdist", *training
+    )
 
 
 def print_start(path, resumes, mirror=None):
@@ -89,7 +84,9 @@ def says_how_to_export(run):
 def _command_to_export(model, output):
     """Returns the command that exports a model, with the module of a user's function."""
     where = FLAGS.model.rpartition(":")[0] if is_reference(FLAGS.model) else None
-    return command("export", model, f"--output={output}", *([f"--code={where}"] if where else []))
+    return program.command(
+        "export", model, f"--output={output}", *([f"--code={where}"] if where else [])
+    )
 
 
 def check_saved(run, epochs):
@@ -132,10 +129,10 @@ def print_next_steps(run, dataset):
     other = _other_run(run)
     commands = [
         (
-            command("report", run.path, *other),
+            program.command("report", run.path, *other),
             "compares it with another run" if other else "a page about this run",
         ),
-        (command("serve", f"--model_dir={FLAGS.export}"), "answers requests")
+        (program.command("serve", f"--model_dir={FLAGS.export}"), "answers requests")
         if FLAGS.export
         else (
             _command_to_export(best_model(run) or run.path, f"models/{name}"),
@@ -143,14 +140,16 @@ def print_next_steps(run, dataset):
         ),
     ]
     if FLAGS.model == "resnet18":
-        commands.append((command("plan", "--model=resnet18", "--examples=60000"), "rent GPUs"))
+        commands.append(
+            (program.command("plan", "--model=resnet18", "--examples=60000"), "rent GPUs")
+        )
     else:
         data = [f"--dataset={dataset}"] if dataset != FLAGS["dataset"].default else []
         data += [f"--{name}={FLAGS[name].value}" for name in _KEPT if FLAGS[name].present]
         larger = ["--model=resnet18"]
         if dataset.startswith(TEXT_PREFIX):
             larger = [f"--model={TEXT_MODEL}", "--model_args=width=128,depth=4"]
-        commands.append((command("train", *larger, *data), "a larger network"))
+        commands.append((program.command("train", *larger, *data), "a larger network"))
     width = max(len(text) for text, _ in commands)
     print("next:", *(f"  {text:{width}}  # {words}" for text, words in commands), sep="\n")
 

@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import logging
 import math
-import shlex
 import time
 
 from absl import flags
@@ -237,7 +236,7 @@ def results_at(step, run):
 
 
 def export_model(model, run, class_names):
-    """Exports the trained model to --export, and prints how to serve it.
+    """Exports the trained model to --export, and prints where it is.
 
     If --export is a URL, the version is written to the run directory first, and stays there.
 
@@ -261,6 +260,5 @@ def export_model(model, run, class_names):
         examples=None if has_server else {},
     )
     exported = version if url is None else put_version(version, url)
-    serve = shlex.join(["kdist", "serve", f"--model_dir={FLAGS.export}"])
-    print(f"export: {exported}; serve it: {serve}")
+    print(f"export: {exported}")
     return version

@@ -5,7 +5,7 @@ import sys
 
 from absl import flags
 
-from kdist.commands.training_run.next_steps import command
+from kdist import program
 from kdist.commands.tuning_run.trials import (
     Trial,
     TrialError,
@@ -90,7 +90,7 @@ def _print_result(search, parts):
     )
     changed = {"local_batch_size": knee, **scaling}
     texts = [f"--{name}={value}" for name, value in changed.items()]
-    print(f"  {command('train', *given_flags(*changed, 'minutes'), *texts)}")
+    print(f"  {program.command('train', *given_flags(*changed, 'minutes'), *texts)}")
 
 
 def learning_rate_scaling(present_batch: int) -> dict[str, str | int]:

@@ -10,7 +10,7 @@ import statistics
 
 from absl import flags
 
-from kdist.commands.training_run.next_steps import command
+from kdist import program
 from kdist.commands.tuning_run.batch import learning_rate_scaling
 from kdist.commands.tuning_run.trials import TrialPool, given_flags, memory_limits
 from kdist.hardware import count_cores, find_gpus
@@ -259,4 +259,4 @@ def _print_advice(result, changed):
         "again after the choice"
     )
     texts = [f"--{name}={value}" for name, value in changed.items()]
-    print(f"  {command('train', *given_flags(*changed, 'minutes'), *texts)}")
+    print(f"  {program.command('train', *given_flags(*changed, 'minutes'), *texts)}")

@@ -156,6 +156,8 @@ class WorkerPool:
             self._start(worker)  # with the other versions
             raise LoadTimeout(self._load_seconds) from error
         except (EOFError, OSError) as error:
+            if self._closed:
+                raise WorkerDied("the server is ending") from error
             _logger.warning("serving worker %d died; starting a new one: %s", worker.pid, error)
             self._start(worker)
             worker.load(key, *self._versions[key])

@@ -4,6 +4,7 @@ To look at them: `pip install tensorboard`, `tensorboard --logdir runs`. Writing
 only.
 """
 
+import itertools
 import logging
 import os
 import pathlib
@@ -20,6 +21,8 @@ from kdist.telemetry.writers import Writer, device_curves, metric_curves
 # tf.summary runs an eager operation for each number and cannot set its time: a record of a host
 # with many cores would take milliseconds. The file format is the same.
 _Event, _Summary = tf.compat.v1.Event, tf.compat.v1.Summary
+
+_numbers = itertools.count()  # of the files of this process
 
 _logger = logging.getLogger(__name__)
 
@@ -95,8 +98,10 @@ class TensorBoardWriter(Writer):
 
     def _open(self):
         self._directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard expects this name, and orders files by the time in it.
+        # TensorBoard expects this name, and orders files by the time in it. Within a second, a
+        # process may write several.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        name += f".{next(_numbers)}"
         file = tf.io.TFRecordWriter(str(self._directory / name))
         version = _Event(wall_time=time.time(), file_version="brain.Event:2")
         file.write(version.SerializeToString())

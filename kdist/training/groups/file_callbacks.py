@@ -61,18 +61,26 @@ def with_whole_state(callbacks, strategy: tf.distribute.Strategy):
                 "BackupAndRestore sends the chief's slots to all workers, and each worker has a "
                 f"part of them (shard={strategy.layout.shard}). Use kdist.callbacks.Checkpoint"
             )
-        if isinstance(callback, keras.callbacks.ModelCheckpoint):
-            if callback.save_freq != "epoch":
-                raise ValueError(
-                    f"ModelCheckpoint(save_freq={callback.save_freq!r}): workers that divide slots "
-                    f"(shard={strategy.layout.shard}) send them at the end of an epoch. Use "
-                    'save_freq="epoch", or kdist.callbacks.Checkpoint(every_steps=…)'
-                )
-            found.append(_ShareState())
-        elif getattr(callback, "saves_models", False) or _writes_weights(callback):
-            found.append(_ShareState())
-        found.append(callback)
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
+            raise ValueError(
+                f"ModelCheckpoint(save_freq={callback.save_freq!r}): workers that divide slots "
+                f"(shard={strategy.layout.shard}) send them at the end of an epoch. Use "
+                'save_freq="epoch", or kdist.callbacks.Checkpoint(every_steps=…)'
+            )
+        if _saves_models(callback) or _writes_weights(callback):
+            found += [_ShareState(with_slots=_saves_models(callback)), callback, _ForgetState()]
+        else:
+            found.append(callback)
     return found
+
+
+def _saves_models(callback):
+    """Returns True if a callback of the chief saves models, also if these are weights alone.
+
+    Keras's files of weights contain slots.
+    """
+    is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    return is_checkpoint or getattr(callback, "saves_models", False)
 
 
 def _writes_weights(callback):
@@ -84,20 +92,35 @@ def _writes_weights(callback):
 
 
 class _ShareState(keras.callbacks.Callback):
-    """Gathers state that workers divide, before the chief's next callback reads the model."""
+    """Gathers state that workers divide, before the chief's next callback reads the model.
+
+    Args:
+        with_slots: whether the callback reads the slots of optimizers.
+    """
+
+    def __init__(self, with_slots: bool):
+        super().__init__()
+        self._with_slots = with_slots
 
     def on_train_begin(self, logs=None):
         self._share()
-
-    def on_epoch_begin(self, epoch, logs=None):
-        whole_state.forget(self.model)
 
     def on_epoch_end(self, epoch, logs=None):
         self._share()
 
     def _share(self):
         is_chief = self.model.distribute_strategy.extended.should_checkpoint
-        whole_state.share(self.model, is_kept=is_chief)
+        whole_state.share(self.model, is_chief, self._with_slots)
+
+
+class _ForgetState(keras.callbacks.Callback):
+    """Frees this state, as the chief and all others read it together from here on."""
+
+    def on_train_begin(self, logs=None):
+        whole_state.forget(self.model)
+
+    def on_epoch_end(self, epoch, logs=None):
+        whole_state.forget(self.model)
 
 
 def _keep_tables(callback):

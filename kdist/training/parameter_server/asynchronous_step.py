@@ -48,9 +48,22 @@ class MicroSteps:
         self._logs = {}
         self.increments = None
         self.began_at = None
+        self._graph: tf.Graph | None = None  # of the last micro-step that added gradients
 
     def add(self, optimizer, gradients, variables, is_last):
-        """Adds `gradients`, and returns the sums in the last micro-step."""
+        """Adds `gradients`, and returns the sums in the last micro-step.
+
+        Raises:
+            ValueError: they are added within a condition or loop of TensorFlow.
+        """
+        graph, before = tf.compat.v1.get_default_graph(), self._graph
+        if before not in (None, graph):
+            raise ValueError(
+                "with parameter servers, an optimizer that is applied within tf.cond or "
+                "tf.while_loop cannot add up gradients of micro-steps. Apply it outside of them, "
+                "or compile without accumulate"
+            )
+        self._graph = graph
         keys = [(id(optimizer), id(variable)) for variable in variables]
         for key, gradient in zip(keys, gradients, strict=True):
             if gradient is not None:

@@ -22,6 +22,12 @@ _READ_SECONDS = 60.0
 # Reads of all workers so far, which read in the same order.
 _num_reads = 0
 
+# How to read what workers divide, for messages.
+READ_WHOLE = (
+    "in `with model.training_state.whole(): …`, which all workers call together (a keras.Model has "
+    "it after kdist.Model.of(model) in strategy.scope())"
+)
+
 
 class TensorDivision(abc.ABC):
     """Division of a tensor among replicas, each of which has a part.
@@ -254,8 +260,7 @@ def await_readers(what: str):
             raise ValueError(
                 f"each worker has parts of {what}, and some have not read it within "
                 f"{_READ_SECONDS:g} s. Read it on all workers at the same place of the program, or "
-                "in `with model.training_state.whole(): …`, which all workers call together, or "
-                "save the model by keras.callbacks.ModelCheckpoint or "
+                f"{READ_WHOLE}, or save the model by keras.callbacks.ModelCheckpoint or "
                 "kdist.callbacks.EpochCheckpoint"
             )
     _num_reads += 1

@@ -30,6 +30,7 @@ from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import sum_over_workers, sums_over_replicas
 from kdist.training.scopes import is_multi_worker, outside_any_scope, this_local_replica
 from kdist.training.sharding.parts import (
+    READ_WHOLE,
     Shard,
     await_readers,
     is_large,
@@ -56,6 +57,22 @@ class ShardedVariable(keras.Variable):
         """The whole weight, as a tensor. Keras computes and saves with it."""
         step = steps.current()
         return self.gathered() if step is None else step.sharded_value(self)
+
+    @property
+    def overwrite_with_gradient(self):
+        """True if the optimizer assigns the gradient, as Keras sets for the scales of float8."""
+        return self._overwrite_with_gradient
+
+    @overwrite_with_gradient.setter
+    def overwrite_with_gradient(self, value):
+        if value:
+            size = self.shape.num_elements() * tf.as_dtype(self.dtype).size
+            raise ValueError(
+                f'{self.path!r} is divided over the devices by shard="weights", but each device '
+                f"needs all of it, as for float8. Keep it whole by min_shard_bytes={size + 1}, or "
+                'use shard="optimizer"'
+            )
+        self._overwrite_with_gradient = value
 
     @property
     def handle(self):
@@ -108,7 +125,7 @@ class ShardedVariable(keras.Variable):
         message = (
             f"a function of TensorFlow reads {self.path!r} outside of kdist's steps, and each "
             'worker has a part of it (shard="weights"). Decorate the function by '
-            "@kdist.step(strategy), or call it in `with model.training_state.whole(): …`"
+            f"@kdist.step(strategy), or call it {READ_WHOLE}"
         )
         with tf.control_dependencies([tf.debugging.Assert(False, [message])]):
             return tf.zeros(self.shape, self.dtype)

@@ -24,19 +24,20 @@ _shared_models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 _whole_models: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
-def share(model: keras.Model, is_kept: bool = True):
+def share(model: keras.Model, is_kept: bool = True, with_slots: bool = True):
     """Gathers the state that workers divide; a collective call.
 
     Args:
         model: the model.
         is_kept: whether this worker keeps the state on its host, until `forget`. Defaults to True.
+        with_slots: whether to gather the slots of optimizers as well. Defaults to True.
     """
     _shared_models.add(model)
     with heartbeat.collective("gathering the weights and slots of all workers"):
         for weight in sharded_weights(model):
             value = weight.shard.whole.whole()
             weight.shared = value if is_kept else None
-        for shards in _shards_of(model):
+        for shards in _shards_of(model) if with_slots else ():
             shards.share(is_kept)
 
 

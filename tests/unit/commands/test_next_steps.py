@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from kdist import program as kdist_program
 from kdist.commands.training_run import next_steps
 from kdist.run_directory import RUN_DIR, RunDirectory
 
@@ -65,7 +66,7 @@ def test_the_export_of_a_users_model_names_the_code_of_its_layers(program, capsy
 def test_without_kdist_on_the_path_python_runs_it(program, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "executable", "/opt/my env/bin/python")
-    assert next_steps.command("check") == "'/opt/my env/bin/python' -m kdist check"
+    assert kdist_program.command("check") == "'/opt/my env/bin/python' -m kdist check"
 
 
 @pytest.mark.parametrize(
