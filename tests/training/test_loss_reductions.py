@@ -928,6 +928,65 @@ def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):
     np.testing.assert_allclose(predicted[1], predicted[0], atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.stack([x[:, 0], x[:, 1]]),  # such as distances to positives and negatives
+        lambda x: tf.matmul(x, x, transpose_a=True),
+        *seldom(
+            [
+                lambda x: tf.reduce_mean(x, axis=0),
+                lambda x: tf.nn.relu(tf.concat([x, -x], axis=0)),
+                lambda x: tf.tile(x, [2, 1]),
+                lambda x: {"rows": x, "positions": tf.range(5)},
+            ]
+        ),
+    ],
+)
+def test_outputs_without_rows_on_the_first_axis_are_those_of_the_whole_batch(function):
+    """Replicas' outputs cannot be joined along that axis."""
+    predicted = []
+    for strategy in (contextlib.nullcontext(), kdist.create_strategy("mirrored", 2).scope()):
+        with strategy:
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((3,))
+            model = kdist.Model(inputs, _Function(function)(keras.layers.Dense(2)(inputs)))
+            predicted.append(model.predict(X[:16], batch_size=8, verbose=0))
+    for ours, expected in zip(*map(keras.tree.flatten, predicted[::-1]), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
+def test_a_scalar_is_predicted_from_one_batch():
+    with kdist.create_strategy("mirrored", 2).scope():
+        inputs = keras.Input((3,))
+        model = kdist.Model(inputs, _Function(tf.reduce_sum)(inputs))
+        assert model.predict(X[:8], verbose=0) == pytest.approx(X[:8].sum(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.reshape(x, (-1,)),
+        lambda x: tf.zeros_like(x),
+        lambda x: tf.split(tf.concat([x, -x], axis=0), 2)[1],
+        lambda x: tf.repeat(x, 2, axis=0),
+        lambda x: {"rows": x, "number": tf.fill([tf.shape(x)[0], 1], 2.0)},
+        lambda x: tf.boolean_mask(x, x[:, 0] > 0),
+        lambda x: tf.map_fn(lambda row: row[0] * row, x),
+        lambda x: tf.one_hot(tf.argmax(x, axis=1), 2),
+        lambda x: tf.strings.as_string(x),
+    ],
+)
+def test_predictions_of_each_row_are_divided(function):
+    strategy = kdist.create_strategy("mirrored", 2)
+    with no_warnings(message="whole batch"), strategy.scope():
+        inputs = keras.Input((3,))
+        model = kdist.Model(inputs, _Function(function)(keras.layers.Dense(2)(inputs)))
+        model.predict(X[:16], batch_size=8, verbose=0)
+
+
 @pytest.mark.slow
 def test_outputs_at_positions_are_taken_from_those_of_all_replicas():
     assert_equal(own_step(_halves_of_outputs), data=(X_STATIC, Y_STATIC))
