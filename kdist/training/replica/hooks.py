@@ -27,6 +27,7 @@ from kdist.compat.keras import (
     TFOptimizer,
     apply_mask,
     image_module,
+    keras_variable_of,
     loss_module,
     nn_module,
     random_module,
@@ -647,7 +648,7 @@ def _tape_watch(step, keras_function, tape, tensor):
 def _apply(step, keras_function, optimizer, grads, trainable_variables=None):
     if step.applying or not len(grads):
         return keras_function(optimizer, grads, trainable_variables)
-    variables = list(trainable_variables or weights_of(optimizer))
+    variables = list(map(keras_variable_of, trainable_variables or weights_of(optimizer)))
     step.check_scope(variables)
     if not optimizer.built:
         step.build(optimizer, variables)
