@@ -895,6 +895,24 @@ def test_state_of_all_rows_is_that_of_the_whole_batch(function, is_divided):
     check_two_replicas(is_divided, make=make, loss="mse")
 
 
+@pytest.mark.slow
+def test_a_function_of_jax_has_the_whole_batch():
+    """TensorFlow's graph does not show what it does with rows."""
+    numpy = pytest.importorskip("jax.numpy")
+
+    def initial(rng, inputs):
+        return {"kernel": numpy.ones((2, 2)) / 2}, {"mean": numpy.zeros(2)}
+
+    def centered(params, state, inputs, training):
+        mean = numpy.mean(inputs, axis=0)
+        return (inputs - mean) @ params["kernel"], {"mean": 0.9 * state["mean"] + 0.1 * mean}
+
+    def make(x):
+        return keras.layers.Dense(1)(keras.layers.JaxLayer(centered, initial)(x))
+
+    check_two_replicas(False, make=make, loss="mse")
+
+
 class _CenteringCell(keras.layers.SimpleRNNCell):
     """Cell that subtracts the mean of the rows."""
 

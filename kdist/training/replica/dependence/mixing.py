@@ -372,9 +372,7 @@ def _finds_range(tensor, inputs):
 _OF_ALL_ROWS: dict[str, Callable] = {
     **{kind: _transforms_rows(axes) for kind, axes in kinds.FOURIER.items()},
     **dict.fromkeys(kinds.OF_NEIGHBORS, lambda tensor, inputs: (inputs[0].axis or 0) > 0),
-    **dict.fromkeys(
-        kinds.OF_PYTHON, lambda tensor, inputs: any(i.axis is not None for i in inputs)
-    ),
+    **dict.fromkeys(kinds.HIDDEN, lambda tensor, inputs: any(i.axis is not None for i in inputs)),
     **dict.fromkeys(kinds.OF_SORTED_SEGMENTS, lambda tensor, inputs: inputs[0].is_by_row),
     **dict.fromkeys(
         kinds.FUSED_BATCH_NORMS, lambda tensor, inputs: tensor.op.get_attr("is_training")
