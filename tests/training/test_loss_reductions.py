@@ -913,6 +913,29 @@ def test_a_function_of_jax_has_the_whole_batch():
     check_two_replicas(False, make=make, loss="mse")
 
 
+def test_an_output_without_rows_beside_others_has_a_loss():
+    def make(x):
+        outputs = keras.layers.Dense(2)(x)
+        return {"center": keras.ops.mean(outputs, axis=0, keepdims=True), "rows": outputs}
+
+    def fitted(model_class):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((3,))
+        model = model_class(inputs, make(inputs))
+        model.compile(keras.optimizers.SGD(0.1), {"center": "mse", "rows": "mse"})
+        targets = {"center": np.zeros((21, 1)), "rows": np.ones((21, 2))}
+        logs = model.fit(X[:21], targets, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights(), logs.history
+
+    expected, logs = fitted(keras.Model)
+    with kdist.create_strategy("mirrored", 2).scope(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weights, own = fitted(kdist.Model)
+    assert_same_weights(weights, expected, 1e-6)
+    for name, values in logs.items():
+        np.testing.assert_allclose(own[name], values, rtol=1e-5)
+
+
 class _CenteringCell(keras.layers.SimpleRNNCell):
     """Cell that subtracts the mean of the rows."""
 

@@ -297,7 +297,8 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         # Keras weights an output's loss by its rows where they are static. On one device those of
         # `fit` are not, so each batch counts once.
         rows = step.share.micro_rows if step.is_whole_loss else step.share.rows
-        sample_weight = None if sample_weight == rows else sample_weight
+        is_of_rows = isinstance(rows, int) and sample_weight == rows
+        sample_weight = None if is_of_rows else sample_weight
     if step.is_whole_loss:  # an output's loss, which counts once for all replicas
         weight = 1 if sample_weight is None else sample_weight
         sample_weight = tf.cast(weight, metric.dtype) * step.batch_fraction(metric.dtype)
