@@ -1006,6 +1006,23 @@ def test_a_scalar_is_predicted_from_one_batch():
         assert model.predict(X[:8], verbose=0) == pytest.approx(X[:8].sum(), abs=1e-5)
 
 
+class _CountingRows(kdist.Model):
+    def __init__(self):
+        super().__init__()
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def predict_step(self, data):
+        self.seen.assign_add(tf.cast(tf.shape(data)[0], "float32"))
+        return data
+
+
+def test_a_weight_counts_the_rows_of_all_replicas_in_predict():
+    with kdist.create_strategy("mirrored", 2).scope():
+        model = _CountingRows()
+    model.predict(X[:21], batch_size=8, verbose=0)
+    assert model.seen.numpy() == 21
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -419,6 +419,8 @@ class ReplicaStep:
         """
         if not self._can_exchange:
             return
+        if any(getattr(v, "name", "") != _STATE_OF_SEEDS for v in self._written.values()):
+            self.dependence.check_rows_are_unknown()  # such as a weight that counts them
         for output in filter(is_in_graph, keras.tree.flatten(outputs)):
             if not self.dependence.is_in_order(output):
                 self.dependence.check_rows_are_unknown()
