@@ -145,6 +145,21 @@ def set_layout(variable, layout):
     variable.assign(variable.value)
 
 
+def keras_variable_of(variable):
+    """Returns the Keras variable of a weight, also of one that a program created by `tf.Variable`.
+
+    Keras's optimizers accept both. Each variable of TensorFlow has one of Keras, of the same value.
+    """
+    if isinstance(variable, KerasVariable):
+        return variable
+    found = vars(variable).get("_keras_variable")
+    if found is None:
+        name = variable.name.partition(":")[0].replace("/", "_")
+        found = keras.Variable(variable, trainable=variable.trainable, name=name)
+        variable._keras_variable = found
+    return found
+
+
 def adopt_optimizer(optimizer, strategy):
     """Creates the variables of an optimizer again if they do not belong to `strategy`.
 

@@ -92,6 +92,53 @@ def weighted_step():
     return outcome(first, model, second=second.history)
 
 
+class LowRank(tf.Module):
+    """Layer of TensorFlow alone, which counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        initial = np.random.default_rng(5).normal(size=(6, 4)).astype("float32")
+        self.kernel = tf.Variable(initial, name="kernel")
+        self.calls = tf.Variable(0, trainable=False, dtype=tf.int64)
+
+    def __call__(self, x):
+        self.calls.assign_add(1)
+        return tf.nn.tanh(x @ self.kernel)
+
+
+class WeightsOfTensorFlow(keras.Model):
+    """One optimizer updates the weights of Keras and the variables of a `tf.Module`."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = LowRank(), layers.Dense(1)
+        self.scale = tf.Variable(1.5, name="scale")
+
+    def call(self, x):
+        return self.scale * self.head(self.body(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        weights = [*self.trainable_variables, *self.body.trainable_variables, self.scale]
+        gradients = tape.gradient(loss, weights)
+        self.optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+@program
+def weights_of_tensorflow():
+    """Variables of TensorFlow that an optimizer of Keras updates."""
+    x, y = _data()
+    model = WeightsOfTensorFlow()
+    average = {"use_ema": True, "ema_overwrite_frequency": 3}
+    model.compile(keras.optimizers.AdamW(0.01, epsilon=1e-3, global_clipnorm=0.5, **average))
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    kernel, calls = model.body.kernel.numpy(), model.body.calls.numpy()
+    return outcome(history, model, kernel=kernel, calls=calls, scale=model.scale.numpy())
+
+
 class TwoOptimizers(keras.Model):
     """One optimizer for the first layer, another for the rest."""
 

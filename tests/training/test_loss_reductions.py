@@ -895,6 +895,47 @@ def test_state_of_all_rows_is_that_of_the_whole_batch(function, is_divided):
     check_two_replicas(is_divided, make=make, loss="mse")
 
 
+@pytest.mark.slow
+def test_a_function_of_jax_has_the_whole_batch():
+    """TensorFlow's graph does not show what it does with rows."""
+    numpy = pytest.importorskip("jax.numpy")
+
+    def initial(rng, inputs):
+        return {"kernel": numpy.ones((2, 2)) / 2}, {"mean": numpy.zeros(2)}
+
+    def centered(params, state, inputs, training):
+        mean = numpy.mean(inputs, axis=0)
+        return (inputs - mean) @ params["kernel"], {"mean": 0.9 * state["mean"] + 0.1 * mean}
+
+    def make(x):
+        return keras.layers.Dense(1)(keras.layers.JaxLayer(centered, initial)(x))
+
+    check_two_replicas(False, make=make, loss="mse")
+
+
+def test_an_output_without_rows_beside_others_has_a_loss():
+    def make(x):
+        outputs = keras.layers.Dense(2)(x)
+        return {"center": keras.ops.mean(outputs, axis=0, keepdims=True), "rows": outputs}
+
+    def fitted(model_class):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((3,))
+        model = model_class(inputs, make(inputs))
+        model.compile(keras.optimizers.SGD(0.1), {"center": "mse", "rows": "mse"})
+        targets = {"center": np.zeros((21, 1)), "rows": np.ones((21, 2))}
+        logs = model.fit(X[:21], targets, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights(), logs.history
+
+    expected, logs = fitted(keras.Model)
+    with kdist.create_strategy("mirrored", 2).scope(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weights, own = fitted(kdist.Model)
+    assert_same_weights(weights, expected, 1e-6)
+    for name, values in logs.items():
+        np.testing.assert_allclose(own[name], values, rtol=1e-5)
+
+
 class _CenteringCell(keras.layers.SimpleRNNCell):
     """Cell that subtracts the mean of the rows."""
 
@@ -926,6 +967,82 @@ def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):
             model = kdist.Model(inputs, _Function(function)(keras.layers.Dense(2)(inputs)))
             predicted.append(model.predict(X[:16], batch_size=8, verbose=0))
     np.testing.assert_allclose(predicted[1], predicted[0], atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.stack([x[:, 0], x[:, 1]]),  # such as distances to positives and negatives
+        lambda x: tf.matmul(x, x, transpose_a=True),
+        *seldom(
+            [
+                lambda x: tf.reduce_mean(x, axis=0),
+                lambda x: tf.nn.relu(tf.concat([x, -x], axis=0)),
+                lambda x: tf.tile(x, [2, 1]),
+                lambda x: {"rows": x, "positions": tf.range(5)},
+            ]
+        ),
+    ],
+)
+def test_outputs_without_rows_on_the_first_axis_are_those_of_the_whole_batch(function):
+    """Replicas' outputs cannot be joined along that axis."""
+    predicted = []
+    for strategy in (contextlib.nullcontext(), kdist.create_strategy("mirrored", 2).scope()):
+        with strategy:
+            keras.utils.set_random_seed(1)
+            inputs = keras.Input((3,))
+            model = kdist.Model(inputs, _Function(function)(keras.layers.Dense(2)(inputs)))
+            predicted.append(model.predict(X[:16], batch_size=8, verbose=0))
+    for ours, expected in zip(*map(keras.tree.flatten, predicted[::-1]), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
+def test_a_scalar_is_predicted_from_one_batch():
+    with kdist.create_strategy("mirrored", 2).scope():
+        inputs = keras.Input((3,))
+        model = kdist.Model(inputs, _Function(tf.reduce_sum)(inputs))
+        assert model.predict(X[:8], verbose=0) == pytest.approx(X[:8].sum(), abs=1e-5)
+
+
+class _CountingRows(kdist.Model):
+    def __init__(self):
+        super().__init__()
+        self.seen = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def predict_step(self, data):
+        self.seen.assign_add(tf.cast(tf.shape(data)[0], "float32"))
+        return data
+
+
+def test_a_weight_counts_the_rows_of_all_replicas_in_predict():
+    with kdist.create_strategy("mirrored", 2).scope():
+        model = _CountingRows()
+    model.predict(X[:21], batch_size=8, verbose=0)
+    assert model.seen.numpy() == 21
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: tf.reshape(x, (-1,)),
+        lambda x: tf.zeros_like(x),
+        lambda x: tf.split(tf.concat([x, -x], axis=0), 2)[1],
+        lambda x: tf.repeat(x, 2, axis=0),
+        lambda x: {"rows": x, "number": tf.fill([tf.shape(x)[0], 1], 2.0)},
+        lambda x: tf.boolean_mask(x, x[:, 0] > 0),
+        lambda x: tf.map_fn(lambda row: row[0] * row, x),
+        lambda x: tf.one_hot(tf.argmax(x, axis=1), 2),
+        lambda x: tf.strings.as_string(x),
+    ],
+)
+def test_predictions_of_each_row_are_divided(function):
+    strategy = kdist.create_strategy("mirrored", 2)
+    with no_warnings(message="whole batch"), strategy.scope():
+        inputs = keras.Input((3,))
+        model = kdist.Model(inputs, _Function(function)(keras.layers.Dense(2)(inputs)))
+        model.predict(X[:16], batch_size=8, verbose=0)
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ class PredictFunction:
 
         def on_batch(batch, worker_slice):
             outputs = run_converted(trainer, replicated_step, batch, worker_slice)
+            if replicated_step.is_repeated:
+                return reduce_per_replica(outputs, self._strategy, reduction="first")
             if is_multi_worker(self._strategy):
                 return keras.tree.map_structure(self._of_all_workers, outputs)
             return reduce_per_replica(outputs, self._strategy, reduction="concat")
@@ -107,6 +109,8 @@ def _without_foreign_rows(step):
         if running is None:
             return outputs
         running.check_outputs(outputs)
+        if running.share.is_repeated:
+            return outputs  # those of the first replica are returned
         return keras.tree.map_structure(running.share.own_rows, outputs)
 
     return on_rows

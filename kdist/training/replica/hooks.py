@@ -27,6 +27,7 @@ from kdist.compat.keras import (
     TFOptimizer,
     apply_mask,
     image_module,
+    keras_variable_of,
     loss_module,
     nn_module,
     random_module,
@@ -296,7 +297,8 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         # Keras weights an output's loss by its rows where they are static. On one device those of
         # `fit` are not, so each batch counts once.
         rows = step.share.micro_rows if step.is_whole_loss else step.share.rows
-        sample_weight = None if sample_weight == rows else sample_weight
+        is_of_rows = isinstance(rows, int) and sample_weight == rows
+        sample_weight = None if is_of_rows else sample_weight
     if step.is_whole_loss:  # an output's loss, which counts once for all replicas
         weight = 1 if sample_weight is None else sample_weight
         sample_weight = tf.cast(weight, metric.dtype) * step.batch_fraction(metric.dtype)
@@ -647,7 +649,7 @@ def _tape_watch(step, keras_function, tape, tensor):
 def _apply(step, keras_function, optimizer, grads, trainable_variables=None):
     if step.applying or not len(grads):
         return keras_function(optimizer, grads, trainable_variables)
-    variables = list(trainable_variables or weights_of(optimizer))
+    variables = list(map(keras_variable_of, trainable_variables or weights_of(optimizer)))
     step.check_scope(variables)
     if not optimizer.built:
         step.build(optimizer, variables)

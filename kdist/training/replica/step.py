@@ -413,10 +413,19 @@ class ReplicaStep:
         return self._can_exchange and not is_eager(tensor) and self.dependence.of(tensor).is_chosen
 
     def check_outputs(self, outputs):
-        """Lets every replica predict the whole batch if predictions combine its rows."""
+        """Lets every replica predict the whole batch if predictions are not those of its rows.
+
+        They are joined along their first axis, and may combine rows, or have no axis of rows there.
+        """
+        if not self._can_exchange:
+            return
+        if any(getattr(v, "name", "") != _STATE_OF_SEEDS for v in self._written.values()):
+            self.dependence.check_rows_are_unknown()  # such as a weight that counts them
         for output in filter(is_in_graph, keras.tree.flatten(outputs)):
-            is_moved = self._can_exchange and self.dependence.of(output).is_permuted
-            if is_moved or self.mixes_rows(output) or self.is_scaled_by_rows(output):
+            if not self.dependence.is_in_order(output):
+                self.dependence.check_rows_are_unknown()
+                fallbacks.on_joined_outputs(self, output)
+            elif self.mixes_rows(output) or self.is_scaled_by_rows(output):
                 self.dependence.check_rows_are_unknown()
                 fallbacks.on_mixed_rows(self, output, "output")
 

@@ -246,12 +246,13 @@ class OptimizerShards:
 
     def finalize(self, variables):
         """Assigns the moving averages to the weights, as Keras does at the end of `fit`."""
-        averages = getattr(self.leaf, "_model_variables_moving_average", None)
-        if not self.leaf.use_ema or len(variables) != len(averages):
+        if not self.leaf.use_ema:
             type(self.leaf).finalize_variable_values(self.leaf, variables)
             return
+        finalized = set(map(id, variables))  # the optimizer may have others as well
         for weight, average in self._averages():
-            weight.assign(average.whole())
+            if id(weight) in finalized:
+                weight.assign(average.whole())
 
 
 def shard_optimizer(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy):

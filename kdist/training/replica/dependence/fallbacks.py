@@ -52,6 +52,17 @@ def on_mixed_rows(step, tensor, noun: str = "loss"):
     )
 
 
+def on_joined_outputs(step, tensor):
+    """Falls back for an output whose rows are not on its first axis, or in another order."""
+    fall_back(
+        step,
+        f"the output {_name(tensor)!r} does not have one entry per row of the batch on its first "
+        "axis, in the order of the rows",
+        "The outputs of all replicas are joined along that axis, so that the result is not that "
+        "of one device",
+    )
+
+
 def on_rows_of_micro_step(step, loss):
     """Falls back for a loss that combines rows, of which a micro-step has only some."""
     fall_back(

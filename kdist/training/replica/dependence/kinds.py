@@ -61,7 +61,8 @@ OF_DIAGONALS = {"MatrixBandPart", "MatrixDiag", "MatrixDiagV2", "MatrixDiagV3"}
 OF_DIAGONALS |= {"MatrixSetDiag", "MatrixSetDiagV2", "MatrixSetDiagV3"}
 # With the number of rows, these change the positions of rows.
 MOVING_POSITIONS = {"FloorDiv", "FloorMod", "Maximum", "Minimum", "Mod", "Sub"}
-OF_PYTHON = {"EagerPyFunc", "PyFunc", "PyFuncStateless"}
+# Functions of Python and of JAX, of which the graph does not show what they do with rows.
+HIDDEN = {"EagerPyFunc", "PyFunc", "PyFuncStateless", "XlaCallModule"}
 PADDING = {"MirrorPad", "Pad", "PadV2"}
 # Other operations that may leave no axis of rows.
 SUMMARIES = {"ArgMax", "ArgMin", "ReduceJoin", "ScatterNd", "StridedSlice", *UNIQUE}

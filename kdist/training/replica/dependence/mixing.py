@@ -257,6 +257,14 @@ def _takes_joined_rows(tensor, kind, inputs):
     return all(mask or degree == 1 for mask, degree in zip(masks, bounds, strict=True))
 
 
+def has_rows_again(tensor, kind, inputs):
+    """Returns True if all rows of the batch follow all rows, such as two views of each."""
+    if kind in ("ConcatV2", "Tile") and any(i.axis == 0 for i in inputs):
+        return not KEEPS_ROWS[kind](tensor, inputs) or any(i.has_rows_again for i in inputs)
+    is_taken = kind in ("Slice", "Split", "SplitV", "StridedSlice", "Unpack")
+    return not is_taken and any(i.has_rows_again for i in inputs)
+
+
 def is_over_rows(kind, inputs):
     """Returns True for a result without rows that comes from a reduction over these."""
     reduces = kind in (
@@ -364,9 +372,7 @@ def _finds_range(tensor, inputs):
 _OF_ALL_ROWS: dict[str, Callable] = {
     **{kind: _transforms_rows(axes) for kind, axes in kinds.FOURIER.items()},
     **dict.fromkeys(kinds.OF_NEIGHBORS, lambda tensor, inputs: (inputs[0].axis or 0) > 0),
-    **dict.fromkeys(
-        kinds.OF_PYTHON, lambda tensor, inputs: any(i.axis is not None for i in inputs)
-    ),
+    **dict.fromkeys(kinds.HIDDEN, lambda tensor, inputs: any(i.axis is not None for i in inputs)),
     **dict.fromkeys(kinds.OF_SORTED_SEGMENTS, lambda tensor, inputs: inputs[0].is_by_row),
     **dict.fromkeys(
         kinds.FUSED_BATCH_NORMS, lambda tensor, inputs: tensor.op.get_attr("is_training")

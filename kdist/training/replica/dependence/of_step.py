@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdist.compat.tensorflow import is_recorded
-from kdist.training.replica.dependence.values import FIXED, ROWS, Dependence
+from kdist.training.replica.dependence.values import FIXED, ROWS, SOME_AXIS, Dependence
 from kdist.training.replica.dependence.walk import BatchDependence
 from kdist.training.replica.gradients import values_of
 from kdist.training.replica.row_shares import RowShare, tensors_of
@@ -145,6 +145,14 @@ class StepDependence:
         axis = self.of(tensor).axis
         return axis is not None and axis < 1
 
+    def is_in_order(self, tensor) -> bool:
+        """Returns False if tensors of all replicas, joined along axis 0, differ from one device's.
+
+        An unknown position of the axis of rows counts as 0.
+        """
+        found = self.of(tensor)
+        return found.axis in (0, SOME_AXIS) and not (found.is_permuted or found.has_rows_again)
+
     def are_fixed(self, indices) -> bool:
         """Returns True if the indices of a lookup do not depend on the batch."""
         if not self.of(indices).is_fixed:
@@ -207,7 +215,8 @@ class StepDependence:
         """Records that parts of the rows were joined in the order of the batch; returns them."""
         if is_eager(tensor):
             return tensor
-        return self.note(tensor, dataclasses.replace(self.of(tensor), is_permuted=False))
+        found = dataclasses.replace(self.of(tensor), is_permuted=False, has_rows_again=False)
+        return self.note(tensor, found)
 
     def note_parts(self, parts, wholes):
         """Records that tensors are parts of the rows of others, such as micro-batches, in order."""

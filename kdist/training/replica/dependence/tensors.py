@@ -222,5 +222,4 @@ def is_number(tensor):
 
 def is_one(tensor):
     """Returns True if a tile does not repeat the rows."""
-    multiples = tf.get_static_value(tensor.op.inputs[1])
-    return multiples is not None and multiples[0] == 1
+    return first_number(tensor.op.inputs[1]) == 1

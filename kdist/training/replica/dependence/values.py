@@ -29,6 +29,7 @@ class Dependence:
         is_over_rows: it has no axis of rows, and was computed from a sum, mean, … over rows.
         mixes_rows: a row was combined with all other rows, or with such a sum or mean.
         is_permuted: its rows have other positions than in the batch.
+        has_rows_again: its first axis has all rows of the batch, followed by all rows again.
         is_position: it consists of the positions of rows, or was computed from these: integers or
             truth values.
         is_random: it was computed from random numbers.
@@ -52,6 +53,7 @@ class Dependence:
     is_over_rows: bool = False
     mixes_rows: bool = False
     is_permuted: bool = False
+    has_rows_again: bool = False
     is_position: bool = False
     is_random: bool = False
     counts_rows: bool = False

@@ -227,6 +227,7 @@ class BatchDependence:
             mixes_rows=mixes_rows or any(i.mixes_rows for i in inputs),
             is_permuted=(result.axis is not None or result.is_one_row)
             and mixing.is_permuted(tensor, kind, inputs),
+            has_rows_again=result.axis == 0 and mixing.has_rows_again(tensor, kind, inputs),
             is_position=result.axis is not None and mixing.is_position(tensor, kind, inputs),
             is_random=any(i.is_random for i in inputs),
             counts_rows=result.counts_rows or mixing.counts_rows(result, kind, inputs),
