@@ -235,7 +235,7 @@ def test_processes_divide_state_and_train_as_one_device(
     size = 4 * parameters
     formulas = dict.fromkeys(("gathered", "scattered"), (workers * devices - 1) * size)
     if shard == "weights" and not is_within_worker:
-        formulas["gathered"] += (workers - 1) * 4 * 64 * 64  # the last kernel alone, as below
+        formulas["gathered"] += (workers - 1) * 2 * 4 * 64 * 64  # both kernels, in one message
     if is_within_worker:  # and an all-reduce of parts between them
         within, between = workers * (devices - 1), (workers - 1) * size
         read_again = 4 * 64 * 64  # the last kernel alone: the inputs have no gradient
@@ -308,7 +308,7 @@ from kdist.training.replica import reduction
 from kdist.training.sharding import gathers
 
 gathers.computes_on_gpus = lambda strategy: True
-reduction._BUCKET_BYTES = 5000
+gathers._GROUP_BYTES, reduction._BUCKET_BYTES = 0, 5000
 (accumulate,) = map(int, sys.argv[1:])
 
 def network(model_class):
@@ -375,7 +375,8 @@ print(json.dumps([numbers_before(step), len(gathers), weights]))
 def test_workers_run_their_collectives_in_the_same_order(accumulate, monkeypatch):
     """On GPUs, two that wait for each other's collectives would do so forever."""
     monkeypatch.setattr(sys, "argv", ["", str(accumulate)])
-    for owner, name in ((reduction, "_BUCKET_BYTES"), (gathers, "computes_on_gpus")):
+    patched = [(gathers, "_GROUP_BYTES"), (gathers, "computes_on_gpus")]
+    for owner, name in [*patched, (reduction, "_BUCKET_BYTES")]:
         monkeypatch.setattr(owner, name, None)  # the program sets them, and they are restored
     names = {}
     exec(MANY_COLLECTIVES.partition("\nstrategy = ")[0], names)

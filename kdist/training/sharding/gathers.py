@@ -5,9 +5,9 @@ inputs exist, so that all weights would be gathered at the beginning of a step. 
 gather waits for the layers that use the weight before the previous one: a device holds the weight
 that it computes with, and the next one.
 
-Processes gather small weights that follow each other together: a message takes half a millisecond,
-whatever its size. "Weight" below also means such a group, which is at most as large as the second
-largest weight, and at most 4 MiB of each process. So no more is held than the two largest weights.
+Processes gather small weights that follow each other together, as a message takes half a
+millisecond, whatever its size. "Weight" below also means such a group. It is at most as large as
+the second largest weight, or 1 MiB.
 
 Gradients read the weights again. `WeightGathers.repeat_for_gradients` lets them read a second
 gather, which waits in the same way. Otherwise a device would hold all weights after the forward
@@ -49,6 +49,9 @@ from kdist.training.sharding.weights import ShardedVariable
 _REARRANGE = {
     *("Cast", "ExpandDims", "Identity", "Reshape", "Squeeze", "StridedSlice", "Transpose"),
 }
+
+# Size of a group of weights, if the second largest weight is smaller.
+_GROUP_BYTES = 1 << 20
 
 # Operations that need the shape of a weight only, and run as soon as it exists.
 _SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
@@ -347,8 +350,11 @@ def _groups(weights):
     large = [weight for weight in weights if not is_kept(weight.shape)]
     own = [weight.shard.copies[0] for weight in large]
     sizes = sorted(each.shape.num_elements() * each.dtype.size for each in own)
-    buckets = buckets_of(own, most_bytes=min(sizes[-HELD:], default=0))
+    if not sizes:
+        return []
+    own_bytes = _GROUP_BYTES // large[0].shard.division.count
     successive = iter(large)
+    buckets = buckets_of(own, most_bytes=max(own_bytes, *sizes[-HELD:][:1]))
     return [[next(successive) for _ in bucket] for bucket in buckets]
 
 

@@ -74,7 +74,8 @@ def is_kept(shape: Sequence[int]) -> bool:
 def gathered_bytes(weights: Iterable[tuple[Sequence[int], int]]) -> int:
     """Returns the bytes of divided weights that a step gathers and holds at a time.
 
-    These are all vectors, and the two largest of the others.
+    These are all vectors, and the two largest of the others. Processes of one device may hold 2 MiB
+    of small weights instead.
 
     Args:
         weights: shape and bytes per number of each divided weight.
