@@ -130,6 +130,11 @@ def test_the_arguments_of_collectives():
         assert list(inspect.signature(function).parameters)[: len(first)] == first
 
 
+def test_the_arguments_of_a_barrier():
+    parameters = inspect.signature(context.Context.wait_at_barrier).parameters
+    assert list(parameters) == ["self", "barrier_id", "timeout_in_ms"]
+
+
 def test_collectives_can_be_aborted():
     parameters = inspect.signature(context.Context.abort_collective_ops).parameters
     assert list(parameters) == ["self", "code", "message"]
