@@ -7,6 +7,7 @@ import collections
 import contextlib
 import functools
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -640,18 +641,27 @@ def by_autograph(function) -> Callable:
     return call
 
 
-def wait_at_barrier(name: str, seconds: float) -> bool:
-    """Returns True as soon as all workers of a job wait at the barrier of this name.
+def publish(key: str, value: str):
+    """Lets all workers of a job read a value, until `withdraw`."""
+    context.context().set_config_key_value(key, value)
 
-    Args:
-        name: a name that the job has not used before.
-        seconds: time after which this returns False.
-    """
-    try:
-        context.context().wait_at_barrier(name, int(1000 * seconds))
-    except tf.errors.DeadlineExceededError:
-        return False
-    return True
+
+def published(key: str, seconds: float) -> str | None:
+    """Returns what a worker of the job publishes by a key within a time; None otherwise."""
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            # In parts, since Ctrl-C does not end the call. 0 would be forever.
+            return context.context().get_config_key_value(key, max(1, int(1000 * min(left, 0.5))))
+        except tf.errors.DeadlineExceededError:
+            if left <= 0:
+                return None
+
+
+def withdraw(key: str):
+    """Deletes a key that a worker has published, and all that begin with it and a slash."""
+    context.context().delete_config_key_value(key)
 
 
 def abort_collectives(reason: str):

@@ -130,9 +130,13 @@ def test_the_arguments_of_collectives():
         assert list(inspect.signature(function).parameters)[: len(first)] == first
 
 
-def test_the_arguments_of_a_barrier():
-    parameters = inspect.signature(context.Context.wait_at_barrier).parameters
-    assert list(parameters) == ["self", "barrier_id", "timeout_in_ms"]
+def test_the_arguments_of_published_values():
+    for function, names in {
+        context.Context.set_config_key_value: ["self", "key", "value"],
+        context.Context.get_config_key_value: ["self", "key", "timeout_in_ms"],
+        context.Context.delete_config_key_value: ["self", "key"],
+    }.items():
+        assert list(inspect.signature(function).parameters) == names
 
 
 def test_collectives_can_be_aborted():

@@ -41,13 +41,13 @@ from kdist.training.sharding.parts import (
     DividedCopies,
     Shard,
     TensorDivision,
-    await_readers,
     divides_over_workers,
     is_large,
     num_parts,
     refuse_part_in_checkpoints,
     sharded_state,
 )
+from kdist.training.sharding.readers import await_readers
 from kdist.training.sharding.weights import ShardedVariable, as_divided
 
 _KEY = "_kdist_shards"
@@ -188,7 +188,7 @@ class OptimizerShards:
             ValueError: each worker has some parts of the slots, and not all of them save.
         """
         if divides_over_workers(self._strategy) and self._shared is None:
-            await_readers(f"the slots of {optimizer.name!r}")
+            await_readers(self._strategy, f"the slots of {optimizer.name!r}")
         shared = self._shared or {}
         for number, variable in enumerate(optimizer.variables):
             is_shared = id(variable) in shared

@@ -8,25 +8,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.cluster import heartbeat
-from kdist.compat.tensorflow import first_replica, refuse_checkpoints, wait_at_barrier
+from kdist.compat.tensorflow import first_replica, refuse_checkpoints
 from kdist.layout import Layout
 from kdist.training.divided_variable import DividedVariable
 from kdist.training.replica.reduction import gathered_on_workers
 from kdist.training.scopes import num_local_replicas, variable_like
 from kdist.training.sharding import sizes
 from kdist.training.sharding.sizes import PartSizes
-
-# Outside of steps, a worker may do other things before it reads.
-_READ_SECONDS = 60.0
-# Reads of all workers so far, which read in the same order.
-_num_reads = 0
-
-# How to read what workers divide, for messages.
-READ_WHOLE = (
-    "in `with model.training_state.whole(): …`, which all workers call together (a keras.Model has "
-    "it after kdist.Model.of(model) in strategy.scope())"
-)
 
 
 class TensorDivision(abc.ABC):
@@ -242,28 +230,6 @@ def divides_over_workers(strategy: tf.distribute.Strategy) -> bool:
 def first_part(strategy: tf.distribute.Strategy) -> int:
     """Returns the number of the part that the first replica of this process has."""
     return first_replica(strategy) if divides_over_workers(strategy) else 0
-
-
-def await_readers(what: str):
-    """Returns when all workers are about to read the same state, of which each has parts.
-
-    Args:
-        what: the state, such as `"the slots of 'adam'"`.
-
-    Raises:
-        ValueError: some have not read it within a minute.
-    """
-    global _num_reads
-    doing = f"reading {what}"
-    with heartbeat.collective(doing):
-        if not wait_at_barrier(f"kdist {_num_reads}: {doing}", _READ_SECONDS):
-            raise ValueError(
-                f"each worker has parts of {what}, and some have not read it within "
-                f"{_READ_SECONDS:g} s. Read it on all workers at the same place of the program, or "
-                f"{READ_WHOLE}, or save the model by keras.callbacks.ModelCheckpoint or "
-                "kdist.callbacks.EpochCheckpoint"
-            )
-    _num_reads += 1
 
 
 def is_large(shape: Sequence[int], dtype: str, strategy: tf.distribute.Strategy) -> bool:

@@ -30,13 +30,12 @@ from kdist.training.replica import step as steps
 from kdist.training.replica.reduction import sum_over_workers, sums_over_replicas
 from kdist.training.scopes import is_multi_worker, outside_any_scope, this_local_replica
 from kdist.training.sharding.parts import (
-    READ_WHOLE,
     Shard,
-    await_readers,
     is_large,
     refuse_part_in_checkpoints,
     sharded_state,
 )
+from kdist.training.sharding.readers import READ_WHOLE, await_readers
 
 
 class ShardedVariable(keras.Variable):
@@ -119,7 +118,7 @@ class ShardedVariable(keras.Variable):
         if self.shared is not None:
             return tf.constant(self.shared)
         if tf.executing_eagerly():
-            await_readers(repr(self.path))
+            await_readers(self.shard.whole.strategy, repr(self.path))
             return tf.constant(self.shard.whole.whole())
         # Keras also traces layers to find the shapes of their outputs, and does not run that graph.
         message = (
