@@ -956,9 +956,8 @@ def test_a_cell_of_all_rows_is_that_of_the_whole_batch():
     assert_same_weights(weights, expected, 1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
-@pytest.mark.parametrize("function", [_by_positions, *seldom([tf.identity, lambda x: x[::-1]])])
-def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):
+def _predictions(function):
+    """Returns what one device predicts by a function of features, and what two devices predict."""
     predicted = []
     for strategy in (contextlib.nullcontext(), kdist.create_strategy("mirrored", 2).scope()):
         with strategy:
@@ -966,7 +965,14 @@ def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):
             inputs = keras.Input((3,))
             model = kdist.Model(inputs, _Function(function)(keras.layers.Dense(2)(inputs)))
             predicted.append(model.predict(X[:16], batch_size=8, verbose=0))
-    np.testing.assert_allclose(predicted[1], predicted[0], atol=1e-6)
+    return predicted
+
+
+@pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
+@pytest.mark.parametrize("function", [_by_positions, *seldom([tf.identity, lambda x: x[::-1]])])
+def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):
+    expected, ours = _predictions(function)
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*every replica computes the whole batch")
@@ -987,14 +993,8 @@ def test_predictions_of_all_rows_are_those_of_the_whole_batch(function):
 )
 def test_outputs_without_rows_on_the_first_axis_are_those_of_the_whole_batch(function):
     """Replicas' outputs cannot be joined along that axis."""
-    predicted = []
-    for strategy in (contextlib.nullcontext(), kdist.create_strategy("mirrored", 2).scope()):
-        with strategy:
-            keras.utils.set_random_seed(1)
-            inputs = keras.Input((3,))
-            model = kdist.Model(inputs, _Function(function)(keras.layers.Dense(2)(inputs)))
-            predicted.append(model.predict(X[:16], batch_size=8, verbose=0))
-    for ours, expected in zip(*map(keras.tree.flatten, predicted[::-1]), strict=True):
+    pairs = zip(*map(keras.tree.flatten, _predictions(function)), strict=True)
+    for expected, ours in pairs:
         np.testing.assert_allclose(ours, expected, atol=1e-6)
 
 
