@@ -206,10 +206,6 @@ def _free_bytes(path):
     return disk.total - disk.used if is_root else disk.free
 
 
-# Real path of a run directory -> what holds its lock in this process.
-_holders: dict[str, "RunDirectory"] = {}
-
-
 class RunDirectory:
     """Paths and files of a run in the directory `path`; `create` starts a new one.
 
@@ -221,7 +217,6 @@ class RunDirectory:
         check_local(path)
         self.path = pathlib.Path(path)
         self._config_lock: FileLock | None = None  # in the process that writes the run
-        self._is_created = False  # and locked by `create`, for the rest of the process
 
     def is_interrupted(self) -> bool:
         """Returns whether the directory holds a run that has not finished."""
@@ -277,7 +272,6 @@ class RunDirectory:
             OSError: the directory cannot be written.
         """
         run = cls(path)
-        run._is_created = True
         if resume:
             run._lock()
             run._mend_config(config)
@@ -330,38 +324,8 @@ class RunDirectory:
             self._config_lock = FileLock(self.config)
         except BlockingIOError as error:
             raise FileExistsError(
-                f"another process is using {self.path}; wait for it, or use another run directory "
-                "(--run_dir)"
+                f"another process is using {self.path}; wait for it, or use another --run_dir"
             ) from error
-        _holders[os.path.realpath(self.path)] = self
-
-    def hold(self, config: Mapping[str, Any]):
-        """Writes `config.json`, or adds values to it, and locks the run until `release`.
-
-        The lock is that of the process: it does nothing further if the process has it already.
-
-        Raises:
-            FileExistsError: another process uses the directory.
-            OSError: the file cannot be written.
-        """
-        with contextlib.suppress(OSError):  # which the file will show
-            self.path.mkdir(parents=True, exist_ok=True)
-        self.update_config(config)
-        if self._holder() is None:
-            self._lock()
-
-    def _holder(self):
-        """Returns what holds the lock of this run in this process, or None."""
-        holder = _holders.get(os.path.realpath(self.path))
-        lock = holder._config_lock if holder else None
-        return holder if lock is not None and lock.holds(self.config) else None
-
-    def release(self):
-        """Ends the lock of `hold`; does nothing for a run that `create` has locked."""
-        if self._config_lock is not None and not self._is_created:
-            _holders.pop(os.path.realpath(self.path), None)
-            lock, self._config_lock = self._config_lock, None
-            lock.release()
 
     def check_intact(self):
         """Raises a FileNotFoundError if the directory of `create` was lost in the meantime."""
@@ -418,28 +382,24 @@ class RunDirectory:
             write_text(path, kept.decode())
 
     def update_config(self, config: Mapping[str, Any]):
-        """Writes `config.json`, or adds values to it.
-
-        It does nothing if another process has locked the run, or `create` in this one.
+        """Writes `config.json`, or adds values to it, unless a program holds the run's lock.
 
         Raises:
             OSError: the file cannot be written.
         """
-        holder = self._holder() or self
-        if self._is_created or holder._is_created:
+        if self._config_lock is not None:
             return
         existing: dict[str, Any] = {}
         if self.config.exists():
             try:
-                if holder._config_lock is None:
-                    FileLock(self.config).release()
+                FileLock(self.config).release()
                 existing = self.read_config()
             except BlockingIOError:
                 return
             except ValueError:
                 pass  # damaged; it is written again
         if {**existing, **(config := finite(config))} != existing or not self.config.exists():
-            holder._replace_config({**existing, **config})
+            self._replace_config({**existing, **config})
 
     def record_workers(self, step: int, workers: int, planned_workers: int) -> dict[str, Any]:
         """Records in `config.json` how many of the planned workers train from a step on.

@@ -70,7 +70,6 @@ class Telemetry(keras.callbacks.Callback):
 
     Raises:
         ValueError: `writer` is given together with `wandb_mode` or `tensorboard`.
-        FileExistsError: in `fit`, another process trains with the same directory.
 
     Example:
 
@@ -185,21 +184,13 @@ class Telemetry(keras.callbacks.Callback):
         self._windows = TimingWindows(self.model, self._window_seconds, self._profiles)
         self._means = WindowMeans(running_means(self.model))
         self._collector = collector_of(strategy)
-        config = training_config(self.model, num_workers(strategy), self.params)
-        self._writer = self._given_writer or self._own_writer(config)
-        self._writer.write_config(config)
+        self._writer = self._given_writer or self._own_writer()
+        self._writer.write_config(training_config(self.model, num_workers(strategy), self.params))
 
-    def _own_writer(self, config):
-        """Returns a new writer; the process has the lock of its run directory."""
+    def _own_writer(self):
         self._close()  # that of a training of Keras's trainer that was interrupted
         if not self._writes:
             return NullWriter()
-        try:
-            self._run.hold(config)
-        except FileExistsError:
-            raise
-        except OSError:  # The writer logs it.
-            pass
         writer = create_writer(self._run, is_chief=True, **self._writer_options)
         atexit.register(writer.close)  # Keras's own trainer does not call `on_train_exit`.
         return writer
@@ -209,7 +200,6 @@ class Telemetry(keras.callbacks.Callback):
         if self._given_writer is None:
             atexit.unregister(self._writer.close)
             self._writer.close()
-            self._run.release()
 
     def on_epoch_begin(self, epoch, logs=None):
         if not self._has_begun:

@@ -10,10 +10,8 @@ import pytest
 import tensorflow as tf
 
 import kdist
-from kdist import run_directory
 from kdist.callbacks import Profile, Telemetry
 from kdist.report.telemetry_plots import device_plots
-from kdist.run_directory import FileLock, RunDirectory
 from kdist.telemetry.facts import shares_cores
 from kdist.telemetry.writers.tensorboard import TensorBoardWriter
 from kdist.testing import python
@@ -160,20 +158,11 @@ def test_an_interrupted_training_leaves_nothing_behind(tmp_path, trains_by, monk
         before = len(lines(tmp_path / "a" / "devices.jsonl"))
         time.sleep(0.3)
         assert len(lines(tmp_path / "a" / "devices.jsonl")) == before
-        FileLock(tmp_path / "a" / "config.json").release()
     else:  # Keras does not report the end.
         model_.fit(data(2), verbose=0, callbacks=[first])
     assert closed
     model_.fit(data(10, 0.05), verbose=0, callbacks=[second])
     assert lines(tmp_path / "b" / "devices.jsonl")
-
-
-def test_two_processes_cannot_train_in_one_directory(tmp_path, monkeypatch):
-    RunDirectory(tmp_path).hold({})
-    monkeypatch.setattr(run_directory, "_holders", {})  # as in another process
-    with pytest.raises(FileExistsError, match="another process is using"):
-        model().fit(data(2), verbose=0, callbacks=[Telemetry(tmp_path, tensorboard=True)])
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_goodput_excludes_validation(tmp_path):

@@ -101,29 +101,6 @@ def test_one_of_two_runs_that_start_together_fails(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()) == {"model": "first"}
 
 
-def test_a_training_holds_its_directory(tmp_path, monkeypatch):
-    first, second = (RunDirectory(tmp_path / "run") for _ in range(2))
-    first.hold({"model": "mlp"})
-    second.hold({"epochs": 2})  # in the same process, such as after an interrupted training
-    assert first.read_config() == {"model": "mlp", "epochs": 2}
-    first.check_intact()
-    monkeypatch.setattr(run_directory, "_holders", {})  # as in another process
-    with pytest.raises(FileExistsError, match="another process is using"):
-        second.hold({"model": "lenet"})
-    first.release()
-    second.hold({"epochs": 3})
-    assert first.read_config() == {"model": "mlp", "epochs": 3}
-
-
-def test_a_deleted_run_holds_nothing(tmp_path):
-    first = RunDirectory.create(tmp_path / "run", {"model": "mlp"})
-    shutil.rmtree(first.path)
-    second = RunDirectory(first.path)
-    second.hold({"model": "lenet"})
-    second.check_intact()
-    assert second.read_config() == {"model": "lenet"}
-
-
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"model": "ml', "\x00" * 20])
 def test_a_damaged_configuration_is_written_again(tmp_path, text, caplog):
     (tmp_path / "config.json").write_text(text)
