@@ -74,11 +74,12 @@ def interrupt(train):
 """
 
 TASK = f"""
-import json, sys, time
+import json, sys
 shard, devices, directory, written, cases = json.loads(sys.argv.pop())
 import kdist
 from kdist.checkpoint.snapshot import capture
 from kdist.testing import assert_same_weights
+from kdist.training.broadcast import wait_for_workers
 from kdist.training.sharding import readers
 from kdist.training.sharding.memory import state_bytes
 {TRAINING}
@@ -130,10 +131,12 @@ with strategy.scope():
 
 def save_alone():
     readers._WAIT_SECONDS = 1.0
-    if number_of_task == 0:
-        model.save(directory + "-alone.keras")
-    time.sleep(2)
-    readers._WAIT_SECONDS = 60.0
+    try:
+        if number_of_task == 0:
+            model.save(directory + "-alone.keras")
+    finally:
+        readers._WAIT_SECONDS = 60.0
+        wait_for_workers(strategy, "saving alone")
 
 model.save(directory + f"-by-{{number_of_task}}.keras")
 stop = keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=True)
