@@ -18,6 +18,7 @@ from kdist.telemetry.steps.verdict import DeviceMeans, is_long_enough, verdict
 from kdist.telemetry.steps.windows import TimingWindows, WindowMeans, running_means
 from kdist.telemetry.writers import NullWriter, Writer, create_writer, write_results
 from kdist.telemetry.writers.run_directory import Axes, last_values, note_largest
+from kdist.training.optimizers import counter_of
 from kdist.training.state import training_state_of
 
 _logger = logging.getLogger(__name__)
@@ -213,12 +214,10 @@ class Telemetry(keras.callbacks.Callback):
     def _begin(self, epoch):
         """Begins the first epoch, when all callbacks have restored their state."""
         self._has_begun = True
-        # The optimizer's count is that of its updates, which steps of a program make as they like.
-        # Checkpoints of older versions have no other.
+        # The optimizer counts its own steps, which those of a program make as they like. Older
+        # checkpoints have no other count.
         if self._step is None:
-            optimizer = self.model.optimizer
-            steps_per_update = getattr(optimizer, "gradient_accumulation_steps", None) or 1
-            self._step = int(optimizer.iterations.numpy()) * steps_per_update
+            self._step = int(counter_of(self.model.optimizer).numpy())
         # Not 0 if another process ran the first steps of the epoch.
         self._first_step_here = self._steps_in_epoch(-1)
         self._step_at_epoch = self._step - self._first_step_here

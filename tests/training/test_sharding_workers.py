@@ -387,9 +387,10 @@ print(json.dumps([numbers_before(step), len(gathers), weights]))
 def test_workers_run_their_collectives_in_the_same_order(accumulate, monkeypatch):
     """On GPUs, two that wait for each other's collectives would do so forever."""
     monkeypatch.setattr(sys, "argv", ["", str(accumulate)])
-    patched = [(gathers, "_GROUP_BYTES"), (gathers, "computes_on_gpus")]
-    for owner, name in [*patched, (reduction, "_BUCKET_BYTES")]:
-        monkeypatch.setattr(owner, name, None)  # the program sets them, and they are restored
+    # The program sets these, and they are restored.
+    monkeypatch.setattr(gathers, "computes_on_gpus", None)
+    monkeypatch.setattr(gathers, "_GROUP_BYTES", None)
+    monkeypatch.setattr(reduction, "_BUCKET_BYTES", None)
     names = {}
     exec(MANY_COLLECTIVES.partition("\nstrategy = ")[0], names)
     expected = names["fit"](names["network"](keras.Model)).get_weights()

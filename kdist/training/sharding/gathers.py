@@ -352,9 +352,9 @@ def _groups(weights):
     sizes = sorted(each.shape.num_elements() * each.dtype.size for each in own)
     if not sizes:
         return []
-    own_bytes = _GROUP_BYTES // large[0].shard.division.count
-    successive = iter(large)
-    buckets = buckets_of(own, most_bytes=max(own_bytes, *sizes[-HELD:][:1]))
+    second_largest = sizes[-HELD:][0]
+    most_bytes = max(_GROUP_BYTES // large[0].shard.division.count, second_largest)
+    buckets, successive = buckets_of(own, most_bytes), iter(large)
     return [[next(successive) for _ in bucket] for bucket in buckets]
 
 
