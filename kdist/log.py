@@ -16,6 +16,7 @@ import logging
 import os
 import pathlib
 import re
+import stat
 import sys
 import tempfile
 
@@ -103,3 +104,25 @@ def hide_start_up_messages():
     """
     if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3") != "0":
         sys.meta_path.insert(0, _QuietLibraries())
+
+
+def connect_to_null(number):
+    """Lets a descriptor be that of the null device, whether it is open or not."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
+
+
+def discard_output_of_closed_terminal():
+    """Connects standard output and error to the null device if their terminal is closed.
+
+    A progress bar that writes to it would raise an error, before a checkpoint is saved.
+    """
+    for number in (1, 2):
+        try:
+            is_device = stat.S_ISCHR(os.fstat(number).st_mode)
+        except OSError:  # the descriptor is closed
+            continue
+        if is_device and not os.isatty(number):
+            connect_to_null(number)

@@ -31,6 +31,7 @@ from absl import app, command_name, flags
 from absl import logging as absl_logging
 
 from kdist.exit_codes import INTERRUPTED, PEER_HANGS
+from kdist.log import connect_to_null
 from kdist.mirror.store import check_url, is_url
 from kdist.run_directory import check_local, check_writable
 
@@ -226,17 +227,9 @@ def _open_closed_streams():
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            _connect_to_null(number)
+            connect_to_null(number)
             stream = open(number, "w" if number else "r", closefd=False)  # noqa: SIM115  # to the end
             setattr(sys, name, stream)
-
-
-def _connect_to_null(number):
-    """Lets a descriptor be that of the null device, whether it is open or not."""
-    null = os.open(os.devnull, os.O_RDWR)
-    if null != number:
-        os.dup2(null, number)
-        os.close(null)
 
 
 def _escape_unprintable():
@@ -262,7 +255,7 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            _connect_to_null(self.fileno())
+            connect_to_null(self.fileno())
             self.is_incomplete = not isinstance(error, BrokenPipeError)
             problem = f"cannot be written ({error.strerror})"
             if not self.is_incomplete:

@@ -22,6 +22,7 @@ from kdist.checkpoint.files import (
 )
 from kdist.cluster import heartbeat, notices
 from kdist.exit_codes import SAVED
+from kdist.log import discard_output_of_closed_terminal
 from kdist.mirror.mirror import Mirror, fetched_checkpoint
 from kdist.mirror.store import is_url
 from kdist.run_directory import FileLock, checkpoint_step
@@ -52,9 +53,9 @@ class Checkpoint(keras.callbacks.Callback):
     uninterrupted run.
 
     A checkpoint is written at the end of each epoch, before each validation, after `every_steps` or
-    `every_minutes`, and on SIGTERM or SIGINT (Ctrl-C). A signal then ends training by `SystemExit`
-    with code 143, or by `KeyboardInterrupt`; a second signal acts as without this callback. A
-    preemption notice of GCE, AWS, or Azure is one SIGTERM.
+    `every_minutes`, and on SIGTERM, SIGHUP (the terminal is closed), or SIGINT (Ctrl-C). A signal
+    then ends training by `SystemExit` with code 143, or by `KeyboardInterrupt`; a second signal
+    acts as without this callback. A preemption notice of GCE, AWS, or Azure is one SIGTERM.
     Training waits only until the weights are copied; a thread writes them. After a NaN or infinite
     loss no more checkpoints are written.
 
@@ -235,7 +236,10 @@ class Checkpoint(keras.callbacks.Callback):
             self._lock = _lock(self._files.directory)
             self._writer = BackgroundWriter(self._files, self._mirror and self._mirror.copy)
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            numbers = [signal.SIGTERM, signal.SIGINT]
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
                 self._handlers[number] = signal.signal(number, self._on_signal)
             self._notices = notices.watch()
 
@@ -295,11 +299,15 @@ class Checkpoint(keras.callbacks.Callback):
         return batch // self._every_steps > self._saved // self._every_steps
 
     def _on_signal(self, number, frame):
+        if number == signal.SIGHUP:
+            discard_output_of_closed_terminal()
         if self._signal is None:
             self._signal = number
             name = signal.Signals(number).name
             # Not by logging: the signal may have interrupted a log call.
             os.write(2, f"kdist: {name}: saving a checkpoint, then ending\n".encode())
+            return
+        if number == signal.SIGHUP:  # the kernel and the shell both send it
             return
         # A preempted machine shuts down, which also sends SIGTERM to all processes.
         if number == signal.SIGTERM and self._notices is not None and self._notices.has_notice:

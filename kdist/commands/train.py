@@ -416,8 +416,8 @@ with program.flag_group("Checkpoints"):
     flags.DEFINE_integer(
         "checkpoint_steps",
         None,
-        "Steps between checkpoints, in addition to those at the end of an epoch and on SIGTERM or "
-        "Ctrl-C. None by default.",
+        "Steps between checkpoints, in addition to those at the end of an epoch, on SIGTERM and "
+        "Ctrl-C, and when the terminal is closed. None by default.",
         lower_bound=1,
     )
     flags.DEFINE_float(

@@ -204,7 +204,7 @@ class Session:
         run_dir: run directory. It gets telemetry and `checkpoints`, from the newest of which
             training resumes, also within an epoch. Defaults to None, nothing is written.
         checkpoint_steps: number of steps between checkpoints. Defaults to None: a checkpoint is
-            written at the end of each epoch and on SIGTERM.
+            written at the end of each epoch, on SIGTERM, and when the terminal is closed.
         callbacks: Keras callbacks. Their `model` holds the models of the session. Defaults to none.
         wandb_mode: mode of Weights & Biases; see `kdist.callbacks.Telemetry`. Defaults to "off".
 

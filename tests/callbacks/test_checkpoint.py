@@ -16,7 +16,7 @@ from kdist.checkpoint import CheckpointError, CheckpointFiles
 from kdist.run_directory import RunDirectory, measured_saving
 from kdist.strategies import create_strategy
 from kdist.training.replica.accumulation import optimizers_of
-from tests.forked import python_tasks
+from tests.forked import python, python_tasks
 from tests.tiers import seldom
 
 
@@ -336,20 +336,22 @@ class Signal(keras.callbacks.Callback):
         self._count("validation")
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("number", "error", "moment", "step"),
     [
         (signal.SIGTERM, SystemExit, "step", 3),
+        (signal.SIGHUP, SystemExit, "step", 3),
         (signal.SIGINT, KeyboardInterrupt, "validation", 10),
     ],
 )
 def test_a_signal_saves_and_ends(tmp_path, capfd, number, error, moment, step):
     strategy = create_strategy("one_device")
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    before = list(map(signal.getsignal, numbers))
     with pytest.raises(error) as raised:
         fit(strategy, [Checkpoint(tmp_path), Signal(number, moment)])
-    assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT))
+    assert before == list(map(signal.getsignal, numbers))
     assert error is KeyboardInterrupt or raised.value.code == 143
     assert f"{number.name}: saving a checkpoint" in capfd.readouterr().err
     assert CheckpointFiles(tmp_path).newest().step == step
@@ -357,6 +359,43 @@ def test_a_signal_saves_and_ends(tmp_path, capfd, number, error, moment, step):
     resumed, went_on = fit(strategy, [Checkpoint(tmp_path)])
     assert went_on == history
     assert_equal(resumed, whole)
+
+
+CLOSED_TERMINAL = """
+import json, os, pty, sys
+import keras, numpy as np
+import kdist
+from kdist.callbacks import Checkpoint
+
+pid, terminal = pty.fork()
+if pid == 0:
+    model = kdist.Model.of(keras.Sequential([keras.Input([2]), keras.layers.Dense(1)]))
+    model.compile("sgd", "mse")
+    try:
+        model.fit(np.ones([512, 2]), np.ones(512), epochs=1000, callbacks=[Checkpoint(sys.argv[1])])
+    except SystemExit as exit:
+        os._exit(exit.code)
+    os._exit(1)
+shown = b""
+while b"Epoch 3/" not in shown:
+    shown += os.read(terminal, 65536)
+os.close(terminal)
+print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+"""
+
+
+def test_a_closed_terminal_saves_and_ends(tmp_path):
+    assert python(CLOSED_TERMINAL, [str(tmp_path)]) == 143
+    assert CheckpointFiles(tmp_path).newest().step > 2 * 16
+
+
+def test_nohup_keeps_training(tmp_path):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        fit(create_strategy("one_device"), [Checkpoint(tmp_path), Signal(signal.SIGHUP, "step")])
+    finally:
+        assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+    assert CheckpointFiles(tmp_path).newest().step == 30
 
 
 def test_the_shutdown_of_a_preempted_machine_does_not_interrupt_the_saving(tmp_path, spot_vm):
