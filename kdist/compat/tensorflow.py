@@ -24,12 +24,14 @@ from tensorflow.python.distribute.values import DistributedVariable as _Distribu
 from tensorflow.python.eager import context, record, tape
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.ops import collective_ops
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable as _ResourceVariable
 from tensorflow.python.saved_model import load as saved_model_load
 
 # Implementation of MirroredStrategy; `kdist.parallel.device_groups` changes where variables are.
 MirroredExtended = _MirroredExtended
-# Variable with a copy per replica.
+# Variable with a copy per replica, and one without.
 DistributedVariable = _DistributedVariable
+ResourceVariable = _ResourceVariable
 _NO_OPTIMIZER = "disable_meta_optimizer"
 # An iterator's destruction usually takes a millisecond.
 _DESTRUCTION_SECONDS = 0.05

@@ -100,6 +100,24 @@ class Counting(layers.Layer):
         return x * ops.minimum(1.0, self.steps / 4.0)
 
 
+class CountingInBranch(layers.Layer):
+    """Counts within a branch, in a weight and in a variable of TensorFlow."""
+
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.number = tf.Variable(0.0, trainable=False)
+
+    def call(self, x, training=False):
+        def count():
+            self.steps.assign_add(1.0)
+            self.number.assign_add(1.0)
+            return 0.0
+
+        if training:
+            tf.cond(self.steps < 9.0, count, lambda: 0.0)
+        return x * tf.minimum(1.0, (self.steps + self.number) / 8.0)
+
+
 class Teacher(kdist.Model):
     """Has a moving average of its weights as its teacher, which its `train_step` updates."""
 
@@ -126,6 +144,7 @@ class Teacher(kdist.Model):
 
 STATES = {
     "a layer that counts": lambda: functional(kdist.Model, Counting()),
+    "a branch that counts": lambda: functional(kdist.Model, CountingInBranch()),
     "a spectral normalization": lambda: functional(
         kdist.Model, layers.SpectralNormalization(layers.Dense(4))
     ),

@@ -200,6 +200,7 @@ class StepOnCopies(ReplicaStep):
     """
 
     can_recompute = False  # a second call would not find the copies
+    is_alone = False
 
     def __init__(self, trainer, copies, *others):
         super().__init__(*others)

@@ -34,6 +34,7 @@ from kdist.compat.keras import (
 )
 from kdist.compat.tensorflow import (
     DistributedVariable,
+    ResourceVariable,
     by_autograph,
     call_loaded_functions_between_replicas,
     convert_variables_to_numbers,
@@ -107,6 +108,7 @@ def hooks():
         (KerasVariable, "assign_add", _assign_add),
         (KerasVariable, "assign_sub", _assign_sub),
         *((DistributedVariable, name, _assign_raw) for name in _ASSIGNMENTS),
+        *((ResourceVariable, name, _assign_raw_alone) for name in _ASSIGNMENTS),
         (tf.GradientTape, "gradient", _tape_gradient),
         (tf.GradientTape, "watch", _tape_watch),
         (tf.nn, "compute_average_loss", _average_loss),
@@ -478,6 +480,13 @@ def _assign_raw(step, function, native, value, *args, **kwargs):
         value = step.state_of_batch(variable, tf.convert_to_tensor(value, native.dtype))
     if step.applying and step.has_copies and _is_assigned_on_each(native, True):
         return getattr(step.local(native), function.__name__)(value, *args, **kwargs)
+    return function(native, value, *args, **kwargs)
+
+
+def _assign_raw_alone(step, function, native, value, *args, **kwargs):
+    """Assigns or adds to a `tf.Variable` of the program on one device."""
+    if step.is_alone:
+        return _assign_raw(step, function, native, value, *args, **kwargs)
     return function(native, value, *args, **kwargs)
 
 

@@ -881,7 +881,8 @@ class ReplicaStep:
             self._check_is_assigned_once(variable, value)
         elif key not in self._before:
             native = self.local(variable._value)
-            self._before[key] = native, tf.identity(native)
+            with self._graph.as_default():  # not in that of tf.cond
+                self._before[key] = native, tf.identity(native)
 
     def _check_is_assigned_once(self, variable, value):
         """Warns if a program updates a weight itself, in each micro-step."""
@@ -901,15 +902,20 @@ class ReplicaStep:
         return not (is_in_graph(value) and self.dependence.of(value).is_fixed)
 
     @property
+    def is_alone(self):
+        """True if no other replica uses the variables, and the step runs."""
+        return self.replicas == 1 and not (self.has_copies or self.is_dry_run)
+
+    @property
     def has_repeated_changes(self):
         """True if the step has changed state that it does not keep."""
         return any(self._before.values())
 
     def undo_repeated_changes(self):
         """Restores the state that is not kept; called at the end of each micro-step."""
-        for before in filter(None, self._before.values()):
-            native, value = before
-            native.assign(value)
+        with self.assigning():
+            for native, value in filter(None, self._before.values()):
+                native.assign(value)
 
     def state_of_batch(self, variable, value):
         """Returns what a layer or a program assigns to a variable, given what this replica would.
