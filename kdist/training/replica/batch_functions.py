@@ -301,10 +301,19 @@ def _is_linear(operation, dependence):
     if operation.type == "Cast":
         return operation.outputs[0].dtype.is_floating  # not to integers, which rounds
     if operation.type == "Mul":
-        return sum(varies) < 2
-    divisor = operation.inputs[-1]
-    return operation.type in _QUOTIENTS and (
-        not varies[1] or tensors.is_count(divisor, dependence.of)
+        return sum(varies) < 2 or _is_mean_times_count(*operation.inputs, dependence)
+    if operation.type not in _QUOTIENTS:
+        return False
+    numerator, divisor = operation.inputs
+    is_mean = dependence.of(numerator).degree != 0 and tensors.is_count(divisor, dependence.of)
+    return is_mean or not varies[1]
+
+
+def _is_mean_times_count(a, b, dependence):
+    """Returns True for a mean over rows times their number, which is a sum over them."""
+    return any(
+        tensors.is_count(count, dependence.of) and dependence.of(mean).degree == 0
+        for count, mean in ((a, b), (b, a))
     )
 
 

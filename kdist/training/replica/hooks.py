@@ -93,6 +93,7 @@ def hooks():
         (loss_module, "unscale_loss_for_distribution", _unscaled),
         (loss_module, "reduce_weighted_values", _reduced),
         (keras.metrics.Mean, "update_state", _mean_update),
+        (keras.metrics.Sum, "update_state", _sum_update),
         (nn_module, "conv", _conv),
         (nn_module, "_compute_moments_sync", _moments),
         (keras.layers.Layer, "__call__", _layer),
@@ -305,7 +306,7 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         weight = 1 if sample_weight is None else sample_weight
         sample_weight = tf.cast(weight, metric.dtype) * step.batch_fraction(metric.dtype)
     elif not values.shape.rank:  # such as a loss, perhaps weighted by its rows
-        values = step.as_mean(values, is_loss=False)
+        values = step.as_mean(tf.cast(values, metric.dtype), is_loss=False)
         if sample_weight is None:
             sample_weight = step.batch_fraction(metric.dtype)
     elif sample_weight is None and (
@@ -318,6 +319,15 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         sample_weight = number * step.batch_fraction(metric.dtype)
     with step.with_keras_metrics():
         return keras_function(metric, values, sample_weight)
+
+
+def _sum_update(step, keras_function, metric, values, sample_weight=None):
+    """Updates a sum; a scalar that is no sum over rows, such as a mean loss, is added once."""
+    values = tf.convert_to_tensor(values)
+    if not (values.shape.rank or step.is_dry_run or tf.executing_eagerly()):
+        mean = step.as_mean(tf.cast(values, metric.dtype), is_loss=False)
+        values = tf.math.multiply_no_nan(mean, step.batch_fraction(metric.dtype))
+    return keras_function(metric, values, sample_weight)
 
 
 def _ctc_loss(step, function, labels, *args, **options):
@@ -483,11 +493,13 @@ def _assign_raw(step, function, native, value, *args, **kwargs):
     return function(native, value, *args, **kwargs)
 
 
-def _assign_raw_alone(step, function, native, value, *args, **kwargs):
+def _assign_raw_alone(step, function, native, *args, **kwargs):
     """Assigns or adds to a `tf.Variable` of the program on one device."""
-    if step.is_alone:
-        return _assign_raw(step, function, native, value, *args, **kwargs)
-    return function(native, value, *args, **kwargs)
+    if not step.is_alone:
+        return function(native, *args, **kwargs)
+    if "delta" in kwargs:
+        args = (kwargs.pop("delta"), *args)
+    return _assign_raw(step, function, native, *args, **kwargs)
 
 
 def _assign_add(step, keras_function, variable, value):

@@ -251,6 +251,7 @@ class ReplicaStep:
             is_loss: whether to warn if the graph does not tell what `value` is. Defaults to True.
         """
         value = tf.convert_to_tensor(value)
+        self.dependence.check_counts_no_rows(value)
         if value.shape.rank:
             (*_, degree) = self._terms(value)[0]
             total = tf.reduce_sum(value)
@@ -279,12 +280,17 @@ class ReplicaStep:
         }
 
     def _is_divided_log(self, value):
-        is_scalar = (
-            isinstance(value, tf.Tensor) and value.shape.rank == 0 and value.dtype.is_floating
-        )
-        return is_scalar and (is_eager(value) or not self.dependence.of(value).is_fixed)
+        if not isinstance(value, tf.Tensor) or value.shape.rank != 0:
+            return False
+        if is_eager(value):
+            return value.dtype.is_floating
+        self.dependence.check_counts_no_rows(value)
+        is_number = value.dtype.is_floating or value.dtype.is_integer
+        return is_number and not self.dependence.of(value).is_fixed
 
     def _log_part(self, value):
+        if value.dtype.is_integer:  # such as a number of correct predictions
+            value = tf.cast(value, tf.float64)
         weight = tf.cast(self.share.batch_fraction, value.dtype) * self.replicas
         value = value if is_eager(value) else self.as_mean(value, is_loss=False)
         return tf.math.multiply_no_nan(value, weight)
@@ -308,6 +314,8 @@ class ReplicaStep:
         to_variables = any(map(self.dependence.is_weight, flat))
         if to_variables:
             self.check_loss(*targets)
+            for one in targets:
+                self.dependence.check_counts_no_rows(one)
         terms, is_function = [], False
         for one in targets:
             function = self._function_of_target(one) if to_variables else None
@@ -394,6 +402,18 @@ class ReplicaStep:
                 else:
                     fallbacks.on_rows_of_micro_step(self, tensor)
                 return
+            if self._accumulators is not None and not self._is_linear(tensor):
+                fallbacks.on_function_of_micro_step(self, tensor)
+                return
+
+    def _is_linear(self, loss):
+        """Returns False for a loss that is known to be no sum or mean of those of its rows."""
+        try:
+            return find_function(loss, self.dependence.values) is None
+        except UnknownFunctionError:
+            if self.dependence.of(loss).may_be_divided:
+                self.dependence.check_rows_are_unknown()
+            return True
 
     def is_scaled_by_rows(self, tensor) -> bool:
         """Returns True if the values of rows were multiplied or divided by the number of rows.
@@ -875,6 +895,7 @@ class ReplicaStep:
             return  # a metric, or a weight that replicas divide
         if getattr(variable, "name", "") != _STATE_OF_SEEDS:
             self.check_scope([variable])
+            self.dependence.check_counts_no_rows(value)
         key = id(variable._value)
         if self.is_kept(variable, value):
             self._before[key] = None
@@ -1022,7 +1043,8 @@ class ReplicaStep:
             return tf.cast(function.value, value.dtype) * self.batch_fraction(value.dtype)
         dependence = self.dependence.of(term)
         if dependence.is_fixed:
-            if self.dependence.may_be_number_of_rows(term):
+            self.dependence.check_counts_no_rows(term)
+            if dependence.may_count_rows:
                 return value
             # The last replica is never empty.
             counting = 0 if self.share.is_repeated else self.replicas - 1

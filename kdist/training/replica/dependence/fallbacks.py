@@ -75,6 +75,18 @@ def on_rows_of_micro_step(step, loss):
     )
 
 
+def on_function_of_micro_step(step, loss):
+    """Warns of a loss that is no sum of those of micro-steps, such as the root of a mean."""
+    fall_back(
+        step,
+        f"the loss {_name(loss)!r} is a function of means or sums over the rows of a batch, such "
+        "as a root or a ratio. Compile with accumulate=1, or accept the mean of the losses of "
+        'micro-steps by compile(loss_reduction="mean")',
+        "Each micro-step has some rows of the batch only, so that the result is not that "
+        "of one device",
+    )
+
+
 def on_late_updates(variable):
     """Warns of a micro-step that computes with weights which one device would have updated."""
     warnings.warn(

@@ -31,6 +31,8 @@ LINEAR_IN_GRADIENTS |= {"Reshape", "Split", "SplitV", "StridedSlice", "Sum", "Ti
 LINEAR_IN_GRADIENTS |= {"UnsortedSegmentSum"}  # slices as a tensor
 LINEAR_IN_GRADIENTS |= {"Add", "AddN", "AddV2", "Sub", "Unpack", *LINEAR} - {"Abs", "Relu"}
 ELEMENTWISE = {"Mul", "SquaredDifference", *QUOTIENTS, *SUMS} - {"AddN"}
+# Operations whose result is computed from the values of all operands, and not from shapes or axes.
+ARITHMETIC = {"FloorDiv", "Mod", "FloorMod", "Pow", "AddN", *ELEMENTWISE, *LINEAR, *POWERS}
 COMPARISONS = {"Equal", "Greater", "GreaterEqual", "Less", "LessEqual", "LogicalAnd", "LogicalOr"}
 COMPARISONS |= {"NotEqual", "Pow", "SelectV2"}
 CUMULATIVE = {"Cumprod", "Cumsum", "CumulativeLogsumexp"}

@@ -265,6 +265,13 @@ def has_rows_again(tensor, kind, inputs):
     return not is_taken and any(i.has_rows_again for i in inputs)
 
 
+def is_mean_by_count(result, kind, inputs):
+    """Returns True for a sum over rows that is divided by a constant, which is their number."""
+    return (
+        kind in ("Mul", *kinds.QUOTIENTS) and result.degree == 0 and 1 in [i.degree for i in inputs]
+    )
+
+
 def is_over_rows(kind, inputs):
     """Returns True for a result without rows that comes from a reduction over these."""
     reduces = kind in (

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from kdist.compat.tensorflow import is_recorded
@@ -165,10 +164,10 @@ class StepDependence:
         values = tf.get_static_value(looked_up) if looked_up.shape.rank == 1 else None
         return values is not None and len(set(values.tolist())) == rows
 
-    def may_be_number_of_rows(self, value) -> bool:
-        """Returns True if a fixed value may be a constant that counts the replica's rows."""
-        number, rows = tf.get_static_value(value), self.static_rows
-        return rows == 1 or bool(rows and number is not None and _are_multiples(number, rows))
+    def check_counts_no_rows(self, value):
+        """Raises a `KnownRowsError` if a constant in a value may be the number of rows."""
+        if is_in_graph(value) and self.of(value).may_count_rows:
+            self.check_rows_are_unknown()
 
     def note_layer(self, inputs, outputs, is_of_keras=True, step_axis=None):
         """Records that a layer computes each row of its outputs from the same row of its inputs.
@@ -320,7 +319,3 @@ def is_eager(tensor) -> bool:
 def is_in_graph(tensor) -> bool:
     """Returns True for a tensor of a graph."""
     return isinstance(tensor, tf.Tensor) and not is_eager(tensor)
-
-
-def _are_multiples(numbers, rows):
-    return bool(np.all(np.asarray(numbers) % rows == 0) and np.any(numbers))

@@ -20,6 +20,8 @@ class Dependence:
         axis: position of the axis of rows; None without one, -1 if its position is unknown.
         is_fixed: it does not depend on the batch, and is equal on all replicas.
         may_be_divided: a constant factor may have been computed from the number of rows.
+        may_count_rows: it has no axis of rows, and a constant from which it was computed may be the
+            number of this replica's rows.
         is_sized_by_values: its shape may depend on values of the batch.
         is_of_gradient: it was computed from the gradient of a tape.
         is_of_weights: it was computed from the gradient with respect to variables.
@@ -45,6 +47,7 @@ class Dependence:
     axis: int | None = None
     is_fixed: bool = False
     may_be_divided: bool = False
+    may_count_rows: bool = False
     is_sized_by_values: bool = False
     is_of_gradient: bool = False
     is_of_weights: bool = False
@@ -71,6 +74,7 @@ class Dependence:
 
 
 FIXED = Dependence(is_fixed=True)
+FIXED_OR_ROWS = Dependence(is_fixed=True, may_count_rows=True)
 MEAN = Dependence()
 SUM = Dependence(degree=1.0)
 NUMBER_OF_ROWS = Dependence(degree=1.0, counts_rows=True)

@@ -15,6 +15,7 @@ from kdist.training.replica.colocation import outer_tensor
 from kdist.training.replica.dependence import kinds, mixing, rules, tensors
 from kdist.training.replica.dependence.values import (
     FIXED,
+    FIXED_OR_ROWS,
     MEAN,
     NUMBER_OF_ROWS,
     ROWS,
@@ -202,7 +203,7 @@ class BatchDependence:
         if all(i.is_fixed for i in inputs):
             if inputs and not tensors.is_equal_on_all(tensor.op):
                 return self._unknown if tensor.shape.rank != 0 else UNKNOWN
-            return FIXED
+            return FIXED_OR_ROWS if self._may_count_rows(tensor, kind, inputs) else FIXED
         result = self._varying(tensor, kind, inputs)
         sized = kind in kinds.SIZED_BY_VALUES or any(i.is_sized_by_values for i in inputs)
         divided = result.may_be_divided or any(i.may_be_divided for i in inputs)
@@ -217,6 +218,9 @@ class BatchDependence:
             result,
             is_sized_by_values=sized,
             may_be_divided=divided,
+            may_count_rows=result.axis is None
+            and not mixing.is_mean_by_count(result, kind, inputs)
+            and self._may_count_rows(tensor, kind, inputs),
             is_of_gradient=any(i.is_of_gradient for i in inputs),
             is_of_weights=any(i.is_of_weights for i in inputs),
             is_nonlinear=any(i.is_nonlinear for i in inputs)
@@ -315,6 +319,24 @@ class BatchDependence:
         summed = tensors.summed(tensor)
         leading = summed.shape[0] if summed.shape.rank else None
         return self._rows, leading or self._rows
+
+    def _may_count_rows(self, tensor, kind, inputs):
+        """Returns True if a value without rows may have been computed from their number."""
+        if (self._rows or 0) < 2:  # one row is hidden
+            return False
+        if kind in kinds.REDUCTIONS:  # such as the sum of a one for each row
+            operand = tensor.op.inputs[0]
+            is_of_rows = operand.shape.rank and operand.shape[0] == self._rows
+            is_constant = is_of_rows and tensors.is_computed_from_constants(operand)
+            return is_constant or inputs[0].may_count_rows
+        if kind in kinds.ARITHMETIC:
+            return any(i.may_count_rows for i in inputs)
+        is_number = tensor.shape.rank == 0 and (tensor.dtype.is_floating or tensor.dtype.is_integer)
+        value = tensors.static_value(tensor) if is_number else None
+        if not value or not np.isfinite(value):
+            return False
+        value = float(value)
+        return value % self._rows == 0 or abs(value * self._rows - 1) < 1e-5
 
     def _divisor(self, factor, kind):
         """Returns the number by which a constant divides, if it may come from that of the rows."""

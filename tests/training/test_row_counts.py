@@ -1,0 +1,114 @@
+"""Values that a program computes from the number of rows, which may be a constant."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import kdist
+from tests.caught import no_warnings
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+
+
+class CountsRows(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="rows")
+        self.rows = self.add_weight(name="rows", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.rows.assign_add(tf.cast(tf.shape(y_true)[0], "float32"))
+
+    def result(self):
+        return self.rows
+
+
+class Counting(keras.layers.Layer):
+    def build(self, shape):
+        self.rows = self.add_weight(initializer="zeros", trainable=False)
+
+    def call(self, x, training=False):
+        if training:
+            self.rows.assign_add(tf.cast(tf.shape(x)[0], "float32"))
+        return x
+
+
+class Counts(keras.Model):
+    """Has a loss, logs, and Keras's metrics that are computed from the number of rows."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.counting, self.dense = Counting(), keras.layers.Dense(1)
+        self.loss_of = loss
+        self.mean, self.sum = keras.metrics.Mean("mean"), keras.metrics.Sum("sum")
+        self.steps, self.own = keras.metrics.Sum("steps"), CountsRows()
+
+    def call(self, x):
+        return self.dense(self.counting(x))
+
+    def train_step(self, x):
+        rows = tf.shape(x)[0]
+        number = tf.cast(rows, "float32")
+        with tf.GradientTape() as tape:
+            errors = tf.square(self(x, training=True) - x[:, :1])
+            loss = self.loss_of(errors, number, tf.reduce_sum(self.dense.kernel**2))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.mean.update_state(rows)
+        self.sum.update_state(tf.reduce_mean(errors))
+        self.steps.update_state(1.0)
+        self.own.update_state(x, x)
+        metrics = {m.name: m.result() for m in (self.mean, self.sum, self.steps, self.own)}
+        positive = tf.reduce_sum(tf.cast(x > 0, tf.int32))
+        return {**metrics, "rows": rows, "positive": positive, "ones": tf.size(x[:, 0])}
+
+
+# Functions of the errors of rows, of their number, and of weights.
+LINEAR = {
+    "a mean times the number": lambda errors, n, _: tf.reduce_mean(errors) * n,
+    "a mean of products": lambda errors, n, _: tf.reduce_mean(errors * n),
+    "a sum of quotients": lambda errors, n, _: tf.reduce_sum(errors / n),
+}
+NONLINEAR = {
+    "a penalty by the number": lambda errors, n, p: tf.reduce_mean(errors) + p / n,
+    "a root by the number": lambda errors, n, _: tf.reduce_mean(errors) / tf.sqrt(n),
+}
+
+
+def trained(strategy, loss, drop_remainder, **options):
+    """Returns the weights after two epochs, and the logs."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = kdist.Model.of(Counts(loss))
+        model.compile(keras.optimizers.SGD(0.05), **options)
+    data = tf.data.Dataset.from_tensor_slices(X).batch(8, drop_remainder=drop_remainder)
+    history = model.fit(data, epochs=2, verbose=0).history
+    return {**history, **dict(enumerate(model.get_weights()))}
+
+
+def check(loss, strategy, drop_remainder, **options):
+    expected = trained(kdist.create_strategy("one_device"), loss, drop_remainder)
+    found = trained(strategy, loss, drop_remainder, **options)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=str(name))
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("loss", [*LINEAR, *NONLINEAR])
+def test_two_replicas_count_the_rows_of_the_batch(mirrored, loss, drop_remainder):
+    check({**LINEAR, **NONLINEAR}[loss], mirrored, drop_remainder)
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+@pytest.mark.parametrize("loss", LINEAR)
+def test_micro_batches_count_the_rows_of_the_batch(mirrored, name, loss):
+    strategy = mirrored if name == "mirrored" else kdist.create_strategy(name)
+    with no_warnings(message="micro-"):
+        check(LINEAR[loss], strategy, drop_remainder=True, accumulate=2)
+
+
+@pytest.mark.parametrize("loss", NONLINEAR)
+def test_functions_of_the_number_of_rows_warn_of_micro_batches(loss):
+    with pytest.warns(UserWarning, match="accumulate=1"):
+        trained(kdist.create_strategy("one_device"), NONLINEAR[loss], True, accumulate=2)
