@@ -193,7 +193,7 @@ def is_count(tensor, dependence_of: Callable | None = None) -> bool:
     waiting, is_of_shape = [tensor], False
     while waiting:
         operation = getattr(waiting.pop(), "op", None)
-        if operation is None or operation.type not in kinds.OF_COUNTS:
+        if operation is None or operation.type not in kinds.OF_COUNTS or rounds(operation):
             return False
         if operation.type in ("Shape", "Size"):
             is_of_shape = True
@@ -202,6 +202,12 @@ def is_count(tensor, dependence_of: Callable | None = None) -> bool:
         else:
             waiting.extend(operation.inputs)
     return is_of_shape
+
+
+def rounds(operation):
+    """Returns True for a cast to integers, which of a part of a number of rows is no part of it."""
+    is_cast = operation.type == "Cast" and operation.outputs[0].dtype.is_integer
+    return is_cast and operation.inputs[0].dtype.is_floating
 
 
 def is_at_most(tensor, limit):

@@ -263,6 +263,8 @@ class BatchDependence:
             power = kinds.POWERS.get(kind, 1.0)
             degree = None if degree is None else degree * power
             axis = self._kept_axis(tensor, inputs)
+            if degree and axis is None and tensors.rounds(tensor.op):
+                degree = None
             elements = inputs[0].elements if kind in ("Cast", "Identity") else None
             return Dependence(degree, axis, elements=elements)
         has_rows = any(i.axis is not None for i in inputs)
