@@ -188,7 +188,7 @@ def is_count(tensor, dependence_of: Callable | None = None) -> bool:
     Args:
         tensor: a tensor.
         dependence_of: function from a tensor to its `Dependence`; numbers of the rows that a mask
-            keeps are then excluded. Defaults to None.
+            keeps, and of rows with padding, are then excluded. Defaults to None.
     """
     waiting, is_of_shape = [tensor], False
     while waiting:
@@ -197,7 +197,8 @@ def is_count(tensor, dependence_of: Callable | None = None) -> bool:
             return False
         if operation.type in ("Shape", "Size"):
             is_of_shape = True
-            if dependence_of is not None and dependence_of(operation.inputs[0]).is_chosen:
+            found = dependence_of(operation.inputs[0]) if dependence_of is not None else None
+            if found is not None and (found.is_chosen or found.has_other_rows):
                 return False
         else:
             waiting.extend(operation.inputs)
