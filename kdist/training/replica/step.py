@@ -1011,10 +1011,13 @@ class ReplicaStep:
             value: what the metric adds.
             term: the same, before casts.
         """
-        function = self._function_of_batch(term, is_loss=False)
+        dependence = self.dependence.of(term)
+        if dependence.axis is not None and dependence.mixes_rows:
+            function = self._function_of_mixed_rows(term)
+        else:
+            function = self._function_of_batch(term, is_loss=False)
         if function is not None and value.dtype.is_floating:
             return tf.cast(function.value, value.dtype) * self.batch_fraction(value.dtype)
-        dependence = self.dependence.of(term)
         if dependence.is_fixed:
             if self.dependence.may_be_number_of_rows(term):
                 return value
@@ -1025,6 +1028,18 @@ class ReplicaStep:
         if dependence.degree == 0 and dependence.axis is None and value.dtype.is_floating:
             return value * self.batch_fraction(value.dtype)
         return value
+
+    def _function_of_mixed_rows(self, term):
+        """Returns a tensor whose entries are not those of single rows, such as the largest ones."""
+        if not self._can_exchange:
+            return None
+        try:
+            return self._found_function(term, is_in_tape=True, is_state=True)
+        except UnknownFunctionError as error:
+            _logger.debug("%s cannot be computed from all rows: %s", term.name, error)
+            self.dependence.check_rows_are_unknown()
+            fallbacks.on_mixed_rows(self, term, "value")
+            return None
 
     def handle(self, variable):
         """Returns the handle by which a gradient tape identifies a Keras variable."""
