@@ -772,7 +772,7 @@ def _hardest(model, x, y):
 
 
 def _joined(model, x, y):
-    """Joins the errors with a constant one, sorts them, and divides by the number of all of them."""
+    """Sorts the errors together with a constant one, and divides by the number of all of them."""
     errors = tf.concat([tf.reduce_sum(squares(model, x, y), 1), tf.ones(1, x.dtype)], 0)
     number = tf.cast(tf.shape(errors)[0], x.dtype)
     return tf.reduce_mean(tf.sort(errors)[-2:]) + tf.reduce_sum(errors) / number

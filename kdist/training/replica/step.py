@@ -631,9 +631,23 @@ class ReplicaStep:
     # Gradients.
 
     def gradients(self, optimizer, gradients, variables):
-        """Returns the gradients of the global batch; None before the last micro-step."""
-        with self._colocation():
-            return self._gradients(optimizer, gradients, variables)
+        """Returns the gradients of the global batch; None before the last micro-step.
+
+        Raises:
+            ValueError: replicas cannot meet here, as within a condition of TensorFlow.
+        """
+        try:
+            with self._colocation():
+                return self._gradients(optimizer, gradients, variables)
+        except RuntimeError as error:
+            if "merge_call" not in str(error):
+                raise
+            raise ValueError(
+                "an optimizer is applied within tf.cond or a loop of TensorFlow, where replicas "
+                "cannot add up their gradients. Apply it in the step itself: repeat it by a loop "
+                "of Python, and accumulate gradients by `compile(accumulate=…)` or by the "
+                "`gradient_accumulation_steps` of Keras's optimizers"
+            ) from error
 
     def _gradients(self, optimizer, gradients, variables):
         is_scaled = id(optimizer) in self._scaled_by
