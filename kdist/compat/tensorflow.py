@@ -19,18 +19,22 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import (
     CollectiveAllReduceExtended,
 )
 from tensorflow.python.distribute.device_util import canonicalize
+from tensorflow.python.distribute.distribute_utils import value_container
 from tensorflow.python.distribute.mirrored_strategy import MirroredExtended as _MirroredExtended
 from tensorflow.python.distribute.values import DistributedVariable as _DistributedVariable
+from tensorflow.python.distribute.values import MirroredVariable as _MirroredVariable
 from tensorflow.python.eager import context, record, tape
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.ops import collective_ops
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable as _ResourceVariable
+from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as _ResourceVariable
 from tensorflow.python.saved_model import load as saved_model_load
 
 # Implementation of MirroredStrategy; `kdist.parallel.device_groups` changes where variables are.
 MirroredExtended = _MirroredExtended
-# Variable with a copy per replica, and one without.
+# Variable with a copy per replica.
 DistributedVariable = _DistributedVariable
+# The same whose copies a program keeps equal, and a variable without copies, such as one of these.
+MirroredVariable = _MirroredVariable
 ResourceVariable = _ResourceVariable
 _NO_OPTIMIZER = "disable_meta_optimizer"
 # An iterator's destruction usually takes a millisecond.
@@ -56,6 +60,11 @@ def undistributed(data: Any) -> Any:
     """Returns the dataset that `experimental_distribute_dataset` received, and other data as is."""
     is_distributed = isinstance(data, tf.distribute.DistributedDataset)
     return getattr(data, "_original_dataset", data) if is_distributed else data
+
+
+def variable_of_copy(copy: Any) -> Any:
+    """Returns the variable of which `copy` is the one of a replica; other variables as they are."""
+    return value_container(copy)
 
 
 def convert_variables_to_numbers():
@@ -101,6 +110,18 @@ def merge_between_replicas():
         return in_replicas(fn, strategy, *args, **kwargs)
 
     owner.maybe_merge_call = maybe_merge_call
+
+
+def slice_variables_between_replicas():
+    """Makes slices of variables assignable outside of replicas, as in `queue[0].assign(x)`."""
+    in_replicas = MirroredVariable.__getitem__
+
+    def getitem(variable, slice_spec):
+        if tf.distribute.in_cross_replica_context():
+            return variable._get_on_device_or_primary()[slice_spec]
+        return in_replicas(variable, slice_spec)
+
+    MirroredVariable.__getitem__ = getitem
 
 
 def call_loaded_functions_between_replicas():

@@ -139,6 +139,54 @@ def weights_of_tensorflow():
     return outcome(history, model, kernel=kernel, calls=calls, scale=model.scale.numpy())
 
 
+class PartsOfVariables(keras.Model):
+    """Keeps values of examples, classes, and the first rows in parts of its variables."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(1)
+        self.kept, self.last, self.sums, self.largest, self.first = [
+            tf.Variable(np.zeros((50, 2), "float32"), trainable=False) for _ in range(5)
+        ]
+
+    def call(self, data):
+        return self.head(data[1])
+
+    def train_step(self, data):
+        (number, x), y = data
+        with tf.GradientTape() as tape:
+            pairs = tf.concat([self((number, x), training=True), x[:, :1]], 1)
+            found = tf.stop_gradient(pairs)
+            self.kept.scatter_nd_update(number[:, None], found)
+            self.last.scatter_update(tf.IndexedSlices(found, number))
+            self.sums.scatter_add(tf.IndexedSlices(found, number // 8))
+            self.largest.scatter_max(tf.IndexedSlices(found, number // 8))
+            self.first[1].assign(0.5 * self.first[1] + tf.reduce_mean(found, 0))
+            near = tf.gather(self.kept, number) + tf.gather(self.sums, number // 8) + self.first[1]
+            loss = tf.reduce_mean((pairs[:, :1] - y) ** 2) + 0.1 * tf.reduce_mean(near * pairs)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"error": loss}
+
+
+@program(differs={**ACROSS_ROWS, "servers": "the dry run of a step has no slices of variables"})
+def parts_of_variables():
+    """Rows and slices of variables that a step and a callback assign, as in a memory."""
+    x, y = _data()
+    model = PartsOfVariables()
+    model.compile(keras.optimizers.SGD(0.05))
+
+    def reset(epoch, logs):
+        model.last[:2].assign(tf.ones((2, 2)))
+        model.kept.scatter_nd_add([[3]], tf.ones((1, 2)))
+
+    data = tf.data.Dataset.from_tensor_slices(((np.arange(50), x), y)).batch(16)
+    each_epoch = keras.callbacks.LambdaCallback(on_epoch_end=reset)
+    history = model.fit(data, epochs=2, verbose=0, callbacks=[each_epoch])
+    kept = [model.kept, model.last, model.sums, model.largest, model.first]
+    return outcome(history, model, kept=[variable.numpy() for variable in kept])
+
+
 class TwoOptimizers(keras.Model):
     """One optimizer for the first layer, another for the rest."""
 

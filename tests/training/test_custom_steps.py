@@ -275,6 +275,30 @@ def test_a_step_that_returns_no_logs_says_so(returned):
         list(kdist.session(model, optimizer).run(train_step, _data()))
 
 
+def test_an_optimizer_within_a_condition_names_what_to_change():
+    strategy = kdist.create_strategy("mirrored", devices=2)
+    with strategy.scope():
+        model, optimizer = _dense(1), keras.optimizers.SGD()
+        optimizer.build(model.trainable_weights)
+
+    @kdist.step(strategy)
+    def every_second(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x) - y) ** 2)
+        gradients = tape.gradient(loss, model.trainable_weights)
+
+        def apply():
+            optimizer.apply(gradients, model.trainable_weights)
+            return True
+
+        tf.cond(optimizer.iterations % 2 == 0, apply, lambda: False)
+        return {"loss": loss}
+
+    with pytest.raises(ValueError, match="accumulate"):
+        list(kdist.session(model, optimizer).run(every_second, _data()))
+
+
 def test_a_step_of_two_arguments_is_refused_where_it_is_defined():
     strategy = kdist.create_strategy("mirrored", devices=2)
     with pytest.raises(TypeError, match=r"train_step\(x, y\) must accept one argument"):

@@ -763,7 +763,24 @@ def _partitioned(model, x, y):
     return tf.reduce_mean(parts[1]) + 0.5 * tf.reduce_mean(parts[0])
 
 
-@pytest.mark.parametrize("loss", [_padded, _partitioned, *seldom([_largest, _frequencies])])
+def _hardest(model, x, y):
+    """Returns the mean of the largest errors, whose number is a rounded part of that of rows."""
+    errors = tf.reduce_sum(squares(model, x, y), 1)
+    number = tf.cast(0.6 * tf.cast(tf.shape(x)[0], tf.float64), tf.int32)
+    hard = tf.math.top_k(errors, number).values
+    return tf.reduce_mean(hard) + 0.1 * tf.reduce_sum(errors) / tf.cast(number, errors.dtype)
+
+
+def _joined(model, x, y):
+    """Sorts the errors together with a constant one, and divides by the number of all of them."""
+    errors = tf.concat([tf.reduce_sum(squares(model, x, y), 1), tf.ones(1, x.dtype)], 0)
+    number = tf.cast(tf.shape(errors)[0], x.dtype)
+    return tf.reduce_mean(tf.sort(errors)[-2:]) + tf.reduce_sum(errors) / number
+
+
+@pytest.mark.parametrize(
+    "loss", [_padded, _partitioned, _hardest, _joined, *seldom([_largest, _frequencies])]
+)
 def test_functions_of_positions_are_those_of_the_whole_batch(loss):
     assert_equal(own_step(loss))
 

@@ -79,6 +79,31 @@ def counts(metric, errors):
     metric.d.assign(metric.d + 1)
 
 
+def largest_of_batches(metric, errors):
+    (two,) = tf.unstack(tf.math.top_k(errors[None], 2).values)
+    most = tf.math.top_k(errors, 1).values
+    metric.n.assign_add(tf.reduce_sum(two) + tf.cast(tf.cast(8 * most[0], "int32"), "float32"))
+    metric.d.assign_add(tf.cast(tf.cast(0.6 * number_of(errors), "int32"), "float32"))
+
+
+def number_of(errors):
+    return tf.cast(tf.shape(errors)[0], "float32")
+
+
+class Largest(keras.metrics.Metric):
+    """Adds up the two largest errors of each batch, in order."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.sums = self.add_weight(name="sums", shape=(2,), initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.sums.assign_add(tf.math.top_k(tf.abs(y_true - y_pred)[:, 0], 2).values)
+
+    def result(self):
+        return self.sums[0] + 10 * self.sums[1]
+
+
 METRICS = {
     "assigned sums": lambda: Own(assigned_sums),
     "means of batches": lambda: Own(means_of_batches),
@@ -87,6 +112,8 @@ METRICS = {
     "several": lambda: Several(means_of_batches),
     "without add_weight": lambda: WithoutAddWeight(means_of_batches),
     "ratios of batches": lambda: Own(ratios_of_batches),
+    "largest and rounded": lambda: Own(largest_of_batches),
+    "vector of the largest": Largest,
     "a function": lambda: lambda y_true, y_pred: tf.reduce_max(y_pred, -1),
 }
 
@@ -140,6 +167,16 @@ def largest(metric, errors):
 def test_a_metric_that_replicas_cannot_add_up_is_refused():
     with pytest.raises(ValueError, match="increment"):
         logs_of(kdist.Model, lambda: Own(largest), kdist.create_strategy("mirrored", 2))
+
+
+def corrected_mean(metric, errors):
+    metric.d.assign_add(number_of(errors))
+    metric.n.assign_add(tf.reduce_sum(errors - metric.n) / metric.d)
+
+
+def test_a_metric_that_computes_with_its_state_is_refused():
+    with pytest.raises(ValueError, match="own state"):
+        logs_of(kdist.Model, lambda: Own(corrected_mean), kdist.create_strategy("mirrored", 2))
 
 
 class WithVariable(OfKeras):

@@ -34,6 +34,7 @@ from kdist.compat.keras import (
 )
 from kdist.compat.tensorflow import (
     DistributedVariable,
+    MirroredVariable,
     ResourceVariable,
     by_autograph,
     call_loaded_functions_between_replicas,
@@ -42,7 +43,9 @@ from kdist.compat.tensorflow import (
     is_compiled,
     keep_scopes,
     merge_between_replicas,
+    slice_variables_between_replicas,
     unpartitioned,
+    variable_of_copy,
 )
 from kdist.training import recompute, saving
 from kdist.training.replica import batch_norm, own_metrics, unseeded
@@ -84,6 +87,20 @@ _OF_SHAPE = ("beta", "binomial", "gamma", "normal", "randint", "truncated_normal
 _FEW_CHANNELS = 16
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub")
 
+# Methods of variables that change some rows, and the functions of their whole values.
+_SCATTERS = {
+    "scatter_add": tf.tensor_scatter_nd_add,
+    "scatter_max": tf.tensor_scatter_nd_max,
+    "scatter_min": tf.tensor_scatter_nd_min,
+    "scatter_sub": tf.tensor_scatter_nd_sub,
+    "scatter_update": tf.tensor_scatter_nd_update,
+}
+_SCATTERS_ND = {
+    "scatter_nd_add": tf.tensor_scatter_nd_add,
+    "scatter_nd_sub": tf.tensor_scatter_nd_sub,
+    "scatter_nd_update": tf.tensor_scatter_nd_update,
+}
+
 
 def hooks():
     """Returns (owner, name, replacement) of each hook."""
@@ -110,6 +127,8 @@ def hooks():
         (KerasVariable, "assign_sub", _assign_sub),
         *((DistributedVariable, name, _assign_raw) for name in _ASSIGNMENTS),
         *((ResourceVariable, name, _assign_raw_alone) for name in _ASSIGNMENTS),
+        *((MirroredVariable, method, _scatter(method)) for method in _SCATTERS),
+        (ResourceVariable, "_strided_slice_assign", _assign_slice),
         (tf.GradientTape, "gradient", _tape_gradient),
         (tf.GradientTape, "watch", _tape_watch),
         (tf.nn, "compute_average_loss", _average_loss),
@@ -135,6 +154,9 @@ def install():
     for owner, name, hook in hooks():
         _hook(owner, name, hook)
     KerasVariable.handle = property(_handle)
+    for method in _SCATTERS_ND:
+        setattr(MirroredVariable, method, _scatter_nd(method))
+    slice_variables_between_replicas()
     convert_variables_to_numbers()
     find_handles_between_replicas(_check_gradient_between_replicas)
     call_loaded_functions_between_replicas()
@@ -502,6 +524,47 @@ def _assign_raw_alone(step, function, native, *args, **kwargs):
     return _assign_raw(step, function, native, *args, **kwargs)
 
 
+def _scatter(method):
+    """Returns a hook that assigns the whole variable: a step combines what replicas assign."""
+
+    def scatter(step, function, native, sparse_delta, *args, **kwargs):
+        if step.applying:
+            return function(native, sparse_delta, *args, **kwargs)
+        value = native.read_value()
+        indices = tf.convert_to_tensor(sparse_delta.indices)
+        updates = tf.cast(sparse_delta.values, native.dtype)
+        updates = tf.broadcast_to(updates, tf.concat([tf.shape(indices), tf.shape(value)[1:]], 0))
+        return native.assign(_SCATTERS[method](value, indices[..., tf.newaxis], updates))
+
+    return scatter
+
+
+def _scatter_nd(method):
+    """Returns a method that assigns a whole variable, where TensorFlow implements none."""
+
+    def scatter_nd(native, indices, updates, name=None):
+        updates = tf.cast(updates, native.dtype)
+        return native.assign(_SCATTERS_ND[method](native.read_value(), indices, updates))
+
+    return scatter_nd
+
+
+def _assign_slice(step, function, copy, **arguments):
+    if step.applying:
+        return function(copy, **arguments)
+    return _assign_whole(function, copy, **arguments)
+
+
+def _assign_whole(function, copy, value, name=None, **where):
+    """Assigns a slice of a variable, as in `queue[0].assign(x)`; TensorFlow assigns one copy's."""
+    native = variable_of_copy(copy)
+    if not isinstance(native, MirroredVariable):
+        return function(copy, value=value, name=name, **where)
+    before, value = copy.read_value(), tf.cast(value, native.dtype)
+    changed = tf.raw_ops.TensorStridedSliceUpdate(input=before, value=value, **where)
+    return native.assign(tf.ensure_shape(changed, before.shape))
+
+
 def _assign_add(step, keras_function, variable, value):
     return step.assign_add(variable, value, keras_function)
 
@@ -597,6 +660,12 @@ def _scaled_outside(keras_function, value):
     return value if tf.distribute.in_cross_replica_context() else keras_function(value)
 
 
+def _assign_slice_outside(function, copy, **arguments):
+    if tf.distribute.has_strategy() and tf.distribute.get_replica_context():
+        return function(copy, **arguments)
+    return _assign_whole(function, copy, **arguments)
+
+
 def _assign_outside(keras_function, variable, value):
     recompute.note_change(variable)
     keras_function(variable, value)
@@ -611,6 +680,7 @@ def _add_loss_outside(keras_function, layer, loss):
 _OUTSIDE_OF_STEPS = {
     "apply": _apply_outside,
     "_direct_assign": _assign_outside,
+    "_strided_slice_assign": _assign_slice_outside,
     "_tf_apply": _tf_apply_outside,
     "add_loss": _add_loss_outside,
     "scale_loss_for_distribution": _scaled_outside,

@@ -12,6 +12,7 @@ import functools
 import keras
 import tensorflow as tf
 
+from kdist.training.replica.dependence.tensors import rounds
 from kdist.training.replica.reduction import all_reduce_sum
 
 _ADDITIONS = ("Add", "AddN", "AddV2", "Sub")
@@ -71,6 +72,21 @@ def _result(metric, key):
     return result if key is None else result[key]
 
 
+def _reads_state(step, metric, tensors):
+    """Returns True if tensors are computed from variables of a metric that replicas add up."""
+    state = [v for v in metric.variables if v.synchronization == "on_read"]
+    waiting, seen = list(tensors), set()
+    while waiting:
+        tensor = waiting.pop()
+        if id(tensor.op) in seen:
+            continue
+        seen.add(id(tensor.op))
+        if any(step.is_read_of(variable, tensor) for variable in state):
+            return True
+        waiting.extend(tensor.op.inputs)
+    return False
+
+
 def corrected(step, metric, variable, value):
     """Returns what a replica assigns to a metric's variable, such that the copies add up.
 
@@ -81,7 +97,7 @@ def corrected(step, metric, variable, value):
         value: what the metric assigns: the variable plus increments.
 
     Raises:
-        ValueError: `value` is not the variable plus increments.
+        ValueError: `value` is not the variable plus increments, or these depend on the state.
     """
     value = tf.convert_to_tensor(value)
     if not hasattr(value, "graph"):
@@ -96,7 +112,7 @@ def corrected(step, metric, variable, value):
         elif term.op.type in _ADDITIONS:
             signs = [1, -1] if term.op.type == "Sub" else [1] * len(operands)
             waiting += [(sign * s, part) for s, part in zip(signs, operands, strict=True)]
-        elif term.op.type in ("Cast", "Identity"):
+        elif term.op.type in ("Cast", "Identity") and not rounds(term.op):
             waiting.append((sign, operands[0]))
         else:
             increments.append((sign, term))
@@ -106,6 +122,13 @@ def corrected(step, metric, variable, value):
             f"{variable.name!r} plus an increment. Each replica would assign its own, and they "
             "would be added up. Use assign_add with a sum or a mean over rows, or evaluate the "
             "metric on one device"
+        )
+    if step.replicas > 1 and _reads_state(step, metric, [term for _, term in increments]):
+        raise ValueError(
+            f"the metric {metric.name!r} adds to {variable.name!r} what it computes from its own "
+            "state, such as a mean that it corrects. Each replica has a part of that state, and "
+            "they are added up. Use assign_add with a sum or a mean over rows, as of values and "
+            "of their squares, or evaluate the metric on one device"
         )
     own = [sign * step.as_increment(tf.cast(term, value.dtype), term) for sign, term in increments]
     if not own:

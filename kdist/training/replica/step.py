@@ -651,9 +651,23 @@ class ReplicaStep:
     # Gradients.
 
     def gradients(self, optimizer, gradients, variables):
-        """Returns the gradients of the global batch; None before the last micro-step."""
-        with self._colocation():
-            return self._gradients(optimizer, gradients, variables)
+        """Returns the gradients of the global batch; None before the last micro-step.
+
+        Raises:
+            ValueError: replicas cannot meet here, as within a condition of TensorFlow.
+        """
+        try:
+            with self._colocation():
+                return self._gradients(optimizer, gradients, variables)
+        except RuntimeError as error:
+            if "merge_call" not in str(error):
+                raise
+            raise ValueError(
+                "an optimizer is applied within tf.cond or a loop of TensorFlow, where replicas "
+                "cannot add up their gradients. Apply it in the step itself: repeat it by a loop "
+                "of Python, and accumulate gradients by `compile(accumulate=…)` or by the "
+                "`gradient_accumulation_steps` of Keras's optimizers"
+            ) from error
 
     def _gradients(self, optimizer, gradients, variables):
         is_scaled = id(optimizer) in self._scaled_by
@@ -1038,10 +1052,13 @@ class ReplicaStep:
             value: what the metric adds.
             term: the same, before casts.
         """
-        function = self._function_of_batch(term, is_loss=False)
+        dependence = self.dependence.of(term)
+        if dependence.axis is not None and dependence.mixes_rows:
+            function = self._function_of_mixed_rows(term)
+        else:
+            function = self._function_of_batch(term, is_loss=False)
         if function is not None and value.dtype.is_floating:
             return tf.cast(function.value, value.dtype) * self.batch_fraction(value.dtype)
-        dependence = self.dependence.of(term)
         if dependence.is_fixed:
             self.dependence.check_counts_no_rows(term)
             if dependence.may_count_rows:
@@ -1053,6 +1070,18 @@ class ReplicaStep:
         if dependence.degree == 0 and dependence.axis is None and value.dtype.is_floating:
             return value * self.batch_fraction(value.dtype)
         return value
+
+    def _function_of_mixed_rows(self, term):
+        """Returns a tensor whose entries are not those of single rows, such as the largest ones."""
+        if not self._can_exchange:
+            return None
+        try:
+            return self._found_function(term, is_in_tape=True, is_state=True)
+        except UnknownFunctionError as error:
+            _logger.debug("%s cannot be computed from all rows: %s", term.name, error)
+            self.dependence.check_rows_are_unknown()
+            fallbacks.on_mixed_rows(self, term, "value")
+            return None
 
     def handle(self, variable):
         """Returns the handle by which a gradient tape identifies a Keras variable."""

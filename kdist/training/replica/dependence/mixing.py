@@ -326,6 +326,18 @@ def is_chosen(kind, inputs):
     return kind == "DynamicPartition" or any(i.is_chosen for i in inputs)
 
 
+def has_other_rows(tensor, kind, inputs):
+    """Returns True for rows that are joined with others, or for what is computed from each."""
+    if any(i.has_other_rows for i in inputs):
+        return True
+    if kind in kinds.PADDING:
+        return inputs[0].axis not in (None, SOME_AXIS) and tensors.is_padded(tensor, inputs[0].axis)
+    is_joined = kind == "ConcatV2" and any(i.is_fixed for i in inputs[:-1])
+    return (
+        is_joined and any(i.axis == 0 for i in inputs) and not is_along_others(-1)(tensor, inputs)
+    )
+
+
 def loses_degree(result, inputs):
     """Returns True if rows are not only scaled by their number, but added to others, as a bias."""
     if result.axis is None or result.degree is not None:

@@ -188,20 +188,27 @@ def is_count(tensor, dependence_of: Callable | None = None) -> bool:
     Args:
         tensor: a tensor.
         dependence_of: function from a tensor to its `Dependence`; numbers of the rows that a mask
-            keeps are then excluded. Defaults to None.
+            keeps, and of rows with padding, are then excluded. Defaults to None.
     """
     waiting, is_of_shape = [tensor], False
     while waiting:
         operation = getattr(waiting.pop(), "op", None)
-        if operation is None or operation.type not in kinds.OF_COUNTS:
+        if operation is None or operation.type not in kinds.OF_COUNTS or rounds(operation):
             return False
         if operation.type in ("Shape", "Size"):
             is_of_shape = True
-            if dependence_of is not None and dependence_of(operation.inputs[0]).is_chosen:
+            found = dependence_of(operation.inputs[0]) if dependence_of is not None else None
+            if found is not None and (found.is_chosen or found.has_other_rows):
                 return False
         else:
             waiting.extend(operation.inputs)
     return is_of_shape
+
+
+def rounds(operation):
+    """Returns True for a cast to integers, which of a part of a number of rows is no part of it."""
+    is_cast = operation.type == "Cast" and operation.outputs[0].dtype.is_integer
+    return is_cast and operation.inputs[0].dtype.is_floating
 
 
 def is_at_most(tensor, limit):

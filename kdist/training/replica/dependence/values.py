@@ -38,6 +38,7 @@ class Dependence:
         counts_rows: it was computed from the number of rows alone.
         is_one_row: it was computed from one row, in a loop.
         is_chosen: its rows are some of the batch, whose number depends on values.
+        has_other_rows: its axis of rows has others, too, such as padding, or is a part of such.
         is_by_row: its first axis is that of rows, and each is computed from the same row of the
             batch, so that the rows of all replicas together are those of one device.
         elements: the dependence of each element, if it is a vector such as a shape.
@@ -62,6 +63,7 @@ class Dependence:
     counts_rows: bool = False
     is_one_row: bool = False
     is_chosen: bool = False
+    has_other_rows: bool = False
     is_by_row: bool = False
     elements: tuple["Dependence", ...] | None = None
 

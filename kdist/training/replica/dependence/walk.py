@@ -197,6 +197,8 @@ class BatchDependence:
         if kind == "Shape":
             return self._shape(tensor.op.inputs[0], inputs[0])
         if kind == "Size" and not inputs[0].is_fixed:
+            if inputs[0].has_other_rows:
+                return UNKNOWN
             if inputs[0].axis is None:
                 return UNKNOWN_OVER_ROWS if inputs[0].is_sized_by_values else MEAN
             return SUM if inputs[0].is_sized_by_values else NUMBER_OF_ROWS
@@ -237,6 +239,7 @@ class BatchDependence:
             counts_rows=result.counts_rows or mixing.counts_rows(result, kind, inputs),
             is_one_row=result.is_one_row or any(i.is_one_row for i in inputs),
             is_chosen=result.axis is not None and mixing.is_chosen(kind, inputs),
+            has_other_rows=result.axis is not None and mixing.has_other_rows(tensor, kind, inputs),
             is_by_row=result.axis == 0
             and not (mixes_rows or any(i.mixes_rows for i in inputs))
             and self._is_by_row(tensor, kind, inputs),
@@ -267,6 +270,8 @@ class BatchDependence:
             power = kinds.POWERS.get(kind, 1.0)
             degree = None if degree is None else degree * power
             axis = self._kept_axis(tensor, inputs)
+            if degree and axis is None and tensors.rounds(tensor.op):
+                degree = None
             elements = inputs[0].elements if kind in ("Cast", "Identity") else None
             return Dependence(degree, axis, elements=elements)
         has_rows = any(i.axis is not None for i in inputs)
@@ -503,6 +508,8 @@ class BatchDependence:
             for size in tensor.shape
         ]  # of all pairs of rows, another axis grows, too
         rows = NUMBER_OF_ROWS if is_known else SUM
+        if dependence.has_other_rows:
+            rows = UNKNOWN
         return vector_of(
             [rows if n == dependence.axis else other for n, other in enumerate(others)]
         )
