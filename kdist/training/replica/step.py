@@ -408,6 +408,8 @@ class ReplicaStep:
 
     def _is_linear(self, loss):
         """Returns False for a loss that is known to be no sum or mean of those of its rows."""
+        if self.dependence.has_rows(loss) or self.dependence.noted(loss) is not None:
+            return True
         try:
             return find_function(loss, self.dependence.values) is None
         except UnknownFunctionError:
