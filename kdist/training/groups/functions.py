@@ -37,6 +37,7 @@ from kdist.training.replica.shared_trace import SharedTrace
 from kdist.training.replica.step import ReplicaStep
 from kdist.training.scopes import (
     computes_on_gpus,
+    has_copies,
     is_multi_worker,
     num_local_replicas,
     shares_storage,
@@ -305,10 +306,7 @@ class ReplicatedStep:
         self._divided_logs: list[str] = []  # names of logs that micro-steps have parts of
         self._strategy = trainer.distribute_strategy
         self._replicas = self._strategy.num_replicas_in_sync
-        self._has_copies = isinstance(
-            self._strategy,
-            tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy,
-        )
+        self._has_copies = has_copies(self._strategy)
         # Replicas of several devices each, as in `kdist.parallel`.
         self._has_groups = hasattr(self._strategy, "groups")
         self._shares_storage = shares_storage(self._strategy)
