@@ -103,8 +103,7 @@ class StepFunction:
         self._monitor = monitor
         self._totals = None
         if is_multi_worker(trainer.distribute_strategy):
-            votes = trainer.training_state.votes if monitor else None
-            self._totals = MetricTotals(trainer, monitor, votes)
+            self._totals = MetricTotals(trainer, monitor)
         self._replicated = ReplicatedStep(trainer, step, accumulators, micro_steps, rounds)
         self._for_gpus = computes_on_gpus(trainer.distribute_strategy) and not trainer.run_eagerly
         self._results = self._replicated.results
