@@ -514,13 +514,14 @@ class Trainer(TensorFlowTrainer):
         self,
         x,
         epochs,
-        callbacks=None,
+        callbacks,
+        *,
+        steps_per_epoch,
+        shuffle,
         verbose=0,
         initial_epoch=0,
-        steps_per_epoch=None,
         validation=(None, None, None),
         validation_freq=1,
-        shuffle=True,
         **data,
     ):
         """Yields the logs of each epoch of a training. The arguments are those of `fit`.
@@ -665,7 +666,7 @@ class Trainer(TensorFlowTrainer):
             return logs.of_epoch()
         return pythonify_logs(self._get_metrics_result_or_logs(logs))
 
-    def _training_groups(self, x, start, steps_per_epoch, shuffle, resumption=None, **data):
+    def _training_groups(self, x, start, steps_per_epoch, shuffle, resumption, **data):
         """Returns the step groups of `fit`, from the position `start` on."""
         reader = None
         source, (feed, worker_slice) = x, inputs.feed_of(x, self.distribute_strategy, start.batch)

@@ -261,7 +261,7 @@ class ReplicaStep:
             return self.note_mean(function.replica_value() if is_loss else function.value)
         return with_correct_sums(self, value, is_loss)
 
-    def log_parts(self, outputs, results=()):
+    def log_parts(self, outputs, results):
         """Returns {name: this micro-step's part} of the logs that depend on the rows.
 
         The log of the batch is the sum of the parts over micro-steps, and their mean over replicas.
