@@ -469,7 +469,7 @@ class ReplicatedStep:
             return {**outputs, **_added(parts, self._divided_logs, earlier)} if parts else outputs
 
         on_replica = tf.autograph.experimental.do_not_convert(on_replica)
-        with recorded_results([*self._trainer.metrics, *self._trainer._metrics]) as results:
+        with recorded_results(self._trainer) as results:
             if self._trainer.run_eagerly:
                 outputs = run_once(self._strategy, on_replica, data)
             else:

@@ -349,8 +349,7 @@ class WorkerStep:
                 parts = micro_steps[replica].add_logs(step.log_parts(outputs, results))
             return *step.outcome(), {**outputs, **parts} if parts else outputs
 
-        metrics = [*self._trainer.metrics, *self._trainer._metrics]
-        with recorded_results(metrics) as results:
+        with recorded_results(self._trainer) as results:
             return self._strategy.run(
                 tf.autograph.experimental.do_not_convert(on_replica), args=(data,)
             )
