@@ -5,7 +5,6 @@ optionals and conditionals, which fail under MirroredStrategy. A plain loop over
 steps does not.
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,7 +19,7 @@ from kdist.training.groups import clock as clocks
 from kdist.training.groups.inputs import open_rows, with_open_rows, without_slice
 from kdist.training.groups.loop import LazyLogs
 from kdist.training.groups.monitors import MetricTotals
-from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
+from kdist.training.groups.step_groups import GroupResult, GroupRunner, StepGroup, take_up_to
 from kdist.training.local_sgd import LocalStep
 from kdist.training.parameter_server.central_step import CentralStep
 from kdist.training.replica.dependence.fallbacks import WholeBatchError
@@ -67,8 +66,8 @@ _HOST = "CPU:0"
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
-class StepFunction:
-    """Runs step groups on every replica of the model's strategy. A `GroupRunner`.
+class StepFunction(GroupRunner):
+    """Runs step groups on every replica of the model's strategy.
 
     Args:
         trainer: the model.
@@ -82,8 +81,6 @@ class StepFunction:
         rounds: the `Rounds` of local SGD; None if gradients are reduced in every step.
         clock: `StepClock` that receives the time that steps wait for input; optional.
     """
-
-    is_idle = True
 
     def __init__(
         self,
@@ -122,10 +119,6 @@ class StepFunction:
         """Runs one step group of an iterator and returns its logs, as Keras's functions do."""
         group = StepGroup(0, self._trainer.steps_per_execution, iterator)
         return self.run(group).logs
-
-    def in_flight(self, groups):
-        """Returns a context manager that yields `groups`: one runs at a time."""
-        return contextlib.nullcontext(groups)
 
     def run(self, group: StepGroup) -> GroupResult:
         """Runs the steps of `group` and returns the logs of the last one.

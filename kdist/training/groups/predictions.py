@@ -1,6 +1,5 @@
 """Predict function of synchronous strategies: outputs of all replicas, in the order of the rows."""
 
-import contextlib
 import dataclasses
 import functools
 
@@ -14,21 +13,19 @@ from kdist.compat.keras import (
 from kdist.compat.tensorflow import function_of_its_own
 from kdist.training.groups.functions import ReplicatedStep, run_converted
 from kdist.training.groups.inputs import without_slice
-from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
+from kdist.training.groups.step_groups import GroupResult, GroupRunner, StepGroup, take_up_to
 from kdist.training.replica import step as steps
 from kdist.training.scopes import is_multi_worker
 from kdist.training.strategy_setup import step_timeout_of
 
 
-class PredictFunction:
-    """Computes the outputs for step groups, on every replica. A `GroupRunner`.
+class PredictFunction(GroupRunner):
+    """Computes the outputs for step groups, on every replica.
 
     Args:
         trainer: the model.
         step: function that returns the outputs for one replica's rows.
     """
-
-    is_idle = True
 
     def __init__(self, trainer, step):
         self._strategy = trainer.distribute_strategy
@@ -65,10 +62,6 @@ class PredictFunction:
         """
         batches, worker_slice = without_slice(batches)
         return concatenate(self._outputs(batches, worker_slice))
-
-    def in_flight(self, groups):
-        """Returns a context manager that yields `groups`: one runs at a time."""
-        return contextlib.nullcontext(groups)
 
     def run(self, group: StepGroup) -> GroupResult:
         """Returns the outputs of a group's steps, fewer if the data ends."""
