@@ -43,9 +43,9 @@ from kdist.parallel.tensor.divisibility import check_division, check_optimizer
 from kdist.parallel.tensor.layers import shard_layer
 from kdist.parallel.tensor.shards import (
     ShardedLayer,
-    get_plain_weights,
     keep_plain_slots_in_files,
     plain_variables,
+    plain_weights,
     set_plain_weights,
 )
 from kdist.public_names import renamed_argument
@@ -190,7 +190,7 @@ class SplitModel(Model):
 
     def get_weights(self):
         """Returns the weights of the plain model: parts of divided weights are concatenated."""
-        return get_plain_weights(self)
+        return [division.whole() for division in plain_weights(self)]
 
     def set_weights(self, weights):
         """Sets the weights to those of a plain model."""

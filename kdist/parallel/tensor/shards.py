@@ -161,11 +161,6 @@ def _pairs(layer, divisions, values) -> Iterator:
     return zip(divisions, values, strict=True)
 
 
-def get_plain_weights(model: keras.Model) -> list[np.ndarray]:
-    """Returns what `get_weights()` of the plain model returns."""
-    return [division.whole() for division in plain_weights(model)]
-
-
 def set_plain_weights(model: keras.Model, weights: Sequence[np.ndarray]):
     """Sets the weights of a model to those of a plain model, as many and of the same shapes."""
     divisions = list(plain_weights(model))
