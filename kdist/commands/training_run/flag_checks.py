@@ -124,7 +124,7 @@ def check_split():
 def _check_model():
     name, own = FLAGS.model, (*MODELS, TEXT_MODEL)
     is_for_text = FLAGS.dataset.startswith(TEXT_PREFIX)
-    arguments = parse_arguments("model_args", FLAGS.model_args)
+    arguments = parse_arguments(FLAGS.model_args)
     if is_reference(name):
         check_reference("model", name)
         check_arguments(name, _OF_DATA, arguments)
