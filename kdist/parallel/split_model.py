@@ -21,7 +21,6 @@ from kdist.compat.keras import (
     copy_flags,
     recompute_constants,
     save_as,
-    saved_name,
     sharing_functions,
 )
 from kdist.model import Model
@@ -328,7 +327,7 @@ def _named_as(keras_class, derived):
     """Returns `derived` under the name of the class that it extends, for summaries and files."""
     derived.__name__, derived.__qualname__ = keras_class.__name__, keras_class.__qualname__
     derived.__module__, derived.__doc__ = keras_class.__module__, keras_class.__doc__
-    return save_as(keras_class, saved_name(keras_class))(derived)
+    return save_as(keras_class)(derived)
 
 
 def _check_model(model: keras.Model):

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.compat.keras import save_as, saved_name
+from kdist.compat.keras import save_as
 from kdist.parallel.placement import is_nested
 from kdist.parallel.tensor.activations import keeps_parts
 from kdist.training.divided_variable import DividedVariable
@@ -71,7 +71,7 @@ def saved_as(plain: type[keras.layers.Layer]):
     def decorate(kind):
         kind.plain = plain
         kind.__name__, kind.__qualname__ = plain.__name__, plain.__qualname__
-        return save_as(plain, saved_name(plain))(kind)
+        return save_as(plain)(kind)
 
     return decorate
 
