@@ -30,11 +30,11 @@ class SlicedIterator:
 
     Attributes:
         iterator: the iterator.
-        worker_slice: the `WorkerSlice` that it yields; None if batches are whole.
+        worker_slice: the `WorkerSlice` that it yields.
     """
 
     iterator: Any
-    worker_slice: WorkerSlice | None
+    worker_slice: WorkerSlice
 
 
 def without_slice(iterator):

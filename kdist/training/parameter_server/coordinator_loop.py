@@ -302,9 +302,9 @@ class WorkerStep:
             added, staleness, bad, logs = results
             added = [self._over_replicas("SUM", part) for part in added]
             total = added if total is None else [a + b for a, b in zip(total, added, strict=True)]
-        first = self._strategy.experimental_local_results
+        of_replicas = self._strategy.experimental_local_results
         logs = tf.nest.map_structure(lambda log: self._over_replicas("MEAN", log), logs)
-        return total, tf.reduce_max(tf.stack(first(staleness))), first(bad)[0], logs
+        return total, tf.reduce_max(tf.stack(of_replicas(staleness))), of_replicas(bad)[0], logs
 
     def _over_replicas(self, how, value):
         if self._strategy.num_replicas_in_sync == 1:
