@@ -23,6 +23,7 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.tensorflow import function_of_its_own
+from kdist.training.optimizers import counter_of
 from kdist.training.replica.gradients import SplitSlices
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import fraction
@@ -239,7 +240,7 @@ class Rounds:
         for variable, choose in (
             (optimizer.dynamic_scale, tf.reduce_min),
             (optimizer.step_counter, tf.reduce_min),
-            (_inner(optimizer)._iterations, tf.reduce_max),
+            (counter_of(optimizer), tf.reduce_max),
         ):
             copy = _replica_copy(variable)
             place = tf.one_hot(this_replica(), self._replicas, dtype=copy.dtype)

@@ -126,15 +126,13 @@ def training_data(x, steps_per_epoch, start, worker_slice):
 def evaluation_data(x, steps, worker_slice):
     """Returns (data, steps) for `evaluate` or `predict`; `x` may be a pipeline."""
     if is_batch_source(x):
-        return _checked_end(
-            x.open_reader(), "steps (in fit, validation_steps)", steps
-        ).dataset(), steps
+        reader = _checked_end(x.open_reader(), "steps (in fit, validation_steps)", steps)
+        return reader.dataset(), steps
     if not is_pipeline(x):
         return x, steps
     # A training pipeline is endless; one epoch of it is evaluated.
-    return x.dataset(**_slice_argument(worker_slice)), steps or (
-        x.steps_per_epoch if x.training else None
-    )
+    in_epoch = x.steps_per_epoch if x.training else None
+    return x.dataset(**_slice_argument(worker_slice)), steps or in_epoch
 
 
 def _slice_argument(worker_slice):
