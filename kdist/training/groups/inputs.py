@@ -334,8 +334,7 @@ def _side_by_side(first, flat, element_spec):
 
 def _components(element_spec):
     """Returns the specifications of a batch's tensors; unknown dimensions stay unknown."""
-    flat = tf.nest.flatten(element_spec, expand_composites=True)
-    return [tf.TensorSpec(spec.shape, spec.dtype) for spec in flat]
+    return list(map(_spec, tf.nest.flatten(element_spec, expand_composites=True)))
 
 
 def _spec(tensor):

@@ -36,7 +36,8 @@ class PredictFunction(GroupRunner):
             if replicated_step.is_repeated:
                 return reduce_per_replica(outputs, self._strategy, reduction="first")
             if is_multi_worker(self._strategy):
-                return keras.tree.map_structure(self._of_all_workers, outputs)
+                gather = functools.partial(self._strategy.gather, axis=0)
+                return keras.tree.map_structure(gather, outputs)
             return reduce_per_replica(outputs, self._strategy, reduction="concat")
 
         if not trainer.run_eagerly:
@@ -49,10 +50,6 @@ class PredictFunction(GroupRunner):
                 )
             )
         self._on_batch = on_batch
-
-    def _of_all_workers(self, output):
-        """Returns the rows of all replicas of all workers, in order."""
-        return self._strategy.gather(output, axis=0)
 
     def __call__(self, batches):
         """Returns the concatenated outputs for all batches of an iterable.

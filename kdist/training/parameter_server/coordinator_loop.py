@@ -238,7 +238,8 @@ class AsynchronousFunction:
                 added = [total + part for total, part in zip(added, parts, strict=True)]
             else:  # the next step's logs include this step
                 push(variables, parts, _add)
-            return number + 1, added, _with(facts, staleness, bad), self._own_logs(logs)
+            own_logs = () if self._logs_are_metrics else logs
+            return number + 1, added, _with(facts, staleness, bad), own_logs
 
         state = 0, added, facts, ()
         known = reader.length if isinstance(reader.length, int) else int(not self._logs_are_metrics)
@@ -256,9 +257,6 @@ class AsynchronousFunction:
         if self._logs_are_metrics:
             push(variables, added, _add)
         return facts, logs
-
-    def _own_logs(self, logs):
-        return () if self._logs_are_metrics else logs
 
     def _outputs(self, reader):
         """Returns a tuple of the outputs of the group's steps."""
