@@ -159,17 +159,17 @@ def patch_keras():
     )
 
 
-@save_as(KerasFunctional, f"{KerasFunctional.__module__}.{KerasFunctional.__name__}")
+@save_as(KerasFunctional)
 class Functional(Model, KerasFunctional):
     """Functional model that `kdist.Model(inputs, outputs)` creates."""
 
 
-@save_as(keras.Sequential, "keras.Sequential")
+@save_as(keras.Sequential)
 class Sequential(Model, keras.Sequential):
     """Sequential model that `kdist.Model.of` creates from a `keras.Sequential`."""
 
 
-@save_as(KerasFunctional, f"{KerasFunctional.__module__}.{KerasFunctional.__name__}")
+@save_as(KerasFunctional)
 class JaxFunctional(KerasFunctional):
     """Functional model that builders create on the JAX backend, with Keras's own trainer."""
 
@@ -231,7 +231,7 @@ def _trained_by_kdist(keras_class):
     # The class comes first, so that its own `train_step`, `fit`, and other methods are kept.
     derived = type(keras_class.__name__, (keras_class, Model), {"__doc__": keras_class.__doc__})
     derived.__module__ = keras_class.__module__
-    return save_as(keras_class, f"{keras_class.__module__}.{keras_class.__name__}")(derived)
+    return save_as(keras_class)(derived)
 
 
 @sharing_functions()

@@ -446,9 +446,13 @@ def check_name(kind: str, name: str, names: Sequence[str]):
     """
     if name in names:
         return
+    raise ValueError(f"unknown {kind} {name!r}{hint(name, names)} Available are {', '.join(names)}")
+
+
+def hint(name: str, names: Sequence[str]) -> str:
+    """Returns the end of a sentence about an unknown name, with the closest one, if any is."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {close[0]!r}?" if close else "."
-    raise ValueError(f"unknown {kind} {name!r}{hint} Available are {', '.join(names)}")
+    return f"; did you mean {close[0]!r}?" if close else "."
 
 
 def check_items(name: str, known: Iterable[str]):

@@ -15,6 +15,7 @@ GPUs' memory growth are fixed by the first operation.
 """
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -320,9 +321,16 @@ def _tpu(_):
 # Strategies of the tasks of a job.
 
 
-def _multi_worker(spec):
+def _join(spec, names, create, settings=None):
+    """Returns the strategy of a task that joins a job; an evaluator computes on one device."""
     from kdist.job import join_job
 
+    if spec.cluster.role == "evaluator":
+        create = functools.partial(tf.distribute.OneDeviceStrategy, names[0])
+    return join_job(spec, names, create, settings)
+
+
+def _multi_worker(spec):
     names = _find_devices(spec)
     settings = {"the number of devices": str(len(names))}
     if spec.layout is not None:
@@ -341,12 +349,11 @@ def _multi_worker(spec):
                 find_ranks(strategy)
         return strategy
 
-    evaluates = spec.cluster.role == "evaluator"
-    return join_job(spec, names, _evaluator(names) if evaluates else create, settings)
+    return _join(spec, names, create, settings)
 
 
 def _parameter_server(spec):
-    from kdist.job import join_job, parameter_server_strategy
+    from kdist.job import parameter_server_strategy
 
     def create():
         strategy = parameter_server_strategy(spec.cluster)
@@ -356,16 +363,11 @@ def _parameter_server(spec):
     # The coordinator and the servers do not compute.
     computes = spec.cluster.role in ("worker", "evaluator")
     names = _find_devices(spec) if computes else ()
-    evaluates = spec.cluster.role == "evaluator"
-    return join_job(spec, names, _evaluator(names) if evaluates else create)
-
-
-def _evaluator(names):
-    return lambda: tf.distribute.OneDeviceStrategy(names[0])
+    return _join(spec, names, create)
 
 
 def _layout(spec):
-    from kdist.job import connect_to_all, join_job
+    from kdist.job import connect_to_all
     from kdist.parallel.device_groups import GroupStrategy
 
     names, layout = _find_devices(spec), spec.layout
@@ -376,7 +378,7 @@ def _layout(spec):
     def create():
         return GroupStrategy(layout, connect_to_all(spec.cluster, names))
 
-    return join_job(spec, names, create, settings)
+    return _join(spec, names, create, settings)
 
 
 def _find_devices(spec):

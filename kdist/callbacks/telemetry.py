@@ -249,8 +249,7 @@ class Telemetry(keras.callbacks.Callback):
         last = self._last or (last_values(self._run.metrics) if self._writes else {})
         if not last:
             return
-        batch = getattr(training_state_of(self.model), "global_batch_size", None)
-        self._axes = Axes.after(last, epoch, self._step, batch)
+        self._axes = Axes.after(last, epoch, self._step, self._global_batch)
         if self._axes.steps and not self._last:
             _logger.info(
                 "%s holds a run of %d steps; this training continues its axes. For a new run, use "
@@ -327,8 +326,7 @@ class Telemetry(keras.callbacks.Callback):
         self._means.add(training, self._step - self._step_at_epoch)
         self._results = logs
         self._step_at_epoch, self._first_step_here = self._step, 0
-        batch = getattr(training_state_of(self.model), "global_batch_size", None)
-        examples = steps * batch if batch else None
+        examples = steps * self._global_batch if self._global_batch else None
         rate = examples / here if examples else None
         self._write("epoch", {"epoch_seconds": seconds, "examples_per_second": rate, **logs})
         if self._samples is not None:
@@ -391,9 +389,14 @@ class Telemetry(keras.callbacks.Callback):
         # Keras counts a group of steps that the end of an epoch cuts short as a full one.
         return min(batch + 1, self.params.get("steps") or batch + 1)
 
+    @property
+    def _global_batch(self):
+        """Examples per step; None if they are unknown."""
+        return getattr(training_state_of(self.model), "global_batch_size", None)
+
     def _examples(self):
         """Returns the examples seen in the run; None if the batch is unknown."""
-        batch = getattr(training_state_of(self.model), "global_batch_size", None)
+        batch = self._global_batch
         return self._step * batch + self._axes.examples if batch else None
 
     def _staleness(self):

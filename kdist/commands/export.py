@@ -73,7 +73,7 @@ def main(arguments):
         check_output()
         program.check_backend()
         if FLAGS.code is not None:
-            check_module("code", FLAGS.code)
+            check_module(FLAGS.code)
         from kdist.serving.exporting.export import export  # after all checks, as it takes seconds
 
         version = export(

@@ -269,13 +269,7 @@ def _share_functions(cls):
 _share_functions(keras.layers.Lambda)
 
 
-def saved_name(keras_class: type) -> str:
-    """Returns the name of a class in files."""
-    own = f"{keras_class.__module__}.{keras_class.__name__}"
-    return api_export.REGISTERED_OBJS_TO_NAMES.get(keras_class, own)
-
-
-def save_as(keras_class: type, keras_name: str):
+def save_as(keras_class: type):
     """Returns a class decorator that stores the class in files under the name of `keras_class`.
 
     A model that differs from Keras's only in training is, in a file, Keras's own, and opens without
@@ -283,8 +277,9 @@ def save_as(keras_class: type, keras_name: str):
 
     Args:
         keras_class: the class that files name. The decorated class must derive from it.
-        keras_name: its importable name, `module.ClassName`.
     """
+    own = f"{keras_class.__module__}.{keras_class.__name__}"
+    keras_name = api_export.REGISTERED_OBJS_TO_NAMES.get(keras_class, own)
 
     def register(cls):
         assert issubclass(cls, keras_class), (cls, keras_class)

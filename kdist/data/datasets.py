@@ -145,12 +145,12 @@ def create_pipelines(
 def load_sources(
     name,
     *,
-    seed=0,
-    splits=None,
-    data_dir=None,
-    download=True,
-    from_disk=False,
-    sequence_length=128,
+    seed,
+    splits,
+    data_dir,
+    download,
+    from_disk,
+    sequence_length,
 ) -> tuple[Source, Source]:
     """Returns the training and test source; the arguments are those of `load`.
 

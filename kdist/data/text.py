@@ -21,6 +21,7 @@ _logger = logging.getLogger(__name__)
 # The token after each document; the others are the bytes.
 SEPARATOR = 256
 NUM_TOKENS = 257
+_TEST_FRACTION = 0.1
 
 
 class TextSource(ArraySource):
@@ -89,13 +90,11 @@ def from_text(documents: Sequence[str | bytes], length: int = 128) -> TextSource
     return TextSource(windows[::length][:count].copy())
 
 
-def load_text(
-    name: str, length: int, seed: int = 0, test_fraction: float = 0.1
-) -> tuple[TextSource, TextSource]:
+def load_text(name: str, length: int, seed: int) -> tuple[TextSource, TextSource]:
     """Returns the training and test source of `text:PATH`, a text file or a directory of them.
 
-    Each file is a document. Of a directory, `test_fraction` of the documents are for testing, and
-    of a single file the last part. Hidden files, and those that are not UTF-8, are skipped.
+    Each file is a document. Of a directory, a tenth of the documents are for testing, and of a
+    single file the last part. Hidden files, and those that are not UTF-8, are skipped.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -106,11 +105,11 @@ def load_text(
     documents = _documents(root)
     if len(documents) == 1:
         (text,) = documents
-        cut = round(len(text) * (1 - test_fraction))
+        cut = round(len(text) * (1 - _TEST_FRACTION))
         parts = [[text[:cut]], [text[cut:]]]
     else:
         order = np.random.default_rng(seed).permutation(len(documents))
-        count = max(1, round(len(documents) * test_fraction))
+        count = max(1, round(len(documents) * _TEST_FRACTION))
         chosen = np.sort(order[count:]), np.sort(order[:count])
         parts = [[documents[number] for number in numbers] for numbers in chosen]
     try:

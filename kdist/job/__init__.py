@@ -12,6 +12,7 @@ other task ends there: the process computes or stores variables until the coordi
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import logging
 import os
 import secrets
@@ -135,7 +136,7 @@ def _agree(spec, settings):
         keras.utils.set_random_seed(payloads[first.name]["seed"])
     # A task that joins late has no payload of the first task.
     if cluster != first and first.name in payloads:
-        end = None if is_supervised else ending_on_hangs(cluster)
+        end = None if is_supervised else functools.partial(end_process, cluster)
         attend(cluster, payloads[first.name]["port"], payloads[first.name]["token"], end)
     elif cluster == first and not is_supervised:
         watch_for_hangs(cluster, collector, hang_seconds)
@@ -298,11 +299,6 @@ def watch_for_hangs(cluster: Cluster, collector: Collector, limit: float):
     threading.Thread(
         target=_supervise, args=(supervision, end), name="kdist-hangs", daemon=True
     ).start()
-
-
-def ending_on_hangs(cluster: Cluster) -> Callable[[str, str], None]:
-    """Returns the function that ends this task once the first one has found a task that hangs."""
-    return lambda hung, reason: end_process(cluster, hung, reason)
 
 
 def _supervise(supervision, end):

@@ -26,7 +26,7 @@ from typing import Any
 
 from kdist.json_text import parse_json
 from kdist.mirror.lease import LEASE, Lease
-from kdist.mirror.store import Store
+from kdist.mirror.store import Store, file_state
 from kdist.run_directory import (
     CHECKPOINT_PREFIX,
     CHECKSUMS,
@@ -308,12 +308,12 @@ class Mirror:
     def _copy_files(self):
         with self._scratch() as scratch:
             for path in self._files():
-                state = _state(path)
+                state = file_state(path)
                 if state is None or state == self._copied.get(path.name):
                     continue
                 # A copy, as metrics are appended while the store reads the file.
                 shutil.copyfile(path, scratch / path.name)
-                if path == self._run.best and _state(path) != state:  # it is being replaced
+                if path == self._run.best and file_state(path) != state:  # it is being replaced
                     continue
                 self._put(scratch / path.name, path.name)
                 self._copied[path.name] = state
@@ -321,7 +321,7 @@ class Mirror:
     def _copy_newest_checkpoint(self):
         """Returns whether there was a checkpoint to copy."""
         path = self._newest_local()
-        state = None if path is None else _state(path / CHECKSUMS)
+        state = None if path is None else file_state(path / CHECKSUMS)
         if state is None or state == self._copied.get(CHECKSUMS):
             return False
         began = time.monotonic()
@@ -329,14 +329,14 @@ class Mirror:
             with contextlib.suppress(FileNotFoundError):
                 for file in path.iterdir():
                     _link(file, scratch / file.name)
-            if _state(path / CHECKSUMS) != state:  # training has replaced or removed it
+            if file_state(path / CHECKSUMS) != state:  # training has replaced or removed it
                 self._changed.set()
                 return False
             self._put_checkpoint(scratch, checkpoint_step(path))
         self._copied[CHECKSUMS] = state
         self.copy_seconds = time.monotonic() - began
         newest = self._newest_local()
-        if newest is not None and _state(newest / CHECKSUMS) != state:
+        if newest is not None and file_state(newest / CHECKSUMS) != state:
             self._changed.set()
             # Before and after a validation, checkpoints of the same step follow each other quickly.
             if not self._is_slow and newest.name != path.name:
@@ -465,14 +465,6 @@ def _checkpoints(store):
         for number, names in files.items()
     ]
     return sorted(found, reverse=True)
-
-
-def _state(path):
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _rename_to_new(source, target):

@@ -286,6 +286,15 @@ class Store:
             raise OSError(f"cannot {action} {url} ({type(error).__name__}: {reason})") from error
 
 
+def file_state(path: pathlib.Path) -> tuple[int, int, int] | None:
+    """Returns a value that changes with a local file; None without the file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino
+
+
 def _state_of(details):
     """Returns a value that changes with a file, from what its store tells about it."""
     keys = ("size", "etag", "ETag", "updated", "LastModified", "mtime", "created")

@@ -21,7 +21,6 @@ from kdist.compat.keras import (
     copy_flags,
     recompute_constants,
     save_as,
-    saved_name,
     sharing_functions,
 )
 from kdist.model import Model
@@ -43,9 +42,9 @@ from kdist.parallel.tensor.divisibility import check_division, check_optimizer
 from kdist.parallel.tensor.layers import shard_layer
 from kdist.parallel.tensor.shards import (
     ShardedLayer,
-    get_plain_weights,
     keep_plain_slots_in_files,
     plain_variables,
+    plain_weights,
     set_plain_weights,
 )
 from kdist.public_names import renamed_argument
@@ -190,7 +189,7 @@ class SplitModel(Model):
 
     def get_weights(self):
         """Returns the weights of the plain model: parts of divided weights are concatenated."""
-        return get_plain_weights(self)
+        return [division.whole() for division in plain_weights(self)]
 
     def set_weights(self, weights):
         """Sets the weights to those of a plain model."""
@@ -328,7 +327,7 @@ def _named_as(keras_class, derived):
     """Returns `derived` under the name of the class that it extends, for summaries and files."""
     derived.__name__, derived.__qualname__ = keras_class.__name__, keras_class.__qualname__
     derived.__module__, derived.__doc__ = keras_class.__module__, keras_class.__doc__
-    return save_as(keras_class, saved_name(keras_class))(derived)
+    return save_as(keras_class)(derived)
 
 
 def _check_model(model: keras.Model):

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kdist.mirror.store import Store, is_url
+from kdist.mirror.store import Store, file_state, is_url
 from kdist.report.page import contents, fill, save
 from kdist.report.runs import FILES, Prices, expand
 from kdist.run_directory import RunDirectory
@@ -121,17 +121,9 @@ class _LivePage:
         return [
             Store(os.fspath(run)).states(FILES)
             if is_url(run)
-            else [_size_and_time(RunDirectory(run).path / name) for name in FILES]
+            else [file_state(RunDirectory(run).path / name) for name in FILES]
             for run in expand(self._run_directories)
         ]
-
-
-def _size_and_time(path):
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def _server(port, page):

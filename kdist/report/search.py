@@ -17,7 +17,7 @@ import numpy as np
 from kdist.report.plots import COLORS, Plot
 from kdist.report.records import number
 from kdist.report.runs import Run
-from kdist.report.tables import NO_SETTINGS, flat, percent, shown, table
+from kdist.report.tables import NO_SETTINGS, percent, settings_of, shown, table
 
 # Fewer runs than this without the group `search` are a comparison, not a search.
 _MIN_RUNS = 4
@@ -72,7 +72,7 @@ def find_search(runs: Sequence[Run]) -> Search | None:
     elif len(runs) < _MIN_RUNS:
         return None
     else:
-        settings = [flat({k: v for k, v in run.config.items() if k != "versions"}) for run in runs]
+        settings = settings_of(runs)
     names = dict.fromkeys(name for each in settings for name in each if name not in NO_SETTINGS)
     columns = {name: [each.get(name) for each in settings] for name in names}
     parameters = {

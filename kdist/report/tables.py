@@ -330,7 +330,7 @@ def operations(run: Run) -> str:
 
 def configuration(runs: Sequence[Run]) -> str:
     """Returns a table of the settings that differ between runs, or all settings of one run."""
-    settings = [flat({k: v for k, v in run.config.items() if k != "versions"}) for run in runs]
+    settings = settings_of(runs)
     # The run directory always differs, and is the name of the run.
     names = sorted({name for each in settings for name in each} - NO_SETTINGS)
     if len(runs) == 1:
@@ -348,6 +348,11 @@ def configuration(runs: Sequence[Run]) -> str:
 def _folded(summary, runs, names, settings):
     inside = _compare(runs, names, settings, "Configuration")
     return f"<details class=settings id=settings><summary>{summary}</summary>{inside}</details>"
+
+
+def settings_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns the settings of each run, without the versions of packages."""
+    return [flat({k: v for k, v in run.config.items() if k != "versions"}) for run in runs]
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

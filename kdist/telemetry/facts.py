@@ -20,14 +20,14 @@ _PLAIN = str | int | float | bool | None
 
 
 def training_config(
-    model: keras.Model, workers: int = 1, fit_params: Mapping[str, Any] | None = None
+    model: keras.Model, workers: int, fit_params: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Returns the configuration of a training, grouped as W&B shows it.
 
     Args:
         model: the compiled model, in `fit` or before.
-        workers: number of processes that compute. Defaults to 1.
-        fit_params: `epochs` and `steps` of `fit`, such as a callback's `params`.
+        workers: number of processes that compute.
+        fit_params: `epochs` and `steps` of `fit`, such as a callback's `params`; None if unknown.
 
     Returns:
         Names and values. `optimizer`, `batch`, `layout`, and `versions` are groups.
@@ -52,12 +52,12 @@ def training_config(
     }
 
 
-def training_summary(model: keras.Model, workers: int = 1) -> dict[str, Any]:
+def training_summary(model: keras.Model, workers: int) -> dict[str, Any]:
     """Returns the facts of a trained model that `summary.json` contains.
 
     Args:
         model: the model.
-        workers: number of processes that compute. Defaults to 1.
+        workers: number of processes that compute.
     """
     strategy, batch = model.distribute_strategy, _batch(model)
     local_steps = _state(model, "local_steps")

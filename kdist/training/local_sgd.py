@@ -23,11 +23,14 @@ import keras
 import tensorflow as tf
 
 from kdist.compat.tensorflow import function_of_its_own
+from kdist.training.optimizers import counter_of
 from kdist.training.replica.gradients import SplitSlices
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.replica.row_shares import fraction
 from kdist.training.replica.step import ReplicaStep, can_be_averaged
 from kdist.training.scopes import (
+    has_copies,
+    has_parameter_servers,
     in_new_thread,
     this_local_replica,
     this_replica,
@@ -64,20 +67,13 @@ def check(local_steps, local_slots, strategy: tf.distribute.Strategy):
             f"local_steps={local_steps} (--local_steps): every replica updates all weights within "
             f"a round, and shard={strategy.layout.shard} divides the update; leave one of them out"
         )
-    if not _have_copies(strategy):
+    is_alone = strategy.num_replicas_in_sync == 1 and not has_parameter_servers(strategy)
+    if not (is_alone or has_copies(strategy)):
         raise ValueError(
             f"local_steps={local_steps} (--local_steps): every replica needs its own weights, "
             "and under this strategy they share them; use --strategy=mirrored or multi_worker, or "
             "omit local_steps"
         )
-
-
-def _have_copies(strategy):
-    """Returns True if each replica has its own variables, or there is only one."""
-    if isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy):
-        return False
-    mirrors = tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy
-    return isinstance(strategy, mirrors) or strategy.num_replicas_in_sync == 1
 
 
 class LocalStep(ReplicaStep):
@@ -244,7 +240,7 @@ class Rounds:
         for variable, choose in (
             (optimizer.dynamic_scale, tf.reduce_min),
             (optimizer.step_counter, tf.reduce_min),
-            (_inner(optimizer)._iterations, tf.reduce_max),
+            (counter_of(optimizer), tf.reduce_max),
         ):
             copy = _replica_copy(variable)
             place = tf.one_hot(this_replica(), self._replicas, dtype=copy.dtype)

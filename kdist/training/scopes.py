@@ -46,6 +46,12 @@ def has_parameter_servers(strategy: tf.distribute.Strategy) -> bool:
     return isinstance(strategy, tf.distribute.experimental.ParameterServerStrategy)
 
 
+def has_copies(strategy: tf.distribute.Strategy) -> bool:
+    """Returns True if each replica has its own copy of every variable and updates it."""
+    mirrors = tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy
+    return isinstance(strategy, mirrors)
+
+
 def shares_storage(strategy: tf.distribute.Strategy) -> bool:
     """Returns True if several replicas of this process share one copy of each variable."""
     central = tf.distribute.experimental.CentralStorageStrategy

@@ -60,7 +60,8 @@ def set_up(
     elif isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         exchange_all_types()
         reuse_collective_keys(strategy)
-        set_step_timeout(strategy, step_timeout_seconds)
+        if step_timeout_seconds:
+            extended._kdist_step_limit = StepTimeout(step_timeout_seconds)
         if equalizes_seeds and is_multi_worker(strategy):
             _equalize_seeds(strategy)
 
@@ -141,17 +142,6 @@ def _equalize_seeds(strategy):
     (differing,) = sums_over_replicas(strategy, lambda: [tf.constant(int(own != state))])
     if differing:
         keras.utils.set_random_seed(seed)
-
-
-def set_step_timeout(strategy: tf.distribute.Strategy, seconds: float):
-    """Limits how long steps under a multi-worker strategy wait for other workers.
-
-    Args:
-        strategy: the strategy.
-        seconds: the limit in seconds; 0 for none.
-    """
-    if seconds:
-        strategy.extended._kdist_step_limit = StepTimeout(seconds)
 
 
 def step_timeout_of(strategy: tf.distribute.Strategy):

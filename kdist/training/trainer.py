@@ -514,13 +514,14 @@ class Trainer(TensorFlowTrainer):
         self,
         x,
         epochs,
-        callbacks=None,
+        callbacks,
+        *,
+        steps_per_epoch,
+        shuffle,
         verbose=0,
         initial_epoch=0,
-        steps_per_epoch=None,
         validation=(None, None, None),
         validation_freq=1,
-        shuffle=True,
         **data,
     ):
         """Yields the logs of each epoch of a training. The arguments are those of `fit`.
@@ -598,7 +599,7 @@ class Trainer(TensorFlowTrainer):
         if kwargs:
             raise ValueError(f"Arguments not recognized: {kwargs}")
         if groups is None:
-            groups = self._evaluation_groups(x, y, sample_weight, batch_size, steps)
+            groups = self._evaluation_groups("test_step", x, y, sample_weight, batch_size, steps)
         groups.reset()
         callbacks = self._callback_list(callbacks, verbose, 1, groups)
         self.training_state.average_replicas()
@@ -622,17 +623,7 @@ class Trainer(TensorFlowTrainer):
     @filter_traceback
     def predict(self, x, batch_size=None, verbose="auto", steps=None, callbacks=None):
         """Returns the outputs for `x`, in order, as Keras does. `x` may also be a pipeline."""
-        feed, worker_slice = inputs.feed_of(x, self.distribute_strategy)
-        x, steps = inputs.evaluation_data(x, steps, worker_slice)
-        groups = StepGroups(
-            self.distribute_strategy,
-            feed=feed,
-            x=x,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            steps_per_execution=self.steps_per_execution,
-        )
-        self._build("predict_step", groups, worker_slice)
+        groups = self._evaluation_groups("predict_step", x, None, None, batch_size, steps)
         callbacks = self._callback_list(callbacks, verbose, 1, groups)
         self.training_state.average_replicas()
         self.make_predict_function()
@@ -675,7 +666,7 @@ class Trainer(TensorFlowTrainer):
             return logs.of_epoch()
         return pythonify_logs(self._get_metrics_result_or_logs(logs))
 
-    def _training_groups(self, x, start, steps_per_epoch, shuffle, resumption=None, **data):
+    def _training_groups(self, x, start, steps_per_epoch, shuffle, resumption, **data):
         """Returns the step groups of `fit`, from the position `start` on."""
         reader = None
         source, (feed, worker_slice) = x, inputs.feed_of(x, self.distribute_strategy, start.batch)
@@ -722,7 +713,7 @@ class Trainer(TensorFlowTrainer):
 
         @functools.cache
         def step_groups():
-            return self._evaluation_groups(x, y, sample_weight, batch_size, steps)
+            return self._evaluation_groups("test_step", x, y, sample_weight, batch_size, steps)
 
         def validate():
             return self.evaluate(
@@ -739,11 +730,12 @@ class Trainer(TensorFlowTrainer):
 
         return validate
 
-    def _evaluation_groups(self, x, y, sample_weight, batch_size, steps):
+    def _evaluation_groups(self, step_name, x, y, sample_weight, batch_size, steps):
+        """Returns the step groups of `evaluate` or `predict`."""
         feed, worker_slice = inputs.feed_of(x, self.distribute_strategy)
         x, steps = inputs.evaluation_data(x, steps, worker_slice)
         return self._step_groups(
-            "test_step",
+            step_name,
             worker_slice,
             feed=feed,
             x=x,
@@ -755,20 +747,18 @@ class Trainer(TensorFlowTrainer):
         )
 
     def _step_groups(self, step_name, worker_slice, builds=False, **data):
+        """Returns step groups of data; `builds` says that the variables must exist after this."""
         groups = StepGroups(
             distribute_strategy=self.distribute_strategy,
             steps_per_execution=self.steps_per_execution,
             **data,
         )
-        self._build(step_name, groups, worker_slice, builds)
+        spec = groups.data_adapter.get_tf_dataset().element_spec
+        self._build_on(step_name, spec, worker_slice, builds)
         return groups
 
-    def _build(self, step_name, groups, worker_slice, must_succeed=False):
-        """Creates a step's variables: replicas and micro-steps cannot create any."""
-        spec = groups.data_adapter.get_tf_dataset().element_spec
-        self._build_on(step_name, spec, worker_slice, must_succeed)
-
     def _build_on(self, step_name, spec, worker_slice=None, must_succeed=False):
+        """Creates a step's variables: replicas and micro-steps cannot create any."""
         unseeded.share(self)
         must_succeed |= self.training_state.accumulate > 1
         must_succeed |= has_parameter_servers(self.distribute_strategy)

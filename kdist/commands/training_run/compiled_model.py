@@ -129,7 +129,7 @@ def print_on_chief(text):
 
 def new_model(train):
     """Returns the model of --model for the images and classes of the data."""
-    arguments = parse_arguments("model_args", FLAGS.model_args)
+    arguments = parse_arguments(FLAGS.model_args)
     data = {"input_shape": tuple(train.image_shape), "num_classes": train.num_classes}
     if is_reference(FLAGS.model):
         return build_users_model(data, arguments)

@@ -20,14 +20,15 @@ MEASURED_SECONDS = 1.0
 MIN_STEPS = 4
 
 
-def load_data_in_time(strategy, batch, started, interrupted=None):
+def load_data_in_time(strategy, batch, started, interrupted):
     """Returns (name of the dataset, training pipeline, test pipeline), within --minutes.
 
     Args:
         strategy: the strategy to train with.
         batch: a `kdist.Batch`.
         started: start of the program, in seconds of `time.perf_counter`.
-        interrupted: run directory of the interrupted run to resume, which determined its examples.
+        interrupted: run directory of the interrupted run to resume, which determined its examples,
+            or None.
     """
     import keras
 

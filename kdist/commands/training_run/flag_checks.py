@@ -1,6 +1,5 @@
 """Checks of everything that the flags tell before TensorFlow is imported and data are loaded."""
 
-import difflib
 import os
 import pathlib
 
@@ -124,7 +123,7 @@ def check_split():
 def _check_model():
     name, own = FLAGS.model, (*MODELS, TEXT_MODEL)
     is_for_text = FLAGS.dataset.startswith(TEXT_PREFIX)
-    arguments = parse_arguments("model_args", FLAGS.model_args)
+    arguments = parse_arguments(FLAGS.model_args)
     if is_reference(name):
         check_reference("model", name)
         check_arguments(name, _OF_DATA, arguments)
@@ -135,11 +134,9 @@ def _check_model():
         )
     elif name not in own and application(name) is None:
         known = (*own, *map(str.lower, APPLICATIONS), *(PREFIX + each for each in APPLICATIONS))
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
         raise ValueError(
-            f"unknown model {name!r}{hint} Available are {', '.join(own)}, {PREFIX}NAME, and "
-            "your own functions as module:function or path.py:function"
+            f"unknown model {name!r}{program.hint(name, known)} Available are {', '.join(own)}, "
+            f"{PREFIX}NAME, and your own functions as module:function or path.py:function"
         )
     elif name != TEXT_MODEL and is_for_text:
         raise ValueError(

@@ -45,7 +45,7 @@ def command_to_continue(path):
     )
 
 
-def print_start(path, resumes, mirror=None):
+def print_start(path, resumes, mirror):
     """Prints the run directory, and the command that continues an earlier run of the same flags."""
     words = [f"run directory: {path}"]
     words += [f"copied to {mirror.url}"] if mirror else []

@@ -99,12 +99,12 @@ def open_mirror(path, is_chief):
     return Mirror(url, path, resume=FLAGS.resume != "never")
 
 
-def check_directory(path, writes=True):
+def check_directory(path, writes):
     """Returns whether to resume the interrupted run of a directory.
 
     Args:
         path: the run directory.
-        writes: whether this task writes it. Defaults to True.
+        writes: whether this task writes it.
 
     Raises:
         FileExistsError: the directory holds a finished run, or one that may not be resumed.
@@ -132,7 +132,7 @@ def _config_on_dataset_of(run):
     return config
 
 
-def start_recording(path, config, model, is_chief, resumes, test, mirror=None):
+def start_recording(path, config, model, is_chief, resumes, test, mirror):
     """Returns the `Recording` of a new or resumed run.
 
     Args:
@@ -142,7 +142,7 @@ def start_recording(path, config, model, is_chief, resumes, test, mirror=None):
         is_chief: whether this task writes.
         resumes: whether the directory already holds the run.
         test: pipeline of the test data, for --wandb_samples.
-        mirror: the open `Mirror` of the run, if any.
+        mirror: the open `Mirror` of the run, or None.
     """
     run = RunDirectory.create(path, config, resumes) if is_chief else RunDirectory(path)
     writer = create_writer(

@@ -157,8 +157,8 @@ def call(text: str, optional: dict[str, Any] | None = None, **arguments: Any) ->
         raise UserCodeFailed(f"{text} failed: {type(error).__name__}: {error}") from error
 
 
-def check_module(flag: str, where: str):
-    """Checks that a flag names a Python file, or a module that exists, without importing it.
+def check_module(where: str):
+    """Checks that --code names a Python file, or a module that exists, without importing it.
 
     Raises:
         ValueError: it does not, or the file is no Python.
@@ -166,7 +166,7 @@ def check_module(flag: str, where: str):
     path = _source(where)
     if path is None:
         raise ValueError(
-            f"--{flag}={where}: no such file or module; give my_code.py, or a module in this "
+            f"--code={where}: no such file or module; give my_code.py, or a module in this "
             "directory or on PYTHONPATH"
         )
     if path.suffix == ".py":
@@ -190,8 +190,8 @@ def custom_objects(where: str) -> dict[str, Any]:
     }
 
 
-def parse_arguments(flag: str, text: str) -> dict[str, Any]:
-    """Returns the arguments of text such as `width=8, activation="relu"`; values are literals.
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Returns --model_args, such as `width=8, activation="relu"`, whose values are literals.
 
     Raises:
         ValueError: the text is no list of such arguments.
@@ -205,7 +205,8 @@ def parse_arguments(flag: str, text: str) -> dict[str, Any]:
         return {keyword.arg: ast.literal_eval(keyword.value) for keyword in parsed.keywords}  # type: ignore[misc]
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise ValueError(
-            f"--{flag}={text} is no list of named values ({error}); write it as width=8,name='a'"
+            f"--model_args={text} is no list of named values ({error}); write it as "
+            "width=8,name='a'"
         ) from error
 
 

@@ -38,13 +38,13 @@ __all__ = [
     "get_engine",
 ]
 
-# Name -> module and class.
+# Name of an engine, and of its module -> class.
 ENGINES = {
-    "slurm": ("slurm", "Slurm"),
-    "kubernetes": ("kubernetes", "Kubernetes"),
-    "gce": ("gce", "ComputeEngine"),
-    "skypilot": ("skypilot", "SkyPilot"),
-    "ray": ("ray", "Ray"),
+    "slurm": "Slurm",
+    "kubernetes": "Kubernetes",
+    "gce": "ComputeEngine",
+    "skypilot": "SkyPilot",
+    "ray": "Ray",
 }
 
 
@@ -67,5 +67,4 @@ def get_engine(name: str) -> Engine:
     """
     if name not in ENGINES:
         raise ValueError(f"there is no engine {name!r}; there are {', '.join(ENGINES)}")
-    module, kind = ENGINES[name]
-    return getattr(importlib.import_module(f"{__name__}.{module}"), kind)()
+    return getattr(importlib.import_module(f"{__name__}.{name}"), ENGINES[name])()

@@ -246,11 +246,6 @@ class ComputeEngineJob(Handle):
         self._project = _project(job)
 
     @property
-    def restarts(self) -> int:
-        """Number of counted restarts since the last new checkpoint."""
-        return self._state.restarts
-
-    @property
     def progress(self) -> tuple[str, int]:
         """Name of the newest checkpoint, and the restarts after it; it only grows."""
         return self._state.checkpoint, self._state.restarts
@@ -259,11 +254,10 @@ class ComputeEngineJob(Handle):
         """Returns the state of the job, from its VMs and their output."""
         states = self._states()
         self._read_output(states, lambda line: None)
-        restarts, codes = self.restarts, self._codes
+        restarts, codes = self._state.restarts, self._codes
         if codes.get(self._names[0]) == 0:
             return Status("done", "its VMs are off or soon will be; --stop deletes them", restarts)
-        missing = [name for name in self._names if states.get(name) not in _RUNNING]
-        if missing:
+        if missing := self._missing(states):
             detail = f"{', '.join(missing)} not running; --follow creates them again"
             return Status("pending", detail, restarts)
         failed = [f"{name} exited with {code}" for name, code in codes.items() if code]
@@ -303,13 +297,11 @@ class ComputeEngineJob(Handle):
             return 0
         if _STOPPING & set(states.values()):
             return None  # tasks may still save
-        missing = [name for name in self._names if states.get(name) not in _RUNNING]
-        return self._restart(missing, show)
+        return self._restart(self._missing(states), show)
 
     def stop(self):
         """Deletes all VMs of the job."""
-        if names := [vm["name"] for vm in self.list_vms()]:
-            self._call("delete", *names, "--quiet")
+        self._delete([vm["name"] for vm in self.list_vms()])
 
     def cost(self) -> Cost:
         """Returns machine hours since the VMs were created; gaps between restarts count as well."""
@@ -372,6 +364,10 @@ class ComputeEngineJob(Handle):
         """Returns the states of the VMs that exist, by name."""
         return {vm["name"]: vm["status"] for vm in self.list_vms()}
 
+    def _missing(self, states):
+        """Returns the names of VMs that do not run."""
+        return [name for name in self._names if states.get(name) not in _RUNNING]
+
     def _restart(self, missing: Collection[str], show) -> int | None:
         """Restarts the job if VMs are missing or tasks have failed.
 
@@ -395,7 +391,8 @@ class ComputeEngineJob(Handle):
         what += [f"{name} exited with {code}" for name, code in failed.items()]
         show(f"{', '.join(what)}; starting the job again")
         if missing:
-            self._delete_ended()
+            # VMs that are off, whose names are needed.
+            self._delete([name for name, s in self._states().items() if s not in _RUNNING])
             try:
                 self._create(missing)
             except CommandError as error:
@@ -409,20 +406,18 @@ class ComputeEngineJob(Handle):
             self._codes.update(dict.fromkeys(others))
         return None
 
-    def _delete_ended(self):
-        """Deletes VMs that are off, whose names are needed."""
-        ended = [name for name, state in self._states().items() if state not in _RUNNING]
-        if ended:
-            self._call("delete", *ended, "--quiet")
+    def _delete(self, names):
+        if names:
+            self._call("delete", *names, "--quiet")
 
     def _create(self, names):
-        job = dataclasses.asdict(self._job), dataclasses.asdict(self._state)
-        described = json.dumps(dict(zip(("job", "state"), job, strict=True)))
+        described = {"job": self._job, "state": self._state}
+        text = json.dumps({key: dataclasses.asdict(each) for key, each in described.items()})
         for name in names:
             self._offsets[name], self._codes[name] = 0, None
         with tempfile.TemporaryDirectory(prefix="kdist-") as directory:
             paths = {}
-            for key, value in {**self._files, _JOB: described}.items():
+            for key, value in {**self._files, _JOB: text}.items():
                 paths[key] = str(pathlib.Path(directory) / key)
                 pathlib.Path(paths[key]).write_text(value)
             seconds = self._seconds_left()

@@ -415,7 +415,7 @@ def _division(layer, variable, path, pattern, axes):
 def _combine(names, others, divided):
     """Returns a placement that names each divided layer, on the stage that `others` specify."""
     placement = {}
-    for name, pattern in match_names(names, others, "layer").items():
+    for name, pattern in match_names(names, others).items():
         where = others[pattern]
         if name in divided and not isinstance(where, Stage):
             raise ValueError(

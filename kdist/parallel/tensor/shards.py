@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.compat.keras import save_as, saved_name
+from kdist.compat.keras import save_as
 from kdist.parallel.placement import is_nested
 from kdist.parallel.tensor.activations import keeps_parts
 from kdist.training.divided_variable import DividedVariable
@@ -71,7 +71,7 @@ def saved_as(plain: type[keras.layers.Layer]):
     def decorate(kind):
         kind.plain = plain
         kind.__name__, kind.__qualname__ = plain.__name__, plain.__qualname__
-        return save_as(plain, saved_name(plain))(kind)
+        return save_as(plain)(kind)
 
     return decorate
 
@@ -159,11 +159,6 @@ def _pairs(layer, divisions, values) -> Iterator:
             f"layer {layer.name!r} has {len(divisions)} variables, and {len(values)} were given"
         )
     return zip(divisions, values, strict=True)
-
-
-def get_plain_weights(model: keras.Model) -> list[np.ndarray]:
-    """Returns what `get_weights()` of the plain model returns."""
-    return [division.whole() for division in plain_weights(model)]
 
 
 def set_plain_weights(model: keras.Model, weights: Sequence[np.ndarray]):

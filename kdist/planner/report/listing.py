@@ -77,12 +77,12 @@ def _shares(plan):
     )
 
 
-def plans_text(result: RankedPlans, number: int = 10) -> str:
+def plans_text(result: RankedPlans, number: int) -> str:
     """Returns the recommended plan, other choices, a table of `number` plans, and notes.
 
     Args:
         result: the plans.
-        number: number of plans in the table. Defaults to 10.
+        number: number of plans in the table.
     """
     rows = [["", *HEADINGS]]
     for place, plan in enumerate(result.plans[:number], 1):

@@ -337,7 +337,7 @@ def resolve_ranking(ranking: str, constraints: Constraints) -> str:
 
 
 def rank_candidates(
-    candidates: Sequence[Candidate], ranking: str, one_machine_first: bool = False
+    candidates: Sequence[Candidate], ranking: str, one_machine_first: bool
 ) -> list[Candidate]:
     """Returns the best batch of each machine and strategy, best first.
 
@@ -345,7 +345,7 @@ def rank_candidates(
         candidates: candidates that meet the constraints.
         ranking: "time", "money", or "both".
         one_machine_first: whether candidates on one machine come before those on several, which
-            are more work to set up and to keep running. Defaults to False.
+            are more work to set up and to keep running.
     """
     found = sorted(_best_batches(candidates), key=_KEYS[ranking])
     if one_machine_first:

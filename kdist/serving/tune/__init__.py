@@ -304,13 +304,12 @@ def tune_export(
     directory: str | os.PathLike,
     page_path: str | os.PathLike,
     objective: Objective,
-    max_batch: int = 32,
-    seconds: float = 60.0,
-    report: Callable[[str], None] = _logger.info,
+    max_batch: int,
+    report: Callable[[str], None],
 ) -> TuningResult:
     """Returns the tuning of the highest version of an exported model, and writes its page.
 
-    The tuning runs in this process, for about `seconds`. Each step is passed to `report`, and
+    The tuning runs in this process, for about a minute. Each step is passed to `report`, and
     finally the path of the page. Raises ValueError if there is no version with a signature
     `serving_default`, and BadInput if the model rejects rows of zeros and has no warm-up requests.
     """
@@ -329,6 +328,6 @@ def tune_export(
         raise ValueError(f"{path} has no signature {SERVING_DEFAULT}; it has {loaded.signatures}")
     row = example_row(loaded.signatures[SERVING_DEFAULT], loaded.examples)
     compute = functools.partial(loaded, SERVING_DEFAULT)
-    tuned = tune(compute, row, objective, padded_sizes(max_batch), seconds=seconds, report=report)
+    tuned = tune(compute, row, objective, padded_sizes(max_batch), report=report)
     report(str(page.write(tuned, page_path, pathlib.Path(directory).resolve().name)))
     return tuned

@@ -1,7 +1,7 @@
 """Step clock: how much of the training time goes to steps, input, and callbacks.
 
     with clock.running():                  # the steps of an epoch
-        batch, waited = fetch(iterator, since=tf.timestamp())
+        batch, waited = fetch(iterator, since=tf.timestamp(), device=None)
         clock.note_input(waited)
         clock.note_call(steps=4, seconds=0.1)
         clock.note_callbacks(0.001)
@@ -116,13 +116,13 @@ class StepClock:
         return times
 
 
-def fetch(iterator, since, device=None):
+def fetch(iterator, since, device):
     """Returns (the next batch of an iterator, seconds by which it arrived later than `since`).
 
     Args:
         iterator: iterator over a dataset.
         since: `tf.timestamp()` of the moment from which the batch could have been used.
-        device: device of the iterator, where the batch stays. By default TensorFlow may copy it.
+        device: device of the iterator, where the batch stays. If None, TensorFlow may copy it.
     """
     batch = next(iterator)
     parts = [x for x in tf.nest.flatten(batch, expand_composites=True) if tf.is_tensor(x)]
@@ -141,7 +141,7 @@ def identity(part):
     return tf.identity(part) if tf.is_tensor(part) else part
 
 
-def fetch_now(iterator, device=None):
+def fetch_now(iterator, device):
     """Returns `fetch` with the current time as `since`."""
     since = tf.timestamp()
     with tf.control_dependencies([since]):

@@ -138,13 +138,13 @@ def share_backups():
 
     With one worker, and for models that kdist does not train, it stays Keras's own.
     """
-    hooks = {"on_train_begin": _restore, "on_epoch_end": _on_chief}
-    for name, hook in {**hooks, "on_train_batch_end": _on_chief, "on_train_end": _on_chief}.items():
-        _hook(keras.callbacks.BackupAndRestore, name, hook)
+    _hook("on_train_begin", _restore)
+    for name in ("on_epoch_end", "on_train_batch_end", "on_train_end"):
+        _hook(name, _on_chief)
 
 
-def _hook(cls, name, hook):
-    keras_function = getattr(cls, name)
+def _hook(name, hook):
+    keras_function = getattr(keras.callbacks.BackupAndRestore, name)
 
     @functools.wraps(keras_function)
     def hooked(callback, *args, **kwargs):
@@ -154,7 +154,7 @@ def _hook(cls, name, hook):
             return hook(callback, call)
         return call()
 
-    setattr(cls, name, hooked)
+    setattr(keras.callbacks.BackupAndRestore, name, hooked)
 
 
 def _on_chief(callback, call):

@@ -5,7 +5,6 @@ optionals and conditionals, which fail under MirroredStrategy. A plain loop over
 steps does not.
 """
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,7 +19,7 @@ from kdist.training.groups import clock as clocks
 from kdist.training.groups.inputs import open_rows, with_open_rows, without_slice
 from kdist.training.groups.loop import LazyLogs
 from kdist.training.groups.monitors import MetricTotals
-from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
+from kdist.training.groups.step_groups import GroupResult, GroupRunner, StepGroup, take_up_to
 from kdist.training.local_sgd import LocalStep
 from kdist.training.parameter_server.central_step import CentralStep
 from kdist.training.replica.dependence.fallbacks import WholeBatchError
@@ -37,6 +36,7 @@ from kdist.training.replica.shared_trace import SharedTrace
 from kdist.training.replica.step import ReplicaStep
 from kdist.training.scopes import (
     computes_on_gpus,
+    has_copies,
     is_multi_worker,
     num_local_replicas,
     shares_storage,
@@ -66,8 +66,8 @@ _HOST = "CPU:0"
 _ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 
 
-class StepFunction:
-    """Runs step groups on every replica of the model's strategy. A `GroupRunner`.
+class StepFunction(GroupRunner):
+    """Runs step groups on every replica of the model's strategy.
 
     Args:
         trainer: the model.
@@ -81,8 +81,6 @@ class StepFunction:
         rounds: the `Rounds` of local SGD; None if gradients are reduced in every step.
         clock: `StepClock` that receives the time that steps wait for input; optional.
     """
-
-    is_idle = True
 
     def __init__(
         self,
@@ -102,8 +100,7 @@ class StepFunction:
         self._monitor = monitor
         self._totals = None
         if is_multi_worker(trainer.distribute_strategy):
-            votes = trainer.training_state.votes if monitor else None
-            self._totals = MetricTotals(trainer, monitor, votes)
+            self._totals = MetricTotals(trainer, monitor)
         self._replicated = ReplicatedStep(trainer, step, accumulators, micro_steps, rounds)
         self._for_gpus = computes_on_gpus(trainer.distribute_strategy) and not trainer.run_eagerly
         self._results = self._replicated.results
@@ -122,10 +119,6 @@ class StepFunction:
         """Runs one step group of an iterator and returns its logs, as Keras's functions do."""
         group = StepGroup(0, self._trainer.steps_per_execution, iterator)
         return self.run(group).logs
-
-    def in_flight(self, groups):
-        """Returns a context manager that yields `groups`: one runs at a time."""
-        return contextlib.nullcontext(groups)
 
     def run(self, group: StepGroup) -> GroupResult:
         """Runs the steps of `group` and returns the logs of the last one.
@@ -305,10 +298,7 @@ class ReplicatedStep:
         self._divided_logs: list[str] = []  # names of logs that micro-steps have parts of
         self._strategy = trainer.distribute_strategy
         self._replicas = self._strategy.num_replicas_in_sync
-        self._has_copies = isinstance(
-            self._strategy,
-            tf.distribute.MirroredStrategy | tf.distribute.MultiWorkerMirroredStrategy,
-        )
+        self._has_copies = has_copies(self._strategy)
         # Replicas of several devices each, as in `kdist.parallel`.
         self._has_groups = hasattr(self._strategy, "groups")
         self._shares_storage = shares_storage(self._strategy)
@@ -472,7 +462,7 @@ class ReplicatedStep:
             return {**outputs, **_added(parts, self._divided_logs, earlier)} if parts else outputs
 
         on_replica = tf.autograph.experimental.do_not_convert(on_replica)
-        with recorded_results([*self._trainer.metrics, *self._trainer._metrics]) as results:
+        with recorded_results(self._trainer) as results:
             if self._trainer.run_eagerly:
                 outputs = run_once(self._strategy, on_replica, data)
             else:

@@ -30,11 +30,11 @@ class SlicedIterator:
 
     Attributes:
         iterator: the iterator.
-        worker_slice: the `WorkerSlice` that it yields; None if batches are whole.
+        worker_slice: the `WorkerSlice` that it yields.
     """
 
     iterator: Any
-    worker_slice: WorkerSlice | None
+    worker_slice: WorkerSlice
 
 
 def without_slice(iterator):
@@ -84,14 +84,14 @@ def is_batch_source(x) -> bool:
     return callable(getattr(x, "open_reader", None))
 
 
-def reader_at(x, position, steps_per_epoch, resumption=None):
+def reader_at(x, position, steps_per_epoch, resumption):
     """Returns the reader of a batch source from a `Position` on.
 
     Args:
         x: a `kdist.data.BatchSource`.
         position: the position.
         steps_per_epoch: argument of `fit`; None if an epoch is a pass over the source.
-        resumption: the `Resumption` of this `fit`, if any.
+        resumption: the `Resumption` of this `fit`, or None.
 
     Raises:
         ValueError: the source is endless, and there is no `steps_per_epoch`.
@@ -113,7 +113,7 @@ def _checked_end(reader, argument, steps):
     return reader
 
 
-def training_data(x, steps_per_epoch, start, worker_slice=None):
+def training_data(x, steps_per_epoch, start, worker_slice):
     """Returns (dataset from batch `start` on, steps per epoch) of a training pipeline."""
     if not x.training:
         raise ValueError(
@@ -123,18 +123,16 @@ def training_data(x, steps_per_epoch, start, worker_slice=None):
     return x.dataset(start, **_slice_argument(worker_slice)), steps_per_epoch or x.steps_per_epoch
 
 
-def evaluation_data(x, steps, worker_slice=None):
+def evaluation_data(x, steps, worker_slice):
     """Returns (data, steps) for `evaluate` or `predict`; `x` may be a pipeline."""
     if is_batch_source(x):
-        return _checked_end(
-            x.open_reader(), "steps (in fit, validation_steps)", steps
-        ).dataset(), steps
+        reader = _checked_end(x.open_reader(), "steps (in fit, validation_steps)", steps)
+        return reader.dataset(), steps
     if not is_pipeline(x):
         return x, steps
     # A training pipeline is endless; one epoch of it is evaluated.
-    return x.dataset(**_slice_argument(worker_slice)), steps or (
-        x.steps_per_epoch if x.training else None
-    )
+    in_epoch = x.steps_per_epoch if x.training else None
+    return x.dataset(**_slice_argument(worker_slice)), steps or in_epoch
 
 
 def _slice_argument(worker_slice):
@@ -257,7 +255,7 @@ class Batches:
 class PipelineFeed:
     """Batches of a pipeline from number `start` on, which workers read from their own copy."""
 
-    def __init__(self, pipeline, start: int = 0):
+    def __init__(self, pipeline, start: int):
         self._pipeline, self._next = pipeline, start
 
     def take(self, length: int, separate: bool = False) -> Batches:
@@ -336,8 +334,7 @@ def _side_by_side(first, flat, element_spec):
 
 def _components(element_spec):
     """Returns the specifications of a batch's tensors; unknown dimensions stay unknown."""
-    flat = tf.nest.flatten(element_spec, expand_composites=True)
-    return [tf.TensorSpec(spec.shape, spec.dtype) for spec in flat]
+    return list(map(_spec, tf.nest.flatten(element_spec, expand_composites=True)))
 
 
 def _spec(tensor):

@@ -132,7 +132,7 @@ class EpochLoop:
     def _note(self, result, called):
         """Counts the steps of a group and, while the tuner is active, measures them."""
         length, tuner = result.group.length, self._state.tuner
-        if tuner is not None and not tuner.is_done:
+        if self._state.is_tuning:
             self._model.optimizer.iterations.numpy()  # waits for the device
             tuner.note(length, self._mean_over_workers(time.perf_counter() - called))
             self._groups.steps_per_execution = self._model.steps_per_execution = tuner.length

@@ -190,14 +190,13 @@ class MetricTotals:
 
     Args:
         trainer: the compiled model.
-        monitor: its `LossMonitor`; None in evaluation.
-        votes: its `WorkerVotes`; None in evaluation.
+        monitor: its `LossMonitor`; None in evaluation, in which workers do not vote.
     """
 
-    def __init__(self, trainer, monitor=None, votes=None):
+    def __init__(self, trainer, monitor):
         self._trainer = trainer
         self._strategy = trainer.distribute_strategy
-        self._monitor, self._votes = monitor, votes
+        self._monitor = monitor
 
     def results(self, read):
         """Returns (metric results, first bad step of each replica, sum of votes).
@@ -223,14 +222,12 @@ class MetricTotals:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         variables = [variable.value for variable in self._trainer.metrics_variables]
         parts = [_term(variable, replica, replicas) for variable in variables]
-        bad = (
-            tf.constant(NONE_YET, tf.int64) if self._monitor is None else self._monitor.on_replica()
-        )
+        bad, vote = tf.constant(NONE_YET, tf.int64), tf.zeros([], tf.int64)
+        if self._monitor is not None:
+            bad = self._monitor.on_replica()
+            vote = self._trainer.training_state.votes.on_replica(this_local_replica())
         # One entry per replica, shifted such that NONE_YET is 0.
         bad_steps = (bad - NONE_YET) * tf.one_hot(replica, replicas, dtype=tf.int64)
-        vote = tf.zeros([], tf.int64)
-        if self._votes is not None:
-            vote = self._votes.on_replica(this_local_replica())
         return _packed_sums([*parts, bad_steps, vote])
 
 

@@ -1,6 +1,5 @@
 """Predict function of synchronous strategies: outputs of all replicas, in the order of the rows."""
 
-import contextlib
 import dataclasses
 import functools
 
@@ -14,21 +13,19 @@ from kdist.compat.keras import (
 from kdist.compat.tensorflow import function_of_its_own
 from kdist.training.groups.functions import ReplicatedStep, run_converted
 from kdist.training.groups.inputs import without_slice
-from kdist.training.groups.step_groups import GroupResult, StepGroup, take_up_to
+from kdist.training.groups.step_groups import GroupResult, GroupRunner, StepGroup, take_up_to
 from kdist.training.replica import step as steps
 from kdist.training.scopes import is_multi_worker
 from kdist.training.strategy_setup import step_timeout_of
 
 
-class PredictFunction:
-    """Computes the outputs for step groups, on every replica. A `GroupRunner`.
+class PredictFunction(GroupRunner):
+    """Computes the outputs for step groups, on every replica.
 
     Args:
         trainer: the model.
         step: function that returns the outputs for one replica's rows.
     """
-
-    is_idle = True
 
     def __init__(self, trainer, step):
         self._strategy = trainer.distribute_strategy
@@ -39,7 +36,8 @@ class PredictFunction:
             if replicated_step.is_repeated:
                 return reduce_per_replica(outputs, self._strategy, reduction="first")
             if is_multi_worker(self._strategy):
-                return keras.tree.map_structure(self._of_all_workers, outputs)
+                gather = functools.partial(self._strategy.gather, axis=0)
+                return keras.tree.map_structure(gather, outputs)
             return reduce_per_replica(outputs, self._strategy, reduction="concat")
 
         if not trainer.run_eagerly:
@@ -53,10 +51,6 @@ class PredictFunction:
             )
         self._on_batch = on_batch
 
-    def _of_all_workers(self, output):
-        """Returns the rows of all replicas of all workers, in order."""
-        return self._strategy.gather(output, axis=0)
-
     def __call__(self, batches):
         """Returns the concatenated outputs for all batches of an iterable.
 
@@ -65,10 +59,6 @@ class PredictFunction:
         """
         batches, worker_slice = without_slice(batches)
         return concatenate(self._outputs(batches, worker_slice))
-
-    def in_flight(self, groups):
-        """Returns a context manager that yields `groups`: one runs at a time."""
-        return contextlib.nullcontext(groups)
 
     def run(self, group: StepGroup) -> GroupResult:
         """Returns the outputs of a group's steps, fewer if the data ends."""

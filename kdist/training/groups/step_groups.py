@@ -66,11 +66,13 @@ class GroupRunner(Protocol):
             for group in due:
                 result = runner.run(group)
 
+    The functions of synchronous strategies derive from it, and run one group at a time.
+
     Attributes:
         is_idle: no step is running between two calls. Always True for synchronous strategies.
     """
 
-    is_idle: bool
+    is_idle: bool = True
 
     def in_flight(self, groups):
         """Returns a context manager that yields the groups of an epoch, in order.
@@ -78,6 +80,7 @@ class GroupRunner(Protocol):
         With parameter servers, several groups run at the same time, and a group is yielded when
         no further group may start before a result has been received.
         """
+        return contextlib.nullcontext(groups)
 
     def run(self, group: StepGroup) -> GroupResult:
         """Runs `group` and returns its result.

@@ -110,11 +110,11 @@ class LocalCopies(keras.StatelessScope):
         self.is_updating = False
         self.step: StepOnCopies | None = None
 
-    def pull(self, counter, increments=None):
+    def pull(self, counter=None, increments=None):
         """Reads the variables; returns the value of `counter`, read first, if there is one.
 
         Args:
-            counter: variable that is read before all others; None for none.
+            counter: variable that is read before all others. Defaults to None, no variable.
             increments: what earlier micro-steps have yet to add to the metrics. Defaults to None.
         """
         read = self._others if self._from_zero else [*self._others, *self._metrics]

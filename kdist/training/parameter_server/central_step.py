@@ -33,9 +33,9 @@ class CentralCopies(LocalCopies):
         super().__init__(trainer.metrics_variables, variables_of(trainer), from_zero=False)
         self._replicas = trainer.distribute_strategy.num_replicas_in_sync
 
-    def pull(self, counter=None):
+    def pull(self):
         """Reads the variables."""
-        super().pull(counter)
+        super().pull()
         for variable in self._others:
             if id(variable) not in self._copies:  # a large one
                 self._copies[id(variable)] = variable._value.read_value()

@@ -238,7 +238,8 @@ class AsynchronousFunction:
                 added = [total + part for total, part in zip(added, parts, strict=True)]
             else:  # the next step's logs include this step
                 push(variables, parts, _add)
-            return number + 1, added, _with(facts, staleness, bad), self._own_logs(logs)
+            own_logs = () if self._logs_are_metrics else logs
+            return number + 1, added, _with(facts, staleness, bad), own_logs
 
         state = 0, added, facts, ()
         known = reader.length if isinstance(reader.length, int) else int(not self._logs_are_metrics)
@@ -256,9 +257,6 @@ class AsynchronousFunction:
         if self._logs_are_metrics:
             push(variables, added, _add)
         return facts, logs
-
-    def _own_logs(self, logs):
-        return () if self._logs_are_metrics else logs
 
     def _outputs(self, reader):
         """Returns a tuple of the outputs of the group's steps."""
@@ -302,9 +300,9 @@ class WorkerStep:
             added, staleness, bad, logs = results
             added = [self._over_replicas("SUM", part) for part in added]
             total = added if total is None else [a + b for a, b in zip(total, added, strict=True)]
-        first = self._strategy.experimental_local_results
+        of_replicas = self._strategy.experimental_local_results
         logs = tf.nest.map_structure(lambda log: self._over_replicas("MEAN", log), logs)
-        return total, tf.reduce_max(tf.stack(first(staleness))), first(bad)[0], logs
+        return total, tf.reduce_max(tf.stack(of_replicas(staleness))), of_replicas(bad)[0], logs
 
     def _over_replicas(self, how, value):
         if self._strategy.num_replicas_in_sync == 1:
@@ -349,8 +347,7 @@ class WorkerStep:
                 parts = micro_steps[replica].add_logs(step.log_parts(outputs, results))
             return *step.outcome(), {**outputs, **parts} if parts else outputs
 
-        metrics = [*self._trainer.metrics, *self._trainer._metrics]
-        with recorded_results(metrics) as results:
+        with recorded_results(self._trainer) as results:
             return self._strategy.run(
                 tf.autograph.experimental.do_not_convert(on_replica), args=(data,)
             )

@@ -25,10 +25,10 @@ class Dispatcher:
     Args:
         strategy: a `ParameterServerStrategy`.
         max_staleness: maximum number of updates by other workers between a step's read and its
-            own update. Defaults to None, no limit.
+            own update; None for no limit.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, max_staleness: int | None = None):
+    def __init__(self, strategy: tf.distribute.Strategy, max_staleness: int | None):
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self._max_staleness = max_staleness
         self._max_groups = _GROUPS_PER_WORKER * max(1, number_of_workers(strategy))

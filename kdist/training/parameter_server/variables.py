@@ -178,7 +178,7 @@ def install_partitioned_embedding():
     keras.layers.Embedding.build = build
 
 
-@save_as(keras.layers.Embedding, "keras.layers.Embedding")
+@save_as(keras.layers.Embedding)
 class PartitionedEmbedding(keras.layers.Embedding):
     """Embedding whose table is on parameter servers, in one or several parts."""
 

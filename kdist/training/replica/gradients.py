@@ -93,15 +93,10 @@ def sum_of_steps(gradients) -> SplitSlices:
 
 def with_shape_of(variable, gradient):
     """Returns a gradient with the static shape of its variable, which may have been lost."""
-    is_dense = not isinstance(gradient, tf.IndexedSlices | SplitSlices)
+    is_dense = not isinstance(gradient, tf.IndexedSlices | SplitSlices | None)
     if is_dense and not gradient.shape == variable.shape:  # noqa: SIM201 (ranks may be unknown)
         gradient = tf.ensure_shape(gradient, variable.shape)
     return gradient
-
-
-def is_sparse(gradient) -> bool:
-    """Returns True for a gradient of looked-up rows."""
-    return isinstance(gradient, tf.IndexedSlices)
 
 
 def summed_tensors(gradient):
@@ -131,7 +126,7 @@ def scale_gradient(gradient, factor):
 def zero_unless(condition, gradient):
     """Returns a gradient, or zero (not infinity × 0) where a condition is False."""
     counts = tf.cast(condition, gradient.dtype)
-    if is_sparse(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
         values = tf.math.multiply_no_nan(gradient.values, counts)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return tf.math.multiply_no_nan(gradient, counts)

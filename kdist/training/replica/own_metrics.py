@@ -42,14 +42,14 @@ def own_metric_variables(metrics) -> dict[int, keras.metrics.Metric]:
 
 
 @contextlib.contextmanager
-def recorded_results(metrics):
-    """Returns a context manager that yields {id of a result: (result, function that reads it)}.
+def recorded_results(trainer):
+    """Yields {id of a result: (result, function that reads it)} of the model's metrics.
 
     On a replica `metric.result()` is that of the replica's own rows. A step's logs that are results
     of metrics are therefore read again after the step, from the state of all replicas.
     """
+    metrics = (*trainer.metrics, *trainer._metrics)
     found, patched = {}, {id(metric): metric for metric in metrics}.values()
-
     for metric in patched:
         metric.__dict__["result"] = functools.partial(_recorded, metric, found)
     try:

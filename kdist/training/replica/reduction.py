@@ -163,7 +163,7 @@ def gather_parts(tensors):
     return [[whole] for bucket, vector in pairs for whole in _wholes(bucket, vector)]
 
 
-def gather_own_parts(tensors, is_ordered=True):
+def gather_own_parts(tensors, is_ordered):
     """Returns the values that each tensor has on the replicas of the job, as one concatenation.
 
     All are sent together. Each process has one replica. Called in replica context, also where

@@ -159,11 +159,11 @@ class BatchDivision:
         if self.is_fixed:
             return data, share
         if self.is_repeated:
-            repeated = {"is_repeated": True, "may_be_empty": True, "tensors": _leaves(data)}
+            repeated = {"is_repeated": True, "may_be_empty": True, "tensors": leaves_of(data)}
             return data, dataclasses.replace(share, **repeated)
         if len(self.sizes) * self.micro_steps == 1:  # all rows, also of other tensors
             taken = with_unknown_rows(data) if hides_rows else data
-            return taken, dataclasses.replace(share, tensors=_leaves(taken))
+            return taken, dataclasses.replace(share, tensors=leaves_of(taken))
         first, shown = self.starts[replica] + mine * micro_step // self.micro_steps, size
         if share.may_be_empty:
             rows = number_of_rows(data)
@@ -177,7 +177,7 @@ class BatchDivision:
                 taken = in_page_locked_memory(taken)
         if hides_rows or (isinstance(size, int) and size == 1):
             taken = with_unknown_rows(taken)  # else a constant per row and one for all look alike
-        return taken, dataclasses.replace(share, tensors=_leaves(taken))
+        return taken, dataclasses.replace(share, tensors=leaves_of(taken))
 
 
 def in_page_locked_memory(data):
@@ -204,7 +204,7 @@ def tensors_of(data):
     return tuple(filter(tf.is_tensor, tf.nest.flatten(data, expand_composites=True)))
 
 
-def _leaves(data):
+def leaves_of(data):
     """Returns all tensors in a structure, dense, ragged, or sparse."""
     return tuple(filter(tf.is_tensor, tf.nest.flatten(data)))
 

@@ -13,7 +13,7 @@ import logging
 import tensorflow as tf
 
 from kdist.compat.tensorflow import call_with_captures, function_of_its_own, is_recorded
-from kdist.training.replica.row_shares import tensors_of
+from kdist.training.replica.row_shares import leaves_of, tensors_of
 
 _logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class _Passes:
             # Where the call is, the function runs.
             with tf.device(None):
                 args, numbers = _with_tensors(inputs, tensors)
-                share = dataclasses.replace(step.share, tensors=_rows(args), **numbers)
+                share = dataclasses.replace(step.share, tensors=leaves_of(args), **numbers)
                 self._step = step.in_function(share, replica)
                 with self._step.running():
                     outputs = function(*args)
@@ -153,10 +153,6 @@ def _with_tensors(structure, tensors):
     leaves = tf.nest.flatten(structure, expand_composites=True)
     leaves = [next(others) if tf.is_tensor(leaf) else leaf for leaf in leaves]
     return tf.nest.pack_sequence_as(structure, leaves, expand_composites=True)
-
-
-def _rows(args):
-    return tuple(filter(tf.is_tensor, tf.nest.flatten(args)))
 
 
 def _check_are_tensors(outputs):

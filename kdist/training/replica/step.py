@@ -46,7 +46,6 @@ from kdist.training.replica.dependence.of_step import (
 from kdist.training.replica.dependence.values import MEAN, ROWS, SUM, Dependence
 from kdist.training.replica.gradients import (
     SplitSlices,
-    is_sparse,
     scale_gradient,
     summed_tensors,
     values_of,
@@ -262,7 +261,7 @@ class ReplicaStep:
             return self.note_mean(function.replica_value() if is_loss else function.value)
         return with_correct_sums(self, value, is_loss)
 
-    def log_parts(self, outputs, results=()):
+    def log_parts(self, outputs, results):
         """Returns {name: this micro-step's part} of the logs that depend on the rows.
 
         The log of the batch is the sum of the parts over micro-steps, and their mean over replicas.
@@ -681,13 +680,9 @@ class ReplicaStep:
         }
         for place, value in zip(values, self._largest(values.values()), strict=True):
             whole[place] = value
-        gradients = [g if w is None else None for g, w in zip(gradients, whole, strict=True)]
-        gradients = [
-            g if g is None else with_shape_of(variable, g)
-            for g, variable in zip(
-                self._scaled_by_rows(gradients, is_scaled), variables, strict=True
-            )
-        ]
+        own = [g if w is None else None for g, w in zip(gradients, whole, strict=True)]
+        scaled = self._scaled_by_rows(own, is_scaled)
+        gradients = [with_shape_of(v, g) for v, g in zip(variables, scaled, strict=True)]
         if self._accumulators is not None:
             gradients = self.reduced_in_micro_step(optimizer, gradients, variables)
             with self._marked("applying"):  # its variables are no state of the program
@@ -739,11 +734,12 @@ class ReplicaStep:
             g if g is None else scale_gradient(self.zero_gradient_if_empty(g), weight)
             for g, weight in zip(gradients, weights, strict=True)
         ]
-        return [self.split_slices(g) if is_sparse(g) else g for g in scaled]
+        return [self.split_slices(g) if isinstance(g, tf.IndexedSlices) else g for g in scaled]
 
     def _are_whole_slices(self, gradient):
         """Returns True for `tf.IndexedSlices` that have been reduced: replicas' are equal."""
-        return is_sparse(gradient) and self._dependence_of_gradient(gradient).is_reduced
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        return is_sparse and self._dependence_of_gradient(gradient).is_reduced
 
     def _weight_of(self, gradient, is_scaled):
         """Returns the weight of a gradient of this replica's rows in the global one; None for 1."""
@@ -764,13 +760,12 @@ class ReplicaStep:
 
     def _dependence_of_gradient(self, gradient):
         values = values_of(gradient)
-        known = self.dependence.noted_gradient(values)
-        if known is None:
+        if (noted := self.dependence.noted_gradient(values)) is not None:
+            return noted
+        if is_eager(values):
             # A program that runs eagerly leaves no graph. All its gradients have been reduced.
-            is_reduced = self._can_reduce_early()
-            unknown = Dependence(degree=None, is_reduced=is_reduced)
-            known = unknown if is_eager(values) else self.dependence.of_gradient(values)
-        return known
+            return Dependence(degree=None, is_reduced=self._can_reduce_early())
+        return self.dependence.of_gradient(values)
 
     def split_slices(self, gradient):
         """Returns the `SplitSlices` of a gradient of looked-up rows."""

@@ -99,6 +99,9 @@ class _BackwardPass:
     end: int
     targets: Sequence[tf.Operation]
 
+    def __contains__(self, number):
+        return self.first <= number < self.end
+
 
 @dataclasses.dataclass(frozen=True)
 class _Use:
@@ -309,7 +312,7 @@ class WeightGathers:
                 continue
             seen.add(operation)
             is_last = is_collective(operation) and operation not in self._order
-            if is_last or any(each.first <= number < each.end for each in self._backward):
+            if is_last or any(number in each for each in self._backward):
                 found.append(number)
             else:
                 pending += _operations_before(operation, number_of)
@@ -326,7 +329,7 @@ class WeightGathers:
             for tensor in _rearranged(wholes)
             for operation in tensor.consumers()
             if operation.type not in _REARRANGE
-            and not any(b.first <= number_of[operation] < b.end for b in self._backward)
+            and not any(number_of[operation] in each for each in self._backward)
         ]
 
 
@@ -378,17 +381,13 @@ def _rearranged(wholes):
 
 def _read_in(wholes, backward, number_of):
     """Returns (operation, tensor) for what a backward pass reads of gathered weights."""
-    forward = [t for t in _rearranged(wholes) if not _is_in(t.op, backward, number_of)]
+    forward = [t for t in _rearranged(wholes) if number_of[t.op] not in backward]
     return [
         (operation, tensor)
         for tensor in forward
         for operation in dict.fromkeys(tensor.consumers())
-        if operation.type not in _SHAPES and _is_in(operation, backward, number_of)
+        if operation.type not in _SHAPES and number_of[operation] in backward
     ]
-
-
-def _is_in(operation, backward, number_of):
-    return backward.first <= number_of[operation] < backward.end
 
 
 def _computed_again(tensor, again):

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from kdist.training.divided_variable import local_copies
 from kdist.training.replica.accumulation import optimizers_of
 from kdist.training.sharding.optimizer_state import shards_of
 from kdist.training.sharding.sizes import gathered_bytes
@@ -59,9 +60,7 @@ def whole_bytes(variable: keras.Variable) -> int:
 def _bytes_by_device(variables):
     found: dict[str, int] = {}
     for variable in variables:
-        value = variable.value
-        copies = value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
-        for copy in copies:
+        for copy in local_copies(variable):
             device = copy.device.rpartition("device:")[2]
             found[device] = found.get(device, 0) + copy.shape.num_elements() * copy.dtype.size
     return found

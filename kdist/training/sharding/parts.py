@@ -49,20 +49,14 @@ class EqualParts(PartSizes, TensorDivision):
     """
 
     def part(self, value, number):
-        size, *others = self.part_shape
-        rows = self._shape_of_rows[0]
+        size, rows = self.part_shape[0], self._shape_of_rows[0]
         first, last = min(number * size, rows), min((number + 1) * size, rows)
-        part = tf.reshape(value, self._shape_of_rows)[first:last]
-        missing = size - (last - first)
-        return tf.pad(part, [[0, missing], *[[0, 0]] * len(others)]) if missing else part
+        return _padded(tf.reshape(value, self._shape_of_rows)[first:last], size)
 
     def stacked(self, value) -> tf.Tensor:
         """Returns all parts of a tensor as one tensor of shape (count, …)."""
         size, *others = self.part_shape
-        rows = tf.reshape(value, self._shape_of_rows)
-        missing = self.count * size - rows.shape[0]
-        if missing:
-            rows = tf.pad(rows, [[0, missing], *[[0, 0]] * len(others)])
+        rows = _padded(tf.reshape(value, self._shape_of_rows), self.count * size)
         return tf.reshape(rows, (self.count, size, *others))
 
     def merge(self, parts):
@@ -85,6 +79,12 @@ class EqualParts(PartSizes, TensorDivision):
             tf.boolean_mask(indices, is_own),
             tf.constant([size, *others], indices.dtype),
         )
+
+
+def _padded(rows, number):
+    """Returns a tensor with rows of zeros at its end, so that it has `number` rows."""
+    missing = number - rows.shape[0]
+    return tf.pad(rows, [[0, missing], *[[0, 0]] * (rows.shape.rank - 1)]) if missing else rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,10 +113,7 @@ class ShardedStep(ReplicaStep):
         if shards is None or not shards.divides_gradients:
             return gradients
         divided = _divided(shards, gradients, variables)
-        parts = iter(self._reduced_parts(gradients, divided))
-        return [
-            g if shard is None else next(parts) for g, shard in zip(gradients, divided, strict=True)
-        ]
+        return _with_parts(gradients, divided, self._reduced_parts(gradients, divided))
 
     def reduced_for(self, optimizer, gradients, variables):
         """Returns sums over replicas: this replica's part of large dense ones, others whole."""
@@ -128,13 +125,11 @@ class ShardedStep(ReplicaStep):
             parts = [g for g, shard in zip(gradients, divided, strict=True) if shard]
         else:
             parts = self._reduced_parts(gradients, divided)
-        parts = iter(sum_over_workers(parts) if self._is_within_worker else parts)
+        parts = sum_over_workers(parts) if self._is_within_worker else parts
         whole = self.reduced(
             [g if shard is None else None for g, shard in zip(gradients, divided, strict=True)]
         )
-        return [
-            g if shard is None else next(parts) for g, shard in zip(whole, divided, strict=True)
-        ]
+        return _with_parts(whole, divided, parts)
 
     def _reduced_parts(self, gradients, divided):
         """Returns this replica's part of sums over those that share state, of large gradients."""
@@ -356,6 +351,12 @@ def _divided(shards, gradients, variables):
         shards.find(variable) if isinstance(gradient, tf.Tensor) else None
         for gradient, variable in zip(gradients, variables, strict=True)
     ]
+
+
+def _with_parts(gradients, divided, parts):
+    """Returns gradients with this replica's parts of those of divided weights, in their order."""
+    rest = iter(parts)
+    return [g if shard is None else next(rest) for g, shard in zip(gradients, divided, strict=True)]
 
 
 def _with_gradient(shards, gradients):

@@ -26,13 +26,13 @@ def test_names_of_models_and_datasets_are_no_references(text):
 
 
 def test_values_of_arguments_are_literals():
-    assert parse_arguments("model_args", "") == {}
+    assert parse_arguments("") == {}
     text = "width=8, rate=-0.5, names=['a', 'b'], act='relu'"
     expected = {"width": 8, "rate": -0.5, "names": ["a", "b"], "act": "relu"}
-    assert parse_arguments("model_args", text) == expected
+    assert parse_arguments(text) == expected
     for wrong in ("8", "a=b", "**{'a': 1}", "a=1)+f(", "a=__import__('os')"):
         with pytest.raises(ValueError, match="--model_args"):
-            parse_arguments("model_args", wrong)
+            parse_arguments(wrong)
 
 
 def test_a_function_receives_the_parameters_that_it_has(tmp_path):

@@ -120,12 +120,12 @@ def on_unknown(step, loss, noun: str = "loss"):
     )
 
 
-def on_changed_gradient(step, leaves_no_graph: bool = False):
+def on_changed_gradient(step, leaves_no_graph: bool):
     """Falls back for a gradient that is changed before it is reduced.
 
     Args:
         step: the replica's `ReplicaStep`.
-        leaves_no_graph: whether it may be changed, which nothing shows. Defaults to False.
+        leaves_no_graph: whether it may be changed, which nothing shows.
     """
     eagerly = ", and run_eagerly=True leaves no graph that would show how it is used"
     fall_back(

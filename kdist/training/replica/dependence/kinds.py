@@ -14,12 +14,11 @@ SIZED_BY_VALUES = {"RaggedTensorToTensor", "Where", *UNIQUE}
 # Operations whose rows depend on their positions, or on which other rows there are.
 BY_POSITION = {"DynamicPartition", "DynamicStitch", "GatherNd", "ListDiff", "Range", "ScatterNd"}
 SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentSum"}
-# Operations that return the parts of a sparse tensor.
-OF_SPARSE = {f"{kind}CountSparseOutput" for kind in ("Dense", "Ragged", "Sparse")}
-OF_SPARSE |= {"StringSplit", "StringSplitV2"}
 TENSOR_SCATTERS = {f"TensorScatter{name}" for name in ("Add", "Max", "Min", "Sub", "Update")}
 BY_POSITION |= {"ParallelDynamicStitch", *TENSOR_SCATTERS, *SEGMENTS, *SIZED_BY_VALUES}
-BY_POSITION |= OF_SPARSE
+# Those that return the parts of a sparse tensor.
+BY_POSITION |= {f"{kind}CountSparseOutput" for kind in ("Dense", "Ragged", "Sparse")}
+BY_POSITION |= {"StringSplit", "StringSplitV2"}
 BRANCHES = {"Case", "If", "StatelessCase", "StatelessIf"}
 # Operations that combine rows which have the same number, and follow each other.
 OF_SORTED_SEGMENTS = {f"Segment{name}" for name in ("Max", "Mean", "Min", "Prod", "Sum")}

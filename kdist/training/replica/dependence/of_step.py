@@ -169,7 +169,7 @@ class StepDependence:
         if is_in_graph(value) and self.of(value).may_count_rows:
             self.check_rows_are_unknown()
 
-    def note_layer(self, inputs, outputs, is_of_keras=True, step_axis=None):
+    def note_layer(self, inputs, outputs, is_of_keras, step_axis):
         """Records that a layer computes each row of its outputs from the same row of its inputs.
 
         BatchNormalization combines rows with their means, on purpose. Loops hide what they compute.
@@ -178,9 +178,8 @@ class StepDependence:
             inputs: structure of tensors.
             outputs: structure of tensors.
             is_of_keras: whether the layer and its parts, such as a cell, are Keras's own. Others
-                may combine rows. Defaults to True.
-            step_axis: axis along which the layer passes a state from one step to the next. Defaults
-                to None.
+                may combine rows.
+            step_axis: axis along which the layer passes a state from one step to the next, or None.
         """
         results = list(filter(is_in_graph, keras.tree.flatten(outputs)))
         if not is_of_keras and any(self.of(tensor).mixes_rows for tensor in results):

@@ -44,17 +44,26 @@ def broadcast_axis(tensor, inputs):
             axes.add(SOME_AXIS)
         else:
             axes.add(i.axis + rank - operand.shape.rank)
+    return _only(axes)
+
+
+def _only(axes):
+    """Returns the only one of a set of axes; None for none, and `SOME_AXIS` for several."""
     if len(axes) > 1:
         return SOME_AXIS
     return axes.pop() if axes else None
+
+
+def _summed(degrees):
+    """Returns the degree of a product of tensors of these degrees."""
+    return None if None in degrees else sum(degrees)
 
 
 def reduced(tensor, kind, dependence):
     """Returns the dependence of a sum, mean, … over axes."""
     degree, axis = dependence.degree, dependence.axis
     if dependence.elements and kind == "Prod":
-        degrees = [e.degree for e in dependence.elements]
-        return Dependence(None if None in degrees else sum(degrees))
+        return Dependence(_summed([e.degree for e in dependence.elements]))
     operand = tensor.op.inputs[0]
     rank = operand.shape.rank
     axes = None if kind == "L2Loss" else tf.get_static_value(tensor.op.inputs[1])
@@ -138,8 +147,7 @@ def _packed(tensor, inputs):
         if len({i.degree for i in inputs}) == 1:
             return Dependence(inputs[0].degree, elements=tuple(inputs))
         return vector_of(inputs)
-    axes = {i.axis for i in inputs if i.axis is not None}
-    axis = axes.pop() if len(axes) == 1 else (SOME_AXIS if axes else None)
+    axis = _only({i.axis for i in inputs if i.axis is not None})
     place = tensor.op.get_attr("axis") % (tensor.shape.rank or 1)
     if axis is not None and axis >= 0:
         axis += place <= axis
@@ -147,8 +155,7 @@ def _packed(tensor, inputs):
 
 
 def _concatenated(tensor, inputs):
-    axes = {i.axis for i in inputs if i.axis is not None}
-    axis = axes.pop() if len(axes) == 1 else (SOME_AXIS if axes else None)
+    axis = _only({i.axis for i in inputs if i.axis is not None})
     degrees = {i.degree for i in inputs[:-1]}
     if (
         axis == 0
@@ -338,8 +345,7 @@ def _tiled(tensor, inputs):
 
 def _product_of_matrices(tensor, inputs):
     """Returns the dependence of a product, which may be a sum over rows."""
-    degrees = [i.degree for i in inputs[:2]]
-    degree = None if None in degrees else sum(degrees)
+    degree = _summed([i.degree for i in inputs[:2]])
     axes = []
     for place, (i, operand) in enumerate(zip(inputs, tensor.op.inputs, strict=True)):
         rank = operand.shape.rank
@@ -357,8 +363,7 @@ def _product_of_matrices(tensor, inputs):
 
 def _contracted(tensor, inputs):
     """Returns the dependence of an Einstein sum."""
-    degrees = [i.degree for i in inputs]
-    degree = None if None in degrees else sum(degrees)
+    degree = _summed([i.degree for i in inputs])
     terms, _, result = tensor.op.get_attr("equation").decode().partition("->")
     labels = set()
     for i, term in zip(inputs, terms.split(","), strict=True):

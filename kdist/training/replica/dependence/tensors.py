@@ -7,13 +7,15 @@ import tensorflow as tf
 
 from kdist.training.replica.dependence import kinds
 
-_ON_NUMBERS = {"Add": np.add, "AddV2": np.add, "Range": np.arange, "Sub": np.subtract}
-
-
-_ON_NUMBERS |= {"ConcatV2": lambda *parts: np.concatenate(parts[:-1])}
-
-
-_ON_NUMBERS |= {"Pack": lambda *parts: np.stack(parts)}
+# Operations by which TensorFlow's softmax computes the order of axes.
+_ON_NUMBERS = {
+    "Add": np.add,
+    "AddV2": np.add,
+    "Range": np.arange,
+    "Sub": np.subtract,
+    "ConcatV2": lambda *parts: np.concatenate(parts[:-1]),
+    "Pack": lambda *parts: np.stack(parts),
+}
 
 
 class Frame:
@@ -126,18 +128,9 @@ def keeps_positions(tensor):
 def is_computed_from_constants(tensor):
     """Returns True for a number, such as a condition, of constants that are compared."""
     kind, operands = tensor.op.type, tensor.op.inputs
-    return kind == "Const" or (
-        kind
-        in {
-            "Cast",
-            "Identity",
-            "LogicalNot",
-            "StridedSlice",
-            *kinds.COMPARISONS,
-            *kinds.ELEMENTWISE,
-        }
-        and all(map(is_computed_from_constants, operands))
-    )
+    others = ("Cast", "Identity", "LogicalNot", "StridedSlice")
+    is_known = kind in (*others, *kinds.COMPARISONS, *kinds.ELEMENTWISE)
+    return kind == "Const" or (is_known and all(map(is_computed_from_constants, operands)))
 
 
 def repeats_along(tensor, axis):

@@ -90,7 +90,7 @@ class BatchDependence:
             try:
                 self._known[key] = self._rule(here[0], inputs)
             except (AttributeError, IndexError, TypeError, ValueError):  # an unusual operation
-                self._known[key] = self._unknown if here[0].shape.rank != 0 else UNKNOWN
+                self._known[key] = self._unknown_of(here[0])
             waiting.pop()
         return self._look_up(tensor, None)
 
@@ -178,7 +178,7 @@ class BatchDependence:
         if kind == "Placeholder" or kind in kinds.CALLS:
             if inputs and (kind == "Placeholder" or len(inputs) == 1):
                 return inputs[0]
-            return self._unknown if tensor.shape.rank != 0 else UNKNOWN
+            return self._unknown_of(tensor)
         if kind == "PlaceholderWithDefault":
             return UNKNOWN  # such as the index of the row of which a Jacobian is computed
         if "Random" in kind or kind in ("Fill", "BroadcastTo"):
@@ -204,7 +204,7 @@ class BatchDependence:
             return SUM if inputs[0].is_sized_by_values else NUMBER_OF_ROWS
         if all(i.is_fixed for i in inputs):
             if inputs and not tensors.is_equal_on_all(tensor.op):
-                return self._unknown if tensor.shape.rank != 0 else UNKNOWN
+                return self._unknown_of(tensor)
             return FIXED_OR_ROWS if self._may_count_rows(tensor, kind, inputs) else FIXED
         result = self._varying(tensor, kind, inputs)
         sized = kind in kinds.SIZED_BY_VALUES or any(i.is_sized_by_values for i in inputs)
@@ -245,6 +245,10 @@ class BatchDependence:
             and self._is_by_row(tensor, kind, inputs),
         )
 
+    def _unknown_of(self, tensor):
+        """Returns the dependence of a tensor of which nothing is known: it may have rows."""
+        return self._unknown if tensor.shape.rank != 0 else UNKNOWN
+
     def _varying(self, tensor, kind, inputs):
         """Returns the dependence of a result of which at least one input depends on the batch."""
         if kind in kinds.REDUCTIONS:
@@ -257,14 +261,10 @@ class BatchDependence:
             map(self._ends_with_rows, tensor.op.inputs, inputs)
         ):
             return UNKNOWN_OVER_ROWS  # a softmax over the rows of each class
-        if kind in kinds.SUMS:
-            return Dependence(
-                rules.sum_degree(tensor, inputs), rules.broadcast_axis(tensor, inputs)
-            )
-        if kind in ("SelectV2", "Select"):
-            return Dependence(
-                rules.sum_degree(tensor, inputs, 1), rules.broadcast_axis(tensor, inputs)
-            )
+        if kind in (*kinds.SUMS, "Select", "SelectV2"):
+            first = 0 if kind in kinds.SUMS else 1  # after the condition
+            degree = rules.sum_degree(tensor, inputs, first)
+            return Dependence(degree, rules.broadcast_axis(tensor, inputs))
         if kind in kinds.LINEAR or kind in kinds.POWERS:
             degree = inputs[0].degree
             power = kinds.POWERS.get(kind, 1.0)
