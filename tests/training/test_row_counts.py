@@ -112,3 +112,16 @@ def test_micro_batches_count_the_rows_of_the_batch(mirrored, name, loss):
 def test_functions_of_the_number_of_rows_warn_of_micro_batches(loss):
     with pytest.warns(UserWarning, match="accumulate=1"):
         trained(kdist.create_strategy("one_device"), NONLINEAR[loss], True, accumulate=2)
+
+
+def test_constants_of_dropout_and_penalties_are_no_numbers_of_rows(mirrored):
+    """The step is traced once, and not again with an unknown number of rows."""
+    penalty = keras.regularizers.L1L2(1e-4, 1e-4)
+    layers = [keras.layers.Dense(8, kernel_regularizer=penalty), keras.layers.Dropout(0.5)]
+    with mirrored.scope():
+        inputs = keras.Input((4,))
+        model = kdist.Model(inputs, keras.layers.Dense(1)(layers[1](layers[0](inputs))))
+        model.compile("adam", "mse")
+    data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8, drop_remainder=True)
+    model.fit(data, verbose=0)
+    assert model.training_state.hides_rows is None

@@ -16,6 +16,8 @@ _ON_NUMBERS = {
     "ConcatV2": lambda *parts: np.concatenate(parts[:-1]),
     "Pack": lambda *parts: np.stack(parts),
 }
+# Operations by which TensorFlow's dropout computes its factor.
+_ON_SCALARS = {"Add": np.add, "AddV2": np.add, "Mul": np.multiply, "Sub": np.subtract}
 
 
 class Frame:
@@ -143,6 +145,9 @@ def static_value(tensor):
     """Returns the value of a scalar that is computed from constants, or None."""
     value = tf.get_static_value(tensor)
     kind, operands = tensor.op.type, tensor.op.inputs
+    if value is None and kind in _ON_SCALARS and not any(o.shape.rank for o in operands):
+        numbers = [static_value(operand) for operand in operands]
+        return None if any(n is None for n in numbers) else _ON_SCALARS[kind](*numbers)
     if value is not None or kind not in ("Cast", "Identity", "Prod", "StridedSlice"):
         return value
     if kind in ("Cast", "Identity"):
