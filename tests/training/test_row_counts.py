@@ -1,5 +1,7 @@
 """Values that a program computes from the number of rows, which may be a constant."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -75,20 +77,21 @@ NONLINEAR = {
 }
 
 
-def trained(strategy, loss, drop_remainder, **options):
+def trained(strategy, function, drop_remainder, new=Counts, **options):
     """Returns the weights after two epochs, and the logs."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = kdist.Model.of(Counts(loss))
+        model = kdist.Model.of(new(function))
         model.compile(keras.optimizers.SGD(0.05), **options)
     data = tf.data.Dataset.from_tensor_slices(X).batch(8, drop_remainder=drop_remainder)
     history = model.fit(data, epochs=2, verbose=0).history
     return {**history, **dict(enumerate(model.get_weights()))}
 
 
-def check(loss, strategy, drop_remainder, **options):
-    expected = trained(kdist.create_strategy("one_device"), loss, drop_remainder)
-    found = trained(strategy, loss, drop_remainder, **options)
+def check(function, strategy, drop_remainder, new=Counts, loss=None, **options):
+    one_device = kdist.create_strategy("one_device")
+    expected = trained(one_device, function, drop_remainder, new, loss=loss)
+    found = trained(strategy, function, drop_remainder, new, loss=loss, **options)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=str(name))
@@ -112,3 +115,55 @@ def test_micro_batches_count_the_rows_of_the_batch(mirrored, name, loss):
 def test_functions_of_the_number_of_rows_warn_of_micro_batches(loss):
     with pytest.warns(UserWarning, match="accumulate=1"):
         trained(kdist.create_strategy("one_device"), NONLINEAR[loss], True, accumulate=2)
+
+
+class Scales(keras.Model):
+    """Changes its gradients by a function of the number of rows."""
+
+    def __init__(self, change, loss=tf.reduce_mean):
+        super().__init__()
+        self.dense, self.change, self.loss_of = keras.layers.Dense(1), change, loss
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, x):
+        number = tf.cast(tf.shape(x)[0], "float32")
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(tf.square(self(x, training=True) - x[:, :1]))
+        weights = self.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        changed = [self.change(g, number, w) for g, w in zip(gradients, weights, strict=True)]
+        self.optimizer.apply(changed, weights)
+        return {"loss": loss}
+
+
+SCALES = {
+    "quotient": lambda g, n, w: g / n,
+    "root": lambda g, n, w: g * tf.sqrt(n) / 4.0,
+    "clipped": lambda g, n, w: tf.clip_by_norm(g, 1.0 / n),
+    "with a penalty": lambda g, n, w: g + w / n,
+}
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("change", SCALES)
+def test_gradients_are_changed_by_the_number_of_rows_of_the_batch(mirrored, change, drop_remainder):
+    reduced = tf.reduce_sum if drop_remainder else tf.reduce_mean
+    new = functools.partial(Scales, loss=reduced)
+    check(SCALES[change], mirrored, drop_remainder, new)
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_micro_batches_multiply_gradients_by_the_number_of_rows(mirrored, name):
+    def product(g, n, w):
+        return 0.1 * g * n
+
+    strategy = mirrored if name == "mirrored" else kdist.create_strategy(name)
+    with no_warnings(message="micro-"):
+        check(product, strategy, True, Scales, accumulate=2)
+
+
+def test_other_functions_of_the_number_of_rows_warn_of_micro_batches():
+    with pytest.warns(UserWarning, match="accumulate=1"):
+        trained(kdist.create_strategy("one_device"), SCALES["root"], True, Scales, accumulate=2)
