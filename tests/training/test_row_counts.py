@@ -167,3 +167,38 @@ def test_micro_batches_multiply_gradients_by_the_number_of_rows(mirrored, name):
 def test_other_functions_of_the_number_of_rows_warn_of_micro_batches():
     with pytest.warns(UserWarning, match="accumulate=1"):
         trained(kdist.create_strategy("one_device"), SCALES["root"], True, Scales, accumulate=2)
+
+
+class ScaledRows(keras.Model):
+    """Divides weights and values of rows by the number of rows."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.dense, self.scale = keras.layers.Dense(1), scale
+        self.mean, self.sum = keras.metrics.Mean("mean"), keras.metrics.Sum("sum")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, x):
+        ones = tf.ones([tf.shape(x)[0]])
+        number = tf.cast(tf.shape(x)[0], "float32")
+        with tf.GradientTape() as tape:
+            y = self(x, training=True)
+            loss = self.compute_loss(x, x[:, :1], y, self.scale(ones, number))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.mean.update_state(y[:, 0], self.scale(ones, number))
+        self.sum.update_state(self.scale(tf.square(y[:, 0]), number))
+        return {"value": loss, "mean": self.mean.result(), "sum": self.sum.result()}
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_weights_and_values_of_rows_are_divided_by_the_rows_of_the_batch(
+    mirrored, drop_remainder, options
+):
+    def scale(values, number):
+        return values / number
+
+    check(scale, mirrored, drop_remainder, ScaledRows, loss="mse", **options)

@@ -283,6 +283,8 @@ def _reduced(
     step, keras_function, values, sample_weight=None, mask=None, reduction="mean", dtype=None
 ):
     """Returns a loss, corrected for the mean over replicas if it is not a mean over rows."""
+    if not step.is_whole_loss:
+        values, sample_weight = map(step.scaled_by_rows_of_batch, (values, sample_weight))
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
     step.check_loss(values, sample_weight, mask)
     if step.is_whole_loss:
@@ -293,7 +295,7 @@ def _reduced(
     has_rows = bool(values.shape.rank) and (mask is not None or step.dependence.has_rows(values))
     # Not of the loss: Keras divides a mask by its mean.
     mixes_rows = any(map(step.mixes_rows, (values, sample_weight, mask)))
-    mixes_rows |= has_rows and (step.is_scaled_by_rows(values) or step.are_some_rows(values))
+    mixes_rows |= has_rows and step.are_some_rows(values)
     if not loss.shape.rank and (not has_rows or mixes_rows):
         return step.as_mean(loss)  # not a mean over rows, each of which has its own value
     if loss.shape.rank:
@@ -331,7 +333,10 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         values = step.as_mean(tf.cast(values, metric.dtype), is_loss=False)
         if sample_weight is None:
             sample_weight = step.batch_fraction(metric.dtype)
-    elif sample_weight is None and (
+    elif sample_weight is not None:
+        values = step.scaled_by_rows_of_batch(tf.cast(values, metric.dtype))
+        sample_weight = step.scaled_by_rows_of_batch(sample_weight)
+    elif (
         step.mixes_rows(values)
         or step.is_scaled_by_rows(values)
         or not step.dependence.begins_with_rows(values)
@@ -349,6 +354,9 @@ def _sum_update(step, keras_function, metric, values, sample_weight=None):
     if not (values.shape.rank or step.is_dry_run or tf.executing_eagerly()):
         mean = step.as_mean(tf.cast(values, metric.dtype), is_loss=False)
         values = tf.math.multiply_no_nan(mean, step.batch_fraction(metric.dtype))
+    elif values.shape.rank:
+        values = step.scaled_by_rows_of_batch(tf.cast(values, metric.dtype))
+        sample_weight = step.scaled_by_rows_of_batch(sample_weight)
     return keras_function(metric, values, sample_weight)
 
 

@@ -20,6 +20,7 @@ few points where replicas interact:
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import threading
@@ -428,6 +429,28 @@ class ReplicaStep:
         if found.axis is not None and found.may_be_divided:
             self.dependence.check_rows_are_unknown()
         return found.axis is not None and found.degree not in (0, None)
+
+    def scaled_by_rows_of_batch(self, values):
+        """Returns values of rows, scaled by the batch's number of rows where by the replica's.
+
+        Args:
+            values: a tensor, a number, or None.
+
+        Raises:
+            KnownRowsError: a constant may be that number.
+        """
+        if not is_in_graph(values) or self.is_dry_run or self.share.is_repeated:
+            return values
+        if self.dependence.holds_all_rows:
+            return values
+        found = self.dependence.of(values)
+        if found.may_be_divided or found.may_count_rows:
+            self.dependence.check_rows_are_unknown()
+        is_scaled = found.axis is not None and found.degree not in (0, None)
+        if not is_scaled or found.mixes_rows or not values.dtype.is_floating:
+            return values
+        scaled = values / self.batch_fraction(values.dtype) ** found.degree
+        return self.dependence.note(scaled, dataclasses.replace(found, degree=0.0))
 
     def are_some_rows(self, tensor) -> bool:
         """Returns True for values of some rows, whose number differs between replicas."""
