@@ -202,3 +202,22 @@ def test_weights_and_values_of_rows_are_divided_by_the_rows_of_the_batch(
         return values / number
 
     check(scale, mirrored, drop_remainder, ScaledRows, loss="mse", **options)
+
+
+class AddsPenalty(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(initializer="ones")
+
+    def call(self, x):
+        self.add_loss(self.scale**2 / tf.cast(tf.shape(x)[0], "float32"))
+        return self.scale * x
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_losses_of_layers_by_the_number_of_rows_warn_of_micro_batches(mirrored, name):
+    strategy = mirrored if name == "mirrored" else kdist.create_strategy(name)
+    with strategy.scope():
+        model = kdist.Model.of(keras.Sequential([keras.Input((4,)), AddsPenalty()]))
+        model.compile("sgd", "mse", accumulate=2)
+    with pytest.warns(UserWarning, match="accumulate=1"):
+        model.fit(X, X, batch_size=8, verbose=0)
