@@ -221,3 +221,52 @@ def test_losses_of_layers_by_the_number_of_rows_warn_of_micro_batches(mirrored, 
         model.compile("sgd", "mse", accumulate=2)
     with pytest.warns(UserWarning, match="accumulate=1"):
         model.fit(X, X, batch_size=8, verbose=0)
+
+
+class SumOfRoots(keras.metrics.Metric):
+    """Adds the root of each batch's mean, once per row."""
+
+    def __init__(self):
+        super().__init__(name="roots")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = tf.cast(tf.shape(y_pred)[0], "float32")
+        self.total.assign_add(tf.sqrt(tf.reduce_mean(y_pred**2)) * rows)
+
+    def result(self):
+        return self.total
+
+
+def divided(y_true, y_pred):
+    return y_pred[:, 0] / tf.cast(tf.shape(y_pred)[0], "float32")
+
+
+def compared(y_true, y_pred):
+    return tf.abs(y_pred[:, 0] - tf.reduce_max(y_pred[:, 0]))
+
+
+def results(strategy, x, size, metrics, **options):
+    with strategy.scope():
+        model = kdist.Model.of(keras.Sequential([keras.Input((4,)), keras.layers.Identity()]))
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=metrics(), **options)
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(size)
+    return {name: value[-1] for name, value in model.fit(data, verbose=0).history.items()}
+
+
+def test_metrics_of_batches_of_other_sizes_count_their_rows(mirrored):
+    """7 rows are 4 and 3, and the last replica has all of one row."""
+    one_device = kdist.create_strategy("one_device")
+    expected, found = (
+        results(s, X[:15], 7, lambda: [divided, compared]) for s in (one_device, mirrored)
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_micro_batches_of_replicas_add_up_functions_once_per_row(mirrored):
+    """All rows are equal, so that micro-batches have the root of the batch."""
+    x, one_device = np.ones_like(X), kdist.create_strategy("one_device")
+    expected, found = (
+        results(s, x, 8, lambda: [SumOfRoots()], accumulate=2) for s in (one_device, mirrored)
+    )
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -295,7 +295,7 @@ def _reduced(
     has_rows = bool(values.shape.rank) and (mask is not None or step.dependence.has_rows(values))
     # Not of the loss: Keras divides a mask by its mean.
     mixes_rows = any(map(step.mixes_rows, (values, sample_weight, mask)))
-    mixes_rows |= has_rows and step.are_some_rows(values)
+    mixes_rows |= has_rows and (step.is_scaled_by_rows(values) or step.are_some_rows(values))
     if not loss.shape.rank and (not has_rows or mixes_rows):
         return step.as_mean(loss)  # not a mean over rows, each of which has its own value
     if loss.shape.rank:
@@ -333,17 +333,15 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         values = step.as_mean(tf.cast(values, metric.dtype), is_loss=False)
         if sample_weight is None:
             sample_weight = step.batch_fraction(metric.dtype)
-    elif sample_weight is not None:
+    else:
         values = step.scaled_by_rows_of_batch(tf.cast(values, metric.dtype))
         sample_weight = step.scaled_by_rows_of_batch(sample_weight)
-    elif (
-        step.mixes_rows(values)
-        or step.is_scaled_by_rows(values)
-        or not step.dependence.begins_with_rows(values)
-    ):
-        number = tf.cast(tf.shape(values)[0], metric.dtype)  # such as one value per class
-        values = step.as_mean(tf.reduce_mean(tf.cast(values, metric.dtype)), is_loss=False)
-        sample_weight = number * step.batch_fraction(metric.dtype)
+        is_of_rows = step.dependence.begins_with_rows(values)
+        if sample_weight is None and (step.mixes_rows(values) or not is_of_rows):
+            number = tf.cast(tf.shape(values)[0], metric.dtype)
+            values = step.as_mean(tf.reduce_mean(values), is_loss=False)
+            # The replicas' rows add up. Others, such as one value per class, are equal on all.
+            sample_weight = number if is_of_rows else number * step.batch_fraction(metric.dtype)
     with step.with_keras_metrics():
         return keras_function(metric, values, sample_weight)
 

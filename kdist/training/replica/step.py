@@ -1107,7 +1107,9 @@ class ReplicaStep:
         else:
             function = self._function_of_batch(term, is_loss=False)
         if function is not None and value.dtype.is_floating:
-            return tf.cast(function.value, value.dtype) * self.batch_fraction(value.dtype)
+            is_sum = dependence.degree == 1  # of the rows of the micro-step
+            fraction = self.share.micro_step_fraction if is_sum else self.share.batch_fraction
+            return tf.cast(function.value, value.dtype) * tf.cast(fraction, value.dtype)
         if dependence.is_fixed:
             self.dependence.check_counts_no_rows(term)
             if dependence.may_count_rows:
