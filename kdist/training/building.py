@@ -7,6 +7,7 @@ are created outside this graph, in the scope of the model's strategy.
 """
 
 import contextlib
+import functools
 import logging
 import pathlib
 import traceback
@@ -113,21 +114,13 @@ def _symbolic_build(model, step_name, element_spec):
 
 def _dry_run(model, step_name, element_spec, worker_slice=None, is_repeated=False):
     """Traces a step on the rows of this process's first replica, or on the whole batch."""
-    strategy = model.distribute_strategy
-    replica = first_replica(strategy) if is_multi_worker(strategy) else 0
     micro_steps = model.training_state.accumulate if step_name == "train_step" else 1
+    trace = functools.partial(_traced, model, step_name, micro_steps, worker_slice, is_repeated)
     try:
-        with (
-            tf.__internal__.FuncGraph(f"dry_run_of_{step_name}").as_default(),
-            tf.variable_creator_scope(_created_outside),
-        ):
-            data = keras.tree.map_structure(_placeholders, element_spec)
-            division = BatchDivision.of(data, strategy, micro_steps, worker_slice, is_repeated)
-            with _LoneReplica(strategy, replica):
-                rows, share = division.take(data, replica, 0)
-                step = _DryRun(share, replica, 0, 1, False, None, is_last=True)
-                with step.running():
-                    step.note_use(keras.tree.flatten(getattr(model, step_name)(rows)))
+        step = trace(element_spec)
+        if step.may_count_rows:
+            with contextlib.suppress(Exception):  # a program that needs a known number of rows
+                step = trace(inputs.with_unknown_batch_size(element_spec))
         if step.needs_whole_gradients:
             _reduce_early(model, micro_steps)
     except Exception as error:
@@ -137,6 +130,24 @@ def _dry_run(model, step_name, element_spec, worker_slice=None, is_repeated=Fals
         model._clear_losses()  # those of the trace are symbolic
     if is_default(model.build):
         model.built = True
+
+
+def _traced(model, step_name, micro_steps, worker_slice, is_repeated, element_spec):
+    """Returns the `_DryRun` of a step."""
+    strategy = model.distribute_strategy
+    replica = first_replica(strategy) if is_multi_worker(strategy) else 0
+    with (
+        tf.__internal__.FuncGraph(f"dry_run_of_{step_name}").as_default(),
+        tf.variable_creator_scope(_created_outside),
+    ):
+        data = keras.tree.map_structure(_placeholders, element_spec)
+        division = BatchDivision.of(data, strategy, micro_steps, worker_slice, is_repeated)
+        with _LoneReplica(strategy, replica):
+            rows, share = division.take(data, replica, 0)
+            step = _DryRun(share, replica, 0, 1, False, None, is_last=True)
+            with step.running():
+                step.note_use(keras.tree.flatten(getattr(model, step_name)(rows)))
+    return step
 
 
 def _placeholders(spec):
@@ -176,7 +187,13 @@ class _LoneReplica(tf.distribute.ReplicaContext):
 
 
 class _DryRun(steps.ReplicaStep):
-    """Step whose graph is never run. Optimizers are built and do not update."""
+    """Step whose graph is never run. Optimizers are built and do not update.
+
+    Attributes:
+        may_count_rows: a gradient may have been changed by a constant number of rows.
+    """
+
+    may_count_rows = False
 
     @property
     def is_dry_run(self):
@@ -188,7 +205,9 @@ class _DryRun(steps.ReplicaStep):
             optimizer.build(variables)
 
     def gradients(self, optimizer, gradients, variables):
-        self.note_use([getattr(g, "values", g) for g in gradients])
+        values = [getattr(g, "values", g) for g in gradients]
+        self.note_use(values)
+        self.may_count_rows |= any(map(self.dependence.may_count_rows, values))
 
 
 def _reduce_early(model, micro_steps):

@@ -295,7 +295,10 @@ class Trainer(TensorFlowTrainer):
     def _aggregate_additional_loss(self, loss):
         """Returns the sum of a loss that a layer adds, which may be one over rows."""
         step = steps.current()
-        return super()._aggregate_additional_loss(loss if step is None else step.as_mean(loss))
+        if step is not None:
+            step.check_loss(loss)
+            loss = step.as_mean(loss)
+        return super()._aggregate_additional_loss(loss)
 
     # One replica's step on its rows of a batch.
 

@@ -1,5 +1,7 @@
 """Values that a program computes from the number of rows, which may be a constant."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -75,20 +77,21 @@ NONLINEAR = {
 }
 
 
-def trained(strategy, loss, drop_remainder, **options):
+def trained(strategy, function, drop_remainder, new=Counts, **options):
     """Returns the weights after two epochs, and the logs."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = kdist.Model.of(Counts(loss))
+        model = kdist.Model.of(new(function))
         model.compile(keras.optimizers.SGD(0.05), **options)
     data = tf.data.Dataset.from_tensor_slices(X).batch(8, drop_remainder=drop_remainder)
     history = model.fit(data, epochs=2, verbose=0).history
     return {**history, **dict(enumerate(model.get_weights()))}
 
 
-def check(loss, strategy, drop_remainder, **options):
-    expected = trained(kdist.create_strategy("one_device"), loss, drop_remainder)
-    found = trained(strategy, loss, drop_remainder, **options)
+def check(function, strategy, drop_remainder, new=Counts, loss=None, **options):
+    one_device = kdist.create_strategy("one_device")
+    expected = trained(one_device, function, drop_remainder, new, loss=loss)
+    found = trained(strategy, function, drop_remainder, new, loss=loss, **options)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=str(name))
@@ -125,3 +128,158 @@ def test_constants_of_dropout_and_penalties_are_no_numbers_of_rows(mirrored):
     data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(8, drop_remainder=True)
     model.fit(data, verbose=0)
     assert model.training_state.hides_rows is None
+
+
+class Scales(keras.Model):
+    """Changes its gradients by a function of the number of rows."""
+
+    def __init__(self, change, loss=tf.reduce_mean):
+        super().__init__()
+        self.dense, self.change, self.loss_of = keras.layers.Dense(1), change, loss
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, x):
+        number = tf.cast(tf.shape(x)[0], "float32")
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(tf.square(self(x, training=True) - x[:, :1]))
+        weights = self.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        changed = [self.change(g, number, w) for g, w in zip(gradients, weights, strict=True)]
+        self.optimizer.apply(changed, weights)
+        return {"loss": loss}
+
+
+SCALES = {
+    "quotient": lambda g, n, w: g / n,
+    "root": lambda g, n, w: g * tf.sqrt(n) / 4.0,
+    "clipped": lambda g, n, w: tf.clip_by_norm(g, 1.0 / n),
+    "with a penalty": lambda g, n, w: g + w / n,
+}
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("change", SCALES)
+def test_gradients_are_changed_by_the_number_of_rows_of_the_batch(mirrored, change, drop_remainder):
+    reduced = tf.reduce_sum if drop_remainder else tf.reduce_mean
+    new = functools.partial(Scales, loss=reduced)
+    check(SCALES[change], mirrored, drop_remainder, new)
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_micro_batches_multiply_gradients_by_the_number_of_rows(mirrored, name):
+    def product(g, n, w):
+        return 0.1 * g * n
+
+    strategy = mirrored if name == "mirrored" else kdist.create_strategy(name)
+    with no_warnings(message="micro-"):
+        check(product, strategy, True, Scales, accumulate=2)
+
+
+def test_other_functions_of_the_number_of_rows_warn_of_micro_batches():
+    with pytest.warns(UserWarning, match="accumulate=1"):
+        trained(kdist.create_strategy("one_device"), SCALES["root"], True, Scales, accumulate=2)
+
+
+class ScaledRows(keras.Model):
+    """Divides weights and values of rows by the number of rows."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.dense, self.scale = keras.layers.Dense(1), scale
+        self.mean, self.sum = keras.metrics.Mean("mean"), keras.metrics.Sum("sum")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, x):
+        ones = tf.ones([tf.shape(x)[0]])
+        number = tf.cast(tf.shape(x)[0], "float32")
+        with tf.GradientTape() as tape:
+            y = self(x, training=True)
+            loss = self.compute_loss(x, x[:, :1], y, self.scale(ones, number))
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        self.mean.update_state(y[:, 0], self.scale(ones, number))
+        self.sum.update_state(self.scale(tf.square(y[:, 0]), number))
+        return {"value": loss, "mean": self.mean.result(), "sum": self.sum.result()}
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_weights_and_values_of_rows_are_divided_by_the_rows_of_the_batch(
+    mirrored, drop_remainder, options
+):
+    def scale(values, number):
+        return values / number
+
+    check(scale, mirrored, drop_remainder, ScaledRows, loss="mse", **options)
+
+
+class AddsPenalty(keras.layers.Layer):
+    def build(self, shape):
+        self.scale = self.add_weight(initializer="ones")
+
+    def call(self, x):
+        self.add_loss(self.scale**2 / tf.cast(tf.shape(x)[0], "float32"))
+        return self.scale * x
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_losses_of_layers_by_the_number_of_rows_warn_of_micro_batches(mirrored, name):
+    strategy = mirrored if name == "mirrored" else kdist.create_strategy(name)
+    with strategy.scope():
+        model = kdist.Model.of(keras.Sequential([keras.Input((4,)), AddsPenalty()]))
+        model.compile("sgd", "mse", accumulate=2)
+    with pytest.warns(UserWarning, match="accumulate=1"):
+        model.fit(X, X, batch_size=8, verbose=0)
+
+
+class SumOfRoots(keras.metrics.Metric):
+    """Adds the root of each batch's mean, once per row."""
+
+    def __init__(self):
+        super().__init__(name="roots")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = tf.cast(tf.shape(y_pred)[0], "float32")
+        self.total.assign_add(tf.sqrt(tf.reduce_mean(y_pred**2)) * rows)
+
+    def result(self):
+        return self.total
+
+
+def divided(y_true, y_pred):
+    return y_pred[:, 0] / tf.cast(tf.shape(y_pred)[0], "float32")
+
+
+def compared(y_true, y_pred):
+    return tf.abs(y_pred[:, 0] - tf.reduce_max(y_pred[:, 0]))
+
+
+def results(strategy, x, size, metrics, **options):
+    with strategy.scope():
+        model = kdist.Model.of(keras.Sequential([keras.Input((4,)), keras.layers.Identity()]))
+        model.compile(keras.optimizers.SGD(0.0), "mse", metrics=metrics(), **options)
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(size)
+    return {name: value[-1] for name, value in model.fit(data, verbose=0).history.items()}
+
+
+def test_metrics_of_batches_of_other_sizes_count_their_rows(mirrored):
+    """7 rows are 4 and 3, and the last replica has all of one row."""
+    one_device = kdist.create_strategy("one_device")
+    expected, found = (
+        results(s, X[:15], 7, lambda: [divided, compared]) for s in (one_device, mirrored)
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_micro_batches_of_replicas_add_up_functions_once_per_row(mirrored):
+    """All rows are equal, so that micro-batches have the root of the batch."""
+    x, one_device = np.ones_like(X), kdist.create_strategy("one_device")
+    expected, found = (
+        results(s, x, 8, lambda: [SumOfRoots()], accumulate=2) for s in (one_device, mirrored)
+    )
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -88,6 +88,10 @@ class _StepProxy:
     def __getattr__(self, name):
         return getattr(self._step, name)
 
+    def scaled_by_rows_of_batch(self, values):
+        """Returns values of rows unchanged: `as_mean` corrects those of a pipeline."""
+        return values
+
 
 class _DryRun(_StepProxy):
     """Records the divisor of each loss of the whole rows, and computes nothing else.

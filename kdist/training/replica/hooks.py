@@ -283,6 +283,8 @@ def _reduced(
     step, keras_function, values, sample_weight=None, mask=None, reduction="mean", dtype=None
 ):
     """Returns a loss, corrected for the mean over replicas if it is not a mean over rows."""
+    if not step.is_whole_loss:
+        values, sample_weight = map(step.scaled_by_rows_of_batch, (values, sample_weight))
     loss = keras_function(values, sample_weight, mask, reduction, dtype)
     step.check_loss(values, sample_weight, mask)
     if step.is_whole_loss:
@@ -331,14 +333,15 @@ def _mean_update(step, keras_function, metric, values, sample_weight=None):
         values = step.as_mean(tf.cast(values, metric.dtype), is_loss=False)
         if sample_weight is None:
             sample_weight = step.batch_fraction(metric.dtype)
-    elif sample_weight is None and (
-        step.mixes_rows(values)
-        or step.is_scaled_by_rows(values)
-        or not step.dependence.begins_with_rows(values)
-    ):
-        number = tf.cast(tf.shape(values)[0], metric.dtype)  # such as one value per class
-        values = step.as_mean(tf.reduce_mean(tf.cast(values, metric.dtype)), is_loss=False)
-        sample_weight = number * step.batch_fraction(metric.dtype)
+    else:
+        values = step.scaled_by_rows_of_batch(tf.cast(values, metric.dtype))
+        sample_weight = step.scaled_by_rows_of_batch(sample_weight)
+        is_of_rows = step.dependence.begins_with_rows(values)
+        if sample_weight is None and (step.mixes_rows(values) or not is_of_rows):
+            number = tf.cast(tf.shape(values)[0], metric.dtype)
+            values = step.as_mean(tf.reduce_mean(values), is_loss=False)
+            # The replicas' rows add up. Others, such as one value per class, are equal on all.
+            sample_weight = number if is_of_rows else number * step.batch_fraction(metric.dtype)
     with step.with_keras_metrics():
         return keras_function(metric, values, sample_weight)
 
@@ -349,6 +352,9 @@ def _sum_update(step, keras_function, metric, values, sample_weight=None):
     if not (values.shape.rank or step.is_dry_run or tf.executing_eagerly()):
         mean = step.as_mean(tf.cast(values, metric.dtype), is_loss=False)
         values = tf.math.multiply_no_nan(mean, step.batch_fraction(metric.dtype))
+    elif values.shape.rank:
+        values = step.scaled_by_rows_of_batch(tf.cast(values, metric.dtype))
+        sample_weight = step.scaled_by_rows_of_batch(sample_weight)
     return keras_function(metric, values, sample_weight)
 
 

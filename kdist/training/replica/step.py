@@ -20,6 +20,7 @@ few points where replicas interact:
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import logging
 import threading
@@ -429,6 +430,28 @@ class ReplicaStep:
             self.dependence.check_rows_are_unknown()
         return found.axis is not None and found.degree not in (0, None)
 
+    def scaled_by_rows_of_batch(self, values):
+        """Returns values of rows, scaled by the batch's number of rows where by the replica's.
+
+        Args:
+            values: a tensor, a number, or None.
+
+        Raises:
+            KnownRowsError: a constant may be that number.
+        """
+        if not is_in_graph(values) or self.is_dry_run or self.share.is_repeated:
+            return values
+        if self.dependence.holds_all_rows:
+            return values
+        found = self.dependence.of(values)
+        if found.may_be_divided or found.may_count_rows:
+            self.dependence.check_rows_are_unknown()
+        is_scaled = found.axis is not None and found.degree not in (0, None)
+        if not is_scaled or found.mixes_rows or not values.dtype.is_floating:
+            return values
+        scaled = values / self.batch_fraction(values.dtype) ** found.degree
+        return self.dependence.note(scaled, dataclasses.replace(found, degree=0.0))
+
     def are_some_rows(self, tensor) -> bool:
         """Returns True for values of some rows, whose number differs between replicas."""
         return self._can_exchange and not is_eager(tensor) and self.dependence.of(tensor).is_chosen
@@ -672,6 +695,7 @@ class ReplicaStep:
 
     def _gradients(self, optimizer, gradients, variables):
         is_scaled = id(optimizer) in self._scaled_by
+        gradients = [None if g is None else self._of_batch(g) for g in gradients]
         whole = [g if self._are_whole_slices(g) else None for g in gradients]
         values = {
             place: gradient
@@ -736,6 +760,32 @@ class ReplicaStep:
         ]
         return [self.split_slices(g) if isinstance(g, tf.IndexedSlices) else g for g in scaled]
 
+    def _of_batch(self, gradient):
+        """Returns a gradient that a program may have changed by means, sums, or numbers of rows.
+
+        What it has computed of a gradient of the whole batch is computed of those of the whole
+        batch, such as the root of the number of rows.
+        """
+        values = values_of(gradient)
+        if not is_in_graph(values):
+            return gradient
+        self.dependence.check_counts_no_rows(values)
+        is_whole = self._dependence_of_gradient(gradient).is_reduced and self._can_exchange
+        if not is_whole or self.dependence.of(values).is_fixed or self._is_mean_of_replicas(values):
+            return gradient
+        try:
+            function = self._found_function(values, is_in_tape=True, is_state=True)
+        except UnknownFunctionError as error:
+            _logger.debug("gradient %s cannot be computed from all rows: %s", values.name, error)
+            self.dependence.check_rows_are_unknown()
+            fallbacks.on_mixed_rows(self, values, "gradient")
+            return gradient
+        whole = tf.ensure_shape(function.value, values.shape)
+        self.dependence.note_reduced_gradients([whole])
+        if values is gradient:
+            return whole
+        return tf.IndexedSlices(whole, gradient.indices, gradient.dense_shape)
+
     def _are_whole_slices(self, gradient):
         """Returns True for `tf.IndexedSlices` that have been reduced: replicas' are equal."""
         is_sparse = isinstance(gradient, tf.IndexedSlices)
@@ -752,6 +802,8 @@ class ReplicaStep:
         degree = {0.0: 0, 1.0: 1}.get(dependence.degree) if is_known else None
         if degree is None and not is_scaled:
             degree = 1 if self.loss_reduction == "sum" else None
+            if is_known and self._accumulators is not None:
+                fallbacks.on_function_of_micro_step(self, values_of(gradient), "gradient")
             if not (dependence.is_of_gradient or dependence.is_fixed or is_eager(gradient)):
                 fallbacks.on_unknown(self, values_of(gradient), "gradient")
         if degree == 1 or (degree is None and is_scaled):
@@ -1055,7 +1107,9 @@ class ReplicaStep:
         else:
             function = self._function_of_batch(term, is_loss=False)
         if function is not None and value.dtype.is_floating:
-            return tf.cast(function.value, value.dtype) * self.batch_fraction(value.dtype)
+            is_sum = dependence.degree == 1  # of the rows of the micro-step
+            fraction = self.share.micro_step_fraction if is_sum else self.share.batch_fraction
+            return tf.cast(function.value, value.dtype) * tf.cast(fraction, value.dtype)
         if dependence.is_fixed:
             self.dependence.check_counts_no_rows(term)
             if dependence.may_count_rows:

@@ -75,12 +75,12 @@ def on_rows_of_micro_step(step, loss):
     )
 
 
-def on_function_of_micro_step(step, loss):
-    """Warns of a loss that is no sum of those of micro-steps, such as the root of a mean."""
+def on_function_of_micro_step(step, tensor, noun: str = "loss"):
+    """Warns of a loss or gradient that is no sum of those of micro-steps, as the root of a mean."""
     fall_back(
         step,
-        f"the loss {_name(loss)!r} is a function of means or sums over the rows of a batch, such "
-        "as a root or a ratio. Compile with accumulate=1, or accept the mean of the losses of "
+        f"the {noun} {_name(tensor)!r} is a function of means or sums over the rows of a batch, "
+        "such as a root or a ratio. Compile with accumulate=1, or accept the mean of those of "
         'micro-steps by compile(loss_reduction="mean")',
         "Each micro-step has some rows of the batch only, so that the result is not that "
         "of one device",

@@ -265,11 +265,11 @@ def has_rows_again(tensor, kind, inputs):
     return not is_taken and any(i.has_rows_again for i in inputs)
 
 
-def is_mean_by_count(result, kind, inputs):
-    """Returns True for a sum over rows that is divided by a constant, which is their number."""
-    return (
-        kind in ("Mul", *kinds.QUOTIENTS) and result.degree == 0 and 1 in [i.degree for i in inputs]
-    )
+def without_count(result, kind, inputs):
+    """Returns the inputs without a constant by which a sum over rows is divided: their number."""
+    sums = [i for i in inputs if i.degree == 1]
+    is_mean = kind in ("Mul", *kinds.QUOTIENTS) and result.degree == 0
+    return sums if is_mean and sums else inputs
 
 
 def is_over_rows(kind, inputs):

@@ -69,7 +69,8 @@ class StepDependence:
 
     def check_rows_are_unknown(self):
         """Raises a `KnownRowsError` if a constant may have been computed from their number."""
-        if self.hides_rows is None and self.static_rows is not None:
+        is_divided = self.static_rows != self._static_batch_rows
+        if self.hides_rows is None and self.static_rows is not None and is_divided:
             raise KnownRowsError from None
 
     # Functions that several replicas call.
@@ -166,8 +167,12 @@ class StepDependence:
 
     def check_counts_no_rows(self, value):
         """Raises a `KnownRowsError` if a constant in a value may be the number of rows."""
-        if is_in_graph(value) and self.of(value).may_count_rows:
+        if self.may_count_rows(value):
             self.check_rows_are_unknown()
+
+    def may_count_rows(self, value) -> bool:
+        """Returns True if a constant in a value may be the number of rows."""
+        return is_in_graph(value) and self.of(value).may_count_rows
 
     def note_layer(self, inputs, outputs, is_of_keras, step_axis):
         """Records that a layer computes each row of its outputs from the same row of its inputs.
@@ -285,9 +290,9 @@ class StepDependence:
     def note_reduced_gradients(self, gradients):
         """Records gradients with respect to variables, or None, that are of the global batch."""
         of_batch = Dependence(is_of_gradient=True, is_of_weights=True, is_reduced=True)
-        for gradient in gradients:
-            if gradient is not None:
-                self._gradients.note(values_of(gradient), of_batch)
+        for gradient in filter(lambda g: g is not None, gradients):
+            self._gradients.note(values_of(gradient), of_batch)
+            self.note(values_of(gradient), FIXED)
 
     def note_product_gradients(self, sources, gradients, targets, output_gradients):
         """Records gradients of a tape, given those of the targets.

@@ -221,8 +221,7 @@ class BatchDependence:
             is_sized_by_values=sized,
             may_be_divided=divided,
             may_count_rows=result.axis is None
-            and not mixing.is_mean_by_count(result, kind, inputs)
-            and self._may_count_rows(tensor, kind, inputs),
+            and self._may_count_rows(tensor, kind, mixing.without_count(result, kind, inputs)),
             is_of_gradient=any(i.is_of_gradient for i in inputs),
             is_of_weights=any(i.is_of_weights for i in inputs),
             is_nonlinear=any(i.is_nonlinear for i in inputs)
