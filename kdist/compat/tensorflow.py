@@ -26,7 +26,7 @@ from tensorflow.python.distribute.values import MirroredVariable as _MirroredVar
 from tensorflow.python.eager import context, record, tape
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.ops import collective_ops
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable as _ResourceVariable
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable as _ResourceVariable
 from tensorflow.python.saved_model import load as saved_model_load
 
 # Implementation of MirroredStrategy; `kdist.parallel.device_groups` changes where variables are.
