@@ -428,7 +428,7 @@ class ReplicaStep:
         found = self.dependence.of(tensor)
         if found.axis is not None and found.may_be_divided:
             self.dependence.check_rows_are_unknown()
-        return found.axis is not None and found.degree not in (0, None)
+        return found.has_scaled_rows
 
     def scaled_by_rows_of_batch(self, values):
         """Returns values of rows, scaled by the batch's number of rows where by the replica's.
@@ -446,8 +446,7 @@ class ReplicaStep:
         found = self.dependence.of(values)
         if found.may_be_divided or found.may_count_rows:
             self.dependence.check_rows_are_unknown()
-        is_scaled = found.axis is not None and found.degree not in (0, None)
-        if not is_scaled or found.mixes_rows or not values.dtype.is_floating:
+        if not found.has_scaled_rows or found.mixes_rows or not values.dtype.is_floating:
             return values
         scaled = values / self.batch_fraction(values.dtype) ** found.degree
         return self.dependence.note(scaled, dataclasses.replace(found, degree=0.0))
@@ -514,6 +513,29 @@ class ReplicaStep:
         if of_batch is not None:
             self._functions[id(value)] = value, of_batch
         return of_batch
+
+    def _function_of_all_rows(self, value, noun, may_be_averaged=False) -> FunctionOfBatch | None:
+        """Returns a tensor, also one with rows, as a function of those of all replicas.
+
+        It falls back if it cannot, and returns None.
+
+        Args:
+            value: a tensor.
+            noun: what it is.
+            may_be_averaged: whether the mean of the replicas' values does where it is right, and
+                for what is computed from gradients. Defaults to False.
+        """
+        try:
+            return self._found_function(value, is_in_tape=True, is_state=True)
+        except UnknownFunctionError as error:
+            _logger.debug("%s cannot be computed from all rows: %s", value.name, error)
+            self.dependence.check_rows_are_unknown()
+            is_averaged = may_be_averaged and (
+                self.dependence.of_gradient(value).is_of_weights or self._is_mean_of_replicas(value)
+            )
+            if not is_averaged:
+                fallbacks.on_mixed_rows(self, value, noun)
+            return None
 
     def _found_function(self, value, is_in_tape, is_state=False):
         """Returns a `FunctionOfBatch`, or None as `find_function` does.
@@ -773,12 +795,8 @@ class ReplicaStep:
         is_whole = self._dependence_of_gradient(gradient).is_reduced and self._can_exchange
         if not is_whole or self.dependence.of(values).is_fixed or self._is_mean_of_replicas(values):
             return gradient
-        try:
-            function = self._found_function(values, is_in_tape=True, is_state=True)
-        except UnknownFunctionError as error:
-            _logger.debug("gradient %s cannot be computed from all rows: %s", values.name, error)
-            self.dependence.check_rows_are_unknown()
-            fallbacks.on_mixed_rows(self, values, "gradient")
+        function = self._function_of_all_rows(values, "gradient")
+        if function is None:
             return gradient
         whole = tf.ensure_shape(function.value, values.shape)
         self.dependence.note_reduced_gradients([whole])
@@ -1013,16 +1031,9 @@ class ReplicaStep:
             return value
         if not self._can_exchange or self.dependence.of(value).is_fixed:
             return value
-        try:
-            # Also means, as the step may read the variable.
-            found = self._found_function(value, is_in_tape=True, is_state=True)
-        except UnknownFunctionError as error:
-            _logger.debug("state of %s is averaged: %s", variable.path, error)
-            self.dependence.check_rows_are_unknown()
-            is_of_weights = self.dependence.of_gradient(value).is_of_weights
-            if not is_of_weights and not self._is_mean_of_replicas(value):
-                fallbacks.on_mixed_rows(self, value, f"new value of {variable.path}")
-            return value
+        # Also means, as the step may read the variable.
+        noun = f"new value of {variable.path}"
+        found = self._function_of_all_rows(value, noun, may_be_averaged=True)
         return value if found is None else tf.ensure_shape(found.value, value.shape)
 
     def _is_mean_of_replicas(self, value):
@@ -1103,7 +1114,8 @@ class ReplicaStep:
         """
         dependence = self.dependence.of(term)
         if dependence.axis is not None and dependence.mixes_rows:
-            function = self._function_of_mixed_rows(term)
+            exchanges = self._can_exchange
+            function = self._function_of_all_rows(term, "value") if exchanges else None
         else:
             function = self._function_of_batch(term, is_loss=False)
         if function is not None and value.dtype.is_floating:
@@ -1121,18 +1133,6 @@ class ReplicaStep:
         if dependence.degree == 0 and dependence.axis is None and value.dtype.is_floating:
             return value * self.batch_fraction(value.dtype)
         return value
-
-    def _function_of_mixed_rows(self, term):
-        """Returns a tensor whose entries are not those of single rows, such as the largest ones."""
-        if not self._can_exchange:
-            return None
-        try:
-            return self._found_function(term, is_in_tape=True, is_state=True)
-        except UnknownFunctionError as error:
-            _logger.debug("%s cannot be computed from all rows: %s", term.name, error)
-            self.dependence.check_rows_are_unknown()
-            fallbacks.on_mixed_rows(self, term, "value")
-            return None
 
     def handle(self, variable):
         """Returns the handle by which a gradient tape identifies a Keras variable."""

@@ -342,7 +342,7 @@ def loses_degree(result, inputs):
     """Returns True if rows are not only scaled by their number, but added to others, as a bias."""
     if result.axis is None or result.degree is not None:
         return False
-    return any(i.axis is not None and i.degree not in (0, None) for i in inputs)
+    return any(i.has_scaled_rows for i in inputs)
 
 
 def contracted_places(tensor, inputs):

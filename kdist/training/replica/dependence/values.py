@@ -68,6 +68,11 @@ class Dependence:
     elements: tuple["Dependence", ...] | None = None
 
     @property
+    def has_scaled_rows(self) -> bool:
+        """True for values of rows that were multiplied or divided by the number of rows."""
+        return self.axis is not None and self.degree not in (0, None)
+
+    @property
     def summed_degree(self) -> float | None:
         """Degree of the sum over all elements, which is what a gradient differentiates."""
         if self.degree is None or self.axis is None:
