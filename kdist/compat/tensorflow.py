@@ -6,6 +6,7 @@
 import collections
 import contextlib
 import functools
+import sys
 import threading
 import time
 import zlib
@@ -65,6 +66,22 @@ def undistributed(data: Any) -> Any:
 def variable_of_copy(copy: Any) -> Any:
     """Returns the variable of which `copy` is the one of a replica; other variables as they are."""
     return value_container(copy)
+
+
+def with_sizes(shape: tf.TensorShape, sizes: tuple) -> tf.TensorShape:
+    """Returns a shape with sizes that keep their class, unlike those of a new shape."""
+    result = tf.TensorShape(shape)
+    result._dims = sizes
+    return result
+
+
+def preferred_dtype() -> tf.DType | None:
+    """Returns the type that TensorFlow prefers for what it converts, but does not tell.
+
+    To be called in `__tf_tensor__`: `x / n` prefers that of x.
+    """
+    found = sys._getframe(2).f_locals.get("preferred_dtype")
+    return None if found is None else tf.as_dtype(found)
 
 
 def convert_variables_to_numbers():

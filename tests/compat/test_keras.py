@@ -89,6 +89,8 @@ PARAMETERS_OF_HOOKED = {
     "_clear_losses": ["self"],
     "_moments": ["self", "inputs", "mask"],
     "_compute_moments_sync": ["x", "axes", "keepdims"],
+    "shape": ["x"],
+    "constant": ["value", "dtype", "shape", "name"],
     "beta": ["shape", "alpha", "beta", "dtype", "seed"],
     "binomial": ["shape", "counts", "probabilities", "dtype", "seed"],
     "draw_seed": ["seed"],

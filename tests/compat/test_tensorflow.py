@@ -20,8 +20,10 @@ from kdist.compat.tensorflow import (
     first_replica,
     has_started,
     heartbeat_timeout,
+    preferred_dtype,
     watch_on_tapes,
     with_copies,
+    with_sizes,
     worker_devices,
 )
 from kdist.strategies import create_strategy
@@ -203,3 +205,28 @@ def test_variables_with_other_copies(mirrored):
     assert type(other) is type(variable)
     found = mirrored.experimental_local_results(mirrored.run(lambda: tf.identity(other)))
     assert [copy.numpy().tolist() for copy in found] == [[3.0], [1.0, 2.0]]
+
+
+def test_a_shape_keeps_the_class_of_its_sizes():
+    class Size(int):
+        pass
+
+    static = tf.TensorShape([2, 3])
+    shape = with_sizes(static, (Size(2), 3))
+    assert all(isinstance(n, Size) for n in (shape[0], shape.as_list()[0], next(iter(shape))))
+    assert shape == static
+    assert type(static[0]) is int
+
+
+def test_the_type_that_a_conversion_prefers():
+    found = []
+
+    class Number:
+        def __tf_tensor__(self, dtype=None, name=None):
+            found.append((dtype, preferred_dtype()))
+            return tf.constant(1.0, tf.float64)
+
+    with tf.Graph().as_default():
+        _ = tf.zeros([], tf.float64) / Number()
+        tf.convert_to_tensor(Number())
+    assert found == [(None, tf.float64), (None, None)]

@@ -1,6 +1,9 @@
 """Values that a program computes from the number of rows, which may be a constant."""
 
+import copy
 import functools
+import json
+import math
 
 import keras
 import numpy as np
@@ -283,3 +286,95 @@ def test_micro_batches_of_replicas_add_up_functions_once_per_row(mirrored):
         results(s, x, 8, lambda: [SumOfRoots()], accumulate=2) for s in (one_device, mirrored)
     )
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+class ReadsShapes(keras.Model):
+    """Has a loss that Python computes from the static number of rows."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.dense, self.loss_of = keras.layers.Dense(1), loss
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, x):
+        with tf.GradientTape() as tape:
+            errors = tf.square(self(x, training=True) - x[:, :1])
+            loss = self.loss_of(errors, tf.reduce_sum(self.dense.kernel**2), x)
+        weights = self.trainable_weights
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"value": loss}
+
+
+# Functions of the errors of rows, of a penalty, and of the batch.
+OF_SHAPES = {
+    "a quotient": lambda errors, p, x: tf.reduce_mean(errors) + p / x.shape[0],
+    "a difference": lambda errors, p, x: tf.reduce_sum(errors) / (x.shape[0] - 1),
+    "a root": lambda errors, p, x: tf.reduce_mean(errors) + p * x.shape[0] ** -0.5,
+    "a ratio": lambda errors, p, x: tf.reduce_mean(errors) * (x.shape[0] / (x.shape[0] - 1)),
+    "a list": lambda errors, p, x: tf.reduce_mean(errors) + p / sum(x.shape.as_list()),
+    "get_shape": lambda errors, p, x: tf.reduce_mean(errors) + p / (1 + x.get_shape()[0]),
+    "keras.ops": lambda errors, p, x: tf.reduce_mean(errors) + p / keras.ops.shape(errors)[0],
+    "a transposed batch": lambda errors, p, x: (
+        tf.reduce_mean(errors) + p / tf.transpose(x).shape[1]
+    ),
+    "a constant": lambda errors, p, x: (
+        tf.reduce_mean(errors) + p / tf.constant(x.shape[0], p.dtype)
+    ),
+    "a cast": lambda errors, p, x: tf.reduce_mean(errors) + p / tf.cast(7 * x.shape[0], p.dtype),
+    "an operation of Keras": lambda errors, p, x: (
+        tf.reduce_mean(errors) + keras.ops.divide(p, x.shape[0] + 2)
+    ),
+    "a large number": lambda errors, p, x: tf.reduce_mean(errors) * x.shape[0] * 2**40 / 2**43,
+    "reshape": lambda errors, p, x: tf.reduce_mean(tf.reshape(errors, (x.shape[0] * 1,))),
+    "zeros": lambda errors, p, x: tf.reduce_mean(errors + tf.zeros([x.shape[0], 1])),
+    "another axis": lambda errors, p, x: tf.reduce_mean(errors) + p / (x.shape[1] + 1),
+    "another tensor": lambda errors, p, x: (
+        tf.reduce_mean(errors) + p / len(np.ones(x.shape[1] + 4))
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", OF_SHAPES)
+def test_python_computes_with_the_static_number_of_rows_of_the_batch(mirrored, loss):
+    with no_warnings(message="whole batch"):
+        check(OF_SHAPES[loss], mirrored, True, ReadsShapes)
+
+
+# By what knows no tensors, or for positions of rows.
+AS_NUMBERS = {
+    "NumPy": lambda errors, p, x: tf.reduce_mean(errors) + p / np.sqrt(x.shape[0]),
+    "math": lambda errors, p, x: tf.reduce_mean(errors) + p / math.sqrt(x.shape[0] - 1),
+    "a loop": lambda errors, p, x: sum(errors[i, 0] for i in range(x.shape[0])) / x.shape[0],
+    "a half": lambda errors, p, x: tf.reduce_mean(
+        errors[: x.shape[0] // 2] * errors[x.shape[0] // 2 :]
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", AS_NUMBERS)
+def test_the_static_number_of_rows_is_a_number_of_python(mirrored, loss):
+    with pytest.warns(UserWarning, match="whole batch"):
+        check(AS_NUMBERS[loss], mirrored, True, ReadsShapes)
+
+
+def test_what_numpy_computes_from_the_number_of_rows_warns_of_micro_batches():
+    one_device = kdist.create_strategy("one_device")
+    with pytest.warns(UserWarning, match="NumPy"):
+        trained(one_device, AS_NUMBERS["NumPy"], True, ReadsShapes, accumulate=2)
+
+
+def test_a_number_of_rows_outside_of_its_step_is_a_plain_number(mirrored):
+    """A program may keep it, and use it between steps, or copy it into a configuration."""
+    kept = []
+
+    def loss(errors, penalty, x):
+        kept.append(x.shape[0])
+        return tf.reduce_mean(errors)
+
+    trained(mirrored, loss, True, ReadsShapes)
+    assert set(kept) == {4}
+    assert tf.reduce_sum(tf.ones(()) / (kept[0] - 1)).numpy() == pytest.approx(1 / 3)
+    assert type(copy.copy(kept[0])) is int
+    assert json.dumps(kept[:1]) == "[4]"

@@ -46,10 +46,12 @@ from kdist.compat.tensorflow import (
     slice_variables_between_replicas,
     unpartitioned,
     variable_of_copy,
+    with_sizes,
 )
 from kdist.training import recompute, saving
 from kdist.training.replica import batch_norm, own_metrics, unseeded
 from kdist.training.replica import step as steps
+from kdist.training.replica.dependence import row_count
 from kdist.training.replica.reduction import all_reduce_sum
 from kdist.training.scopes import is_multi_worker
 from kdist.training.sharding import weights
@@ -109,6 +111,8 @@ def hooks():
         (loss_module, "scale_loss_for_distribution", _unscaled),
         (loss_module, "unscale_loss_for_distribution", _unscaled),
         (loss_module, "reduce_weighted_values", _reduced),
+        (keras.ops, "shape", _shape),
+        (tf, "constant", _constant),
         (keras.metrics.Mean, "update_state", _mean_update),
         (keras.metrics.Sum, "update_state", _sum_update),
         (nn_module, "conv", _conv),
@@ -154,6 +158,8 @@ def install():
     for owner, name, hook in hooks():
         _hook(owner, name, hook)
     KerasVariable.handle = property(_handle)
+    tf.Tensor.shape = property(_with_row_counts(tf.Tensor.shape.fget))
+    tf.Tensor.get_shape = _with_row_counts(tf.Tensor.get_shape)
     for method in _SCATTERS_ND:
         setattr(MirroredVariable, method, _scatter_nd(method))
     slice_variables_between_replicas()
@@ -578,6 +584,33 @@ def _assign_add(step, keras_function, variable, value):
 def _assign_sub(step, keras_function, variable, value):
     negative = -tf.convert_to_tensor(value, variable.dtype)
     return step.assign_add(variable, negative, lambda *_: keras_function(variable, value))
+
+
+def _with_row_counts(shape):
+    """Returns a method of tensors, one of whose sizes may be a `RowCount` for the program."""
+
+    @functools.wraps(shape)
+    def shape_of(tensor):
+        static, step = shape(tensor), steps.current()
+        if step is None or not row_count.is_called_by_program() or not static.rank:
+            return static
+        sizes = tuple(static)
+        counted = row_count.with_counts(step, tensor, sizes)
+        return static if counted is sizes else with_sizes(static, counted)
+
+    return shape_of
+
+
+def _shape(step, keras_function, x):
+    """Returns the sizes of a tensor, one of which may be a `RowCount`."""
+    return row_count.with_counts(step, x, keras_function(x))
+
+
+def _constant(step, function, value, dtype=None, shape=None, name="Const"):
+    """Returns a constant; a tensor for a number that is computed from that of the rows."""
+    if isinstance(value, row_count.RowNumber) and shape is None:
+        return value.__tf_tensor__(dtype, name)
+    return function(value, dtype, shape, name)
 
 
 def _handle(variable):

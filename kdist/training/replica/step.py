@@ -166,6 +166,11 @@ class ReplicaStep:
         """Makes this step the one that hooks call."""
         return activate(self)
 
+    @property
+    def is_running(self) -> bool:
+        """True if hooks of this thread call this step."""
+        return current() is self
+
     # Functions that several replicas call.
 
     def in_function(self, share, replica):

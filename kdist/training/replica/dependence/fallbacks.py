@@ -120,6 +120,16 @@ def on_unknown(step, loss, noun: str = "loss"):
     )
 
 
+def on_number_of_rows(step):
+    """Falls back for a number that Python or NumPy computes from the static number of rows."""
+    fall_back(
+        step,
+        "the step computes a number from x.shape[0] by float(), math, or NumPy, which is that of "
+        "the rows of a replica or a micro-batch. Compute it from tf.shape(x)[0] by TensorFlow",
+        "It counts those rows only, so that the result may not be that of one device",
+    )
+
+
 def on_changed_gradient(step, leaves_no_graph: bool):
     """Falls back for a gradient that is changed before it is reduced.
 

@@ -67,10 +67,14 @@ class StepDependence:
     def _known(self, rows):
         return rows if isinstance(rows, int) and not self.hides_rows else None
 
+    @property
+    def is_divided(self) -> bool:
+        """False if the replica is known to have all rows of the batch."""
+        return self.static_rows is None or self.static_rows != self._static_batch_rows
+
     def check_rows_are_unknown(self):
         """Raises a `KnownRowsError` if a constant may have been computed from their number."""
-        is_divided = self.static_rows != self._static_batch_rows
-        if self.hides_rows is None and self.static_rows is not None and is_divided:
+        if self.hides_rows is None and self.static_rows is not None and self.is_divided:
             raise KnownRowsError from None
 
     # Functions that several replicas call.

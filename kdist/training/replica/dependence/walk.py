@@ -292,7 +292,7 @@ class BatchDependence:
         degree = a.degree + b.degree if kind == "Mul" else a.degree - b.degree
         divided = False
         for place in (1,) if kind != "Mul" else (1, 0):
-            if not inputs[place].is_fixed:
+            if not inputs[place].is_fixed or inputs[1 - place].counts_rows:
                 continue
             other, whose = tensor.op.inputs[1 - place], inputs[1 - place]
             divisor = self._divisor(tensor.op.inputs[place], kind)
