@@ -365,6 +365,48 @@ def test_what_numpy_computes_from_the_number_of_rows_warns_of_micro_batches():
         trained(one_device, AS_NUMBERS["NumPy"], True, ReadsShapes, accumulate=2)
 
 
+def more_than_rows(x):
+    return tf.cast(tf.shape(x)[0] + 1, "float32")
+
+
+class AddsToRows(keras.layers.Layer):
+    """Adds a number to all rows that is computed from theirs."""
+
+    def build(self, shape):
+        self.offset = self.add_weight(shape=(4,), initializer="ones")
+
+    def call(self, x):
+        return x + self.offset / more_than_rows(x)
+
+
+# Losses and layers whose values of each row depend on the number of rows.
+OF_ROWS = {
+    "quotient": lambda y, p: tf.reduce_sum((y - p) ** 2, 1) / more_than_rows(y),
+    "sum": lambda y, p: tf.reduce_mean((y - p) ** 2, 1) + 1 / more_than_rows(y),
+    "size": lambda y, p: tf.reduce_sum((y - p) ** 2) / tf.cast(tf.size(y) + 2, "float32"),
+    "layer": "mse",
+}
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.filterwarnings("ignore:.*whole batch")
+def test_values_of_rows_depend_on_the_number_of_rows_of_the_batch(mirrored, name, drop_remainder):
+    data = tf.data.Dataset.from_tensor_slices((X, X[::-1])).batch(8, drop_remainder=drop_remainder)
+    results = []
+    for strategy in (kdist.create_strategy("one_device"), mirrored):
+        keras.utils.set_random_seed(0)
+        layers = [AddsToRows()] if name == "layer" else []
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(4)])
+            model = kdist.Model.of(model)
+            model.compile(keras.optimizers.SGD(0.05), OF_ROWS[name])
+        history = model.fit(data, epochs=2, verbose=0).history["loss"]
+        results.append([*model.get_weights(), history, model.predict(data, verbose=0)])
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_number_of_rows_outside_of_its_step_is_a_plain_number(mirrored):
     """A program may keep it, and use it between steps, or copy it into a configuration."""
     kept = []

@@ -112,6 +112,8 @@ def hooks():
         (loss_module, "unscale_loss_for_distribution", _unscaled),
         (loss_module, "reduce_weighted_values", _reduced),
         (keras.ops, "shape", _shape),
+        (tf, "shape", _shape_tensor),
+        (tf, "size", _size),
         (tf, "constant", _constant),
         (keras.metrics.Mean, "update_state", _mean_update),
         (keras.metrics.Sum, "update_state", _sum_update),
@@ -604,6 +606,27 @@ def _with_row_counts(shape):
 def _shape(step, keras_function, x):
     """Returns the sizes of a tensor, one of which may be a `RowCount`."""
     return row_count.with_counts(step, x, keras_function(x))
+
+
+def _shape_tensor(step, function, input, out_type=None, name=None):
+    """Returns the shape of a tensor, which is no constant where it contains the number of rows."""
+    if _has_static_rows(step, input):
+        return tf.raw_ops.Shape(input=input, out_type=out_type or tf.int32, name=name)
+    return function(input, out_type, name)
+
+
+def _size(step, function, input, out_type=None, name=None):
+    """Returns the number of elements, which is no constant where it grows with the rows."""
+    if _has_static_rows(step, input):
+        return tf.raw_ops.Size(input=input, out_type=out_type or tf.int32, name=name)
+    return function(input, out_type, name)
+
+
+def _has_static_rows(step, value):
+    if not row_count.is_called_by_program() or not isinstance(value, tf.Tensor):
+        return False
+    rank = value.shape.rank
+    return bool(rank) and row_count.axis_of_static_rows(step, value, tuple(value.shape)) is not None
 
 
 def _constant(step, function, value, dtype=None, shape=None, name="Const"):

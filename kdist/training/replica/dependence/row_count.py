@@ -20,6 +20,7 @@ from kdist.training.replica.dependence.values import NUMBER_OF_ROWS
 
 # Packages that read shapes, and compute with them, in no other way than kdist expects.
 _LIBRARIES = {"kdist", "keras", "tensorflow"}
+_BETWEEN = ("numpy", "kdist.training.replica.hooks")
 
 
 class RowNumber:
@@ -133,31 +134,43 @@ def with_counts(step, tensor, sizes):
         tensor: a tensor.
         sizes: a tuple of ints, tensors, and None.
     """
-    dependence = step.dependence
-    rows = dependence.static_rows
-    if rows is None or rows not in sizes or not dependence.is_divided or not is_in_graph(tensor):
+    axis = axis_of_static_rows(step, tensor, sizes)
+    if axis is None:
         return sizes
-    found = dependence.of(tensor)
-    axis = -1 if found.axis is None or found.has_other_rows else found.axis
-    if axis < 0 or sizes[axis] != rows:
-        return sizes
-    return (*sizes[:axis], _row_count(step, tensor, axis), *sizes[axis + 1 :])
 
-
-def _row_count(step, tensor, axis):
     def make():
         return step.dependence.note(tf.raw_ops.Shape(input=tensor)[axis], NUMBER_OF_ROWS)
 
-    return RowCount(step.dependence.static_rows, make, step)
+    return (*sizes[:axis], RowCount(sizes[axis], make, step), *sizes[axis + 1 :])
+
+
+def axis_of_static_rows(step, tensor, sizes) -> int | None:
+    """Returns the axis with the rows of a replica, whose number is known; None without one.
+
+    Args:
+        step: the replica's `ReplicaStep`.
+        tensor: a tensor.
+        sizes: the sizes of its axes.
+    """
+    dependence = step.dependence
+    rows = dependence.static_rows
+    if rows is None or rows not in sizes or not dependence.is_divided or not is_in_graph(tensor):
+        return None
+    found = dependence.of(tensor)
+    is_known = found.axis is not None and found.axis >= 0 and not found.has_other_rows
+    return found.axis if is_known and sizes[found.axis] == rows else None
 
 
 def is_called_by_program() -> bool:
-    """Returns True if the caller was called by the program, and not by a library."""
+    """Returns True if the caller was called by the program, and not by a library.
+
+    Calls of NumPy and hooks between them do not count.
+    """
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and _package_of(frame) == "numpy":
+    while frame is not None and _module_of(frame).startswith(_BETWEEN):
         frame = frame.f_back
-    return frame is not None and _package_of(frame) not in _LIBRARIES
+    return frame is not None and _module_of(frame).partition(".")[0] not in _LIBRARIES
 
 
-def _package_of(frame):
-    return frame.f_globals.get("__name__", "").partition(".")[0]
+def _module_of(frame):
+    return frame.f_globals.get("__name__", "")
