@@ -14,6 +14,7 @@ import pytest
 
 import kdist
 from tests.equivalence import random_models
+from tests.tiers import seldom
 
 CASES = int(os.environ.get("KDIST_FUZZ_CASES", 0))
 SHARDS = int(os.environ.get("KDIST_FUZZ_SHARDS", 1))
@@ -90,6 +91,8 @@ FIXED: dict[str, dict] = {
     },
 }
 
+LONG = ["two updates, sharded"]
+
 
 @pytest.fixture(autouse=True)
 def _float64():
@@ -132,7 +135,7 @@ def check_random(case):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", [n for n in FIXED if n not in LONG] + seldom(LONG))
 def test_fixed(name):
     assert check(SIMPLE | FIXED[name]) == "equal"
 

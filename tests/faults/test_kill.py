@@ -18,7 +18,7 @@ from tests.faults import training_program
 from tests.faults.jobs import check_equal
 from tests.tiers import seldom
 
-KILLS = int(os.environ.get("KDIST_KILLS", "3"))
+KILLS = int(os.environ.get("KDIST_KILLS", "2"))
 
 LAST_STEP = training_program.EPOCHS * training_program.EXAMPLES // training_program.BATCH
 

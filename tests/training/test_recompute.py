@@ -101,9 +101,9 @@ def strategy(name):
         ("one_device", {}),
         ("mirrored", {"run_eagerly": True}),
         ("mirrored", {}),
-        ("mirrored", {"accumulate": 2, "steps_per_execution": 2}),
+        ("one_device", {"accumulate": 2, "steps_per_execution": 2}),
         ("weights", {}),
-        *seldom([("optimizer", {}), ("central_storage", {})]),
+        *seldom([("mirrored", {"accumulate": 2}), ("optimizer", {}), ("central_storage", {})]),
     ],
 )
 def test_a_recomputed_step_computes_the_same(name, options):
