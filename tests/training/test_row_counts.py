@@ -327,6 +327,13 @@ OF_SHAPES = {
         tf.reduce_mean(errors) + keras.ops.divide(p, x.shape[0] + 2)
     ),
     "a large number": lambda errors, p, x: tf.reduce_mean(errors) * x.shape[0] * 2**40 / 2**43,
+    "a sign": lambda errors, p, x: tf.reduce_mean(errors) - 0.1 * p * -x.shape[0],
+    "an absolute value": lambda errors, p, x: tf.reduce_mean(errors) + p / abs(1 - x.shape[0]),
+    "rounding": lambda errors, p, x: tf.reduce_mean(errors) + p / round(x.shape[0] / 3),
+    "rounding up": lambda errors, p, x: tf.reduce_mean(errors) + p / math.ceil(x.shape[0] / 3),
+    "a remainder": lambda errors, p, x: tf.reduce_mean(errors) + p / sum(divmod(x.shape[0], 3)),
+    "at least one": lambda errors, p, x: tf.reduce_mean(errors) + p / max(x.shape[0] - 1, 1),
+    "a decision": lambda errors, p, x: tf.reduce_mean(errors) if x.shape[0] > 1 else p,
     "reshape": lambda errors, p, x: tf.reduce_mean(tf.reshape(errors, (x.shape[0] * 1,))),
     "zeros": lambda errors, p, x: tf.reduce_mean(errors + tf.zeros([x.shape[0], 1])),
     "another axis": lambda errors, p, x: tf.reduce_mean(errors) + p / (x.shape[1] + 1),
@@ -346,6 +353,11 @@ def test_python_computes_with_the_static_number_of_rows_of_the_batch(mirrored, l
 AS_NUMBERS = {
     "NumPy": lambda errors, p, x: tf.reduce_mean(errors) + p / np.sqrt(x.shape[0]),
     "math": lambda errors, p, x: tf.reduce_mean(errors) + p / math.sqrt(x.shape[0] - 1),
+    "int": lambda errors, p, x: tf.reduce_mean(errors) + p / int(x.shape[0] / 2),
+    "a decision": lambda errors, p, x: tf.reduce_mean(errors) + (p if x.shape[0] > 6 else 0),
+    "a table": lambda errors, p, x: tf.reduce_mean(errors) + p / {4: 5, 8: 3}[x.shape[0]],
+    "at most six": lambda errors, p, x: tf.reduce_mean(errors) + p / min(x.shape[0], 6),
+    "a shift": lambda errors, p, x: tf.reduce_mean(errors) + p / (x.shape[0] << 1),
     "a loop": lambda errors, p, x: sum(errors[i, 0] for i in range(x.shape[0])) / x.shape[0],
     "a half": lambda errors, p, x: tf.reduce_mean(
         errors[: x.shape[0] // 2] * errors[x.shape[0] // 2 :]

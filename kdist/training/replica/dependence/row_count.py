@@ -3,9 +3,11 @@
 With batches of a constant size, `x.shape[0]` is an int: that of a replica's rows. What a program
 computes of it in Python, such as `(n - 1) / n`, would be a constant, and nothing would show that it
 depends on the rows. In a step, `x.shape[0]` is therefore a `RowCount`: an int in `range`, shapes,
-and slices, and where it meets tensors, a tensor that is computed from the number of rows.
+and slices, and where it meets tensors, a tensor that is computed from the number of rows. It also
+knows the number that one device would read, so that a program that decides by it is found.
 """
 
+import math
 import operator
 import sys
 import types
@@ -28,17 +30,19 @@ class RowNumber:
 
     Args:
         value: the number.
+        whole: the number that one device would have, with all rows of the batch.
         make: function that returns it as a tensor, of type int32 or float64.
         step: the `ReplicaStep` in whose graph it does so.
     """
 
+    whole: int | float
     make: Callable[[], tf.Tensor]
     dtype: type  # as Keras calls the type of numbers of Python
 
-    def __new__(cls, value, make, step):
+    def __new__(cls, value, whole, make, step):
         """Returns a number of Python that has a tensor."""
         number = super().__new__(cls, value)
-        number.make, number.step = make, step
+        number.whole, number.make, number.step = whole, make, step
         return number
 
     def __tf_tensor__(self, dtype=None, name=None):
@@ -63,6 +67,24 @@ class RowNumber:
         if is_called_by_program():
             self._lose()
         return float(_plain(self))
+
+    def __int__(self):
+        """Returns a number without a tensor."""
+        if is_called_by_program() and int(self.whole) != int(_plain(self)):
+            self._lose()
+        return int(_plain(self))
+
+    def __divmod__(self, other):
+        """Returns quotient and remainder."""
+        return self // other, self % other
+
+    def __rdivmod__(self, other):
+        """Returns quotient and remainder."""
+        return other // self, other % self
+
+    def __round__(self, digits=None):
+        """Returns the number, rounded to an even one between two, as TensorFlow does."""
+        return _ROUND(self) if digits is None else round(_plain(self), digits)
 
     def __reduce__(self):
         """Copies are plain numbers."""
@@ -92,6 +114,10 @@ def _plain(number):
     return float.__float__(number) if isinstance(number, RowFraction) else number
 
 
+def _whole(number):
+    return number.whole if isinstance(number, RowNumber) else number
+
+
 def _operation(compute, is_reflected):
     """Returns a method of `RowNumber` that computes with another number of Python."""
 
@@ -100,6 +126,7 @@ def _operation(compute, is_reflected):
             return NotImplemented
         pair = (other, self) if is_reflected else (self, other)
         value = compute(*map(_plain, pair))
+        whole = compute(*map(_whole, pair))
         if not isinstance(value, int | float):
             return value  # a root of a negative number
 
@@ -109,7 +136,51 @@ def _operation(compute, is_reflected):
             a, b = (tf.cast(_tensor(one), dtype) for one in pair)
             return compute(a, b)
 
-        return (RowCount if isinstance(value, int) else RowFraction)(value, make, self.step)
+        kind = RowCount if isinstance(value, int) else RowFraction
+        return kind(value, whole, make, self.step)
+
+    return method
+
+
+def _function(compute, tensor_function):
+    """Returns a method of `RowNumber` without other operands, such as `abs`."""
+
+    def method(self):
+        value, whole = compute(_plain(self)), compute(self.whole)
+        return type(self)(value, whole, lambda: tensor_function(self.make()), self.step)
+
+    return method
+
+
+def _rounding(compute, tensor_function):
+    """Returns a method of `RowNumber` that rounds it."""
+
+    def method(self):
+        if isinstance(self, RowCount):
+            return self
+
+        def make():
+            return tf.cast(tensor_function(self.make()), tf.int32)
+
+        return RowCount(compute(_plain(self)), compute(self.whole), make, self.step)
+
+    return method
+
+
+_ROUND = _rounding(round, tf.round)
+
+
+def _decision(compute, is_reflected=False):
+    """Returns a method that falls back if one device would have another result, as of `n > 6`."""
+
+    def method(self, *others):
+        if not all(isinstance(other, int | float) for other in others):
+            return NotImplemented
+        numbers = (*others, self) if is_reflected else (self, *others)
+        found = compute(*map(_plain, numbers))
+        if is_called_by_program() and found != compute(*map(_whole, numbers)):
+            self._lose()
+        return found
 
     return method
 
@@ -124,6 +195,16 @@ def _tensor(number):
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(RowNumber, f"__{_name}__", _operation(getattr(operator, _name), False))
     setattr(RowNumber, f"__r{_name}__", _operation(getattr(operator, _name), True))
+_OF_BITS = ("lshift", "rshift", "and_", "or_", "xor")
+for _name in ("eq", "ne", "lt", "le", "gt", "ge", *_OF_BITS):
+    setattr(RowNumber, f"__{_name.strip('_')}__", _decision(getattr(operator, _name)))
+for _name in _OF_BITS:
+    setattr(RowNumber, f"__r{_name.strip('_')}__", _decision(getattr(operator, _name), True))
+RowNumber.__bool__ = _decision(bool)  # type: ignore[attr-defined]
+for _name, _of_tensor in {"neg": tf.negative, "pos": tf.identity, "abs": tf.abs}.items():
+    setattr(RowNumber, f"__{_name}__", _function(getattr(operator, _name), _of_tensor))
+for _name, _of_tensor in {"floor": tf.floor, "ceil": tf.math.ceil, "trunc": tf.identity}.items():
+    setattr(RowNumber, f"__{_name}__", _rounding(getattr(math, _name), _of_tensor))
 
 
 def with_counts(step, tensor, sizes):
@@ -141,7 +222,10 @@ def with_counts(step, tensor, sizes):
     def make():
         return step.dependence.note(tf.raw_ops.Shape(input=tensor)[axis], NUMBER_OF_ROWS)
 
-    return (*sizes[:axis], RowCount(sizes[axis], make, step), *sizes[axis + 1 :])
+    batch_rows = step.share.batch_rows
+    whole = batch_rows if isinstance(batch_rows, int) else sizes[axis]
+    count = RowCount(sizes[axis], whole, make, step)
+    return (*sizes[:axis], count, *sizes[axis + 1 :])
 
 
 def axis_of_static_rows(step, tensor, sizes) -> int | None:
