@@ -335,6 +335,9 @@ OF_SHAPES = {
     "at least one": lambda errors, p, x: tf.reduce_mean(errors) + p / max(x.shape[0] - 1, 1),
     "a decision": lambda errors, p, x: tf.reduce_mean(errors) if x.shape[0] > 1 else p,
     "reshape": lambda errors, p, x: tf.reduce_mean(tf.reshape(errors, (x.shape[0] * 1,))),
+    "a half": lambda errors, p, x: tf.reduce_mean(
+        errors[: x.shape[0] // 2] * errors[x.shape[0] // 2 :]
+    ),
     "zeros": lambda errors, p, x: tf.reduce_mean(errors + tf.zeros([x.shape[0], 1])),
     "another axis": lambda errors, p, x: tf.reduce_mean(errors) + p / (x.shape[1] + 1),
     "another tensor": lambda errors, p, x: (
@@ -349,6 +352,38 @@ def test_python_computes_with_the_static_number_of_rows_of_the_batch(mirrored, l
         check(OF_SHAPES[loss], mirrored, True, ReadsShapes)
 
 
+def off_diagonal(x, rows):
+    return tf.reduce_mean((1 - tf.eye(rows)) * tf.matmul(x, x, transpose_b=True))
+
+
+# The step is traced again with an unknown number of rows, which the program does not expect.
+WITH_HIDDEN_ROWS = {
+    "a question": lambda errors, p, x: (
+        p * tf.reduce_mean(errors)
+        if x.shape[0] is None
+        else p * off_diagonal(errors, x.shape[0]) + tf.reduce_mean(errors)
+    ),
+    "a replacement": lambda errors, p, x: p * off_diagonal(errors, next(iter(x.shape)) or 1),
+    "a mask": lambda errors, p, x: tf.reduce_mean(
+        tf.sequence_mask([3], x.shape.as_list()[0], dtype="float32") @ errors
+    ),
+    "equal shapes": lambda errors, p, x: (
+        p * off_diagonal(errors, x.shape[0])
+        if x.shape[:1] == errors.shape[:1] and x.shape[0] == errors.shape[0]
+        else p
+    ),
+    "other axes": lambda errors, p, x: (
+        p * off_diagonal(errors, tf.shape(x)[0]) * x.shape[1] * len(x.shape) * x.shape[1:][0]
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", WITH_HIDDEN_ROWS)
+@pytest.mark.filterwarnings("ignore:.*whole batch")
+def test_programs_read_no_none_as_the_static_number_of_rows(mirrored, loss):
+    check(WITH_HIDDEN_ROWS[loss], mirrored, True, ReadsShapes)
+
+
 # By what knows no tensors, or for positions of rows.
 AS_NUMBERS = {
     "NumPy": lambda errors, p, x: tf.reduce_mean(errors) + p / np.sqrt(x.shape[0]),
@@ -359,9 +394,6 @@ AS_NUMBERS = {
     "at most six": lambda errors, p, x: tf.reduce_mean(errors) + p / min(x.shape[0], 6),
     "a shift": lambda errors, p, x: tf.reduce_mean(errors) + p / (x.shape[0] << 1),
     "a loop": lambda errors, p, x: sum(errors[i, 0] for i in range(x.shape[0])) / x.shape[0],
-    "a half": lambda errors, p, x: tf.reduce_mean(
-        errors[: x.shape[0] // 2] * errors[x.shape[0] // 2 :]
-    ),
 }
 
 

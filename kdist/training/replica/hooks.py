@@ -589,7 +589,7 @@ def _assign_sub(step, keras_function, variable, value):
 
 
 def _with_row_counts(shape):
-    """Returns a method of tensors, one of whose sizes may be a `RowCount` for the program."""
+    """Returns a method of tensors, one of whose sizes the program reads as a number of rows."""
 
     @functools.wraps(shape)
     def shape_of(tensor):
@@ -598,7 +598,9 @@ def _with_row_counts(shape):
             return static
         sizes = tuple(static)
         counted = row_count.with_counts(step, tensor, sizes)
-        return static if counted is sizes else with_sizes(static, counted)
+        if counted is not sizes:
+            return with_sizes(static, counted)
+        return row_count.with_hidden_count(step, tensor, static)
 
     return shape_of
 

@@ -7,6 +7,7 @@ and slices, and where it meets tensors, a tensor that is computed from the numbe
 knows the number that one device would read, so that a program that decides by it is found.
 """
 
+import functools
 import math
 import operator
 import sys
@@ -226,6 +227,74 @@ def with_counts(step, tensor, sizes):
     whole = batch_rows if isinstance(batch_rows, int) else sizes[axis]
     count = RowCount(sizes[axis], whole, make, step)
     return (*sizes[:axis], count, *sizes[axis + 1 :])
+
+
+class HiddenRowsShape(tf.TensorShape):
+    """A shape whose number of rows is hidden from the step, where the program reads a tensor.
+
+    One device knows the number, so that the program may not expect None.
+
+    Args:
+        shape: the shape.
+        axis: the axis of rows.
+        count: function that returns the number of rows as a tensor.
+    """
+
+    def __init__(self, shape, axis, count):
+        super().__init__(shape)
+        self._axis, self._count = axis, count
+
+    def __reduce__(self):
+        """Copies are plain shapes."""
+        return tf.TensorShape, (self.dims,)
+
+    def __getitem__(self, key):
+        """Returns a size, or a part of the shape."""
+        found, places = super().__getitem__(key), range(self.rank)[key]
+        if not is_called_by_program():
+            return found
+        if isinstance(places, range):
+            is_kept = self._axis in places
+            axis = places.index(self._axis) if is_kept else None
+            return HiddenRowsShape(found, axis, self._count) if is_kept else found
+        return self._count() if places == self._axis else found
+
+    def __iter__(self):
+        """Returns an iterator over the sizes."""
+        return iter(self._sizes(is_called_by_program()))
+
+    def as_list(self):
+        """Returns the list of sizes."""
+        return self._sizes(is_called_by_program())
+
+    def _sizes(self, is_of_program):
+        sizes = super().as_list()
+        if is_of_program:
+            sizes[self._axis] = self._count()
+        return sizes
+
+
+def with_hidden_count(step, tensor, shape):
+    """Returns a static shape, in which a program reads a tensor as the number of hidden rows.
+
+    Args:
+        step: the replica's `ReplicaStep`.
+        tensor: a tensor.
+        shape: its `tf.TensorShape`.
+    """
+    sizes = tuple(shape)
+    if None not in sizes or not isinstance(step.share.rows, int) or not is_in_graph(tensor):
+        return shape
+    found = step.dependence.of(tensor)
+    is_known = found.axis is not None and found.axis >= 0 and sizes[found.axis] is None
+    if not is_known or found.is_chosen or found.is_sized_by_values:
+        return shape  # None on one device, too
+    count = functools.partial(_size_of, tensor, found.axis)
+    return HiddenRowsShape(shape, found.axis, count)
+
+
+def _size_of(tensor, axis):
+    return tf.raw_ops.Shape(input=tensor)[axis]
 
 
 def axis_of_static_rows(step, tensor, sizes) -> int | None:
