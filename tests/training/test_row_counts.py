@@ -322,6 +322,15 @@ OF_SHAPES = {
     "a constant": lambda errors, p, x: (
         tf.reduce_mean(errors) + p / tf.constant(x.shape[0], p.dtype)
     ),
+    "a list of constants": lambda errors, p, x: (
+        tf.reduce_mean(errors) + p / tf.constant([2.0, x.shape[0]])[1]
+    ),
+    "a list of tensors": lambda errors, p, x: (
+        tf.reduce_mean(errors) + p / tf.convert_to_tensor([p, 1 / x.shape[0]])[1]
+    ),
+    "a stack": lambda errors, p, x: (
+        tf.reduce_mean(errors) + p / tf.cast(tf.stack([x.shape[0], 2])[0], p.dtype)
+    ),
     "a cast": lambda errors, p, x: tf.reduce_mean(errors) + p / tf.cast(7 * x.shape[0], p.dtype),
     "an operation of Keras": lambda errors, p, x: (
         tf.reduce_mean(errors) + keras.ops.divide(p, x.shape[0] + 2)

@@ -208,6 +208,29 @@ for _name, _of_tensor in {"floor": tf.floor, "ceil": tf.math.ceil, "trunc": tf.i
     setattr(RowNumber, f"__{_name}__", _rounding(getattr(math, _name), _of_tensor))
 
 
+def packed(value, dtype):
+    """Returns a tensor for a list that contains a `RowNumber`, else the value.
+
+    Args:
+        value: any value.
+        dtype: type of the tensor, or None.
+    """
+    elements = tf.nest.flatten(value) if isinstance(value, list | tuple) else ()
+    if not any(isinstance(element, RowNumber) for element in elements):
+        return value
+    if dtype is None:
+        types = [element.dtype for element in elements if tf.is_tensor(element)]
+        has_floats = any(isinstance(element, float) for element in elements)
+        dtype = types[0] if types else tf.float32 if has_floats else tf.int32
+    return _stack(value, dtype)
+
+
+def _stack(value, dtype):
+    if isinstance(value, list | tuple):
+        return tf.stack([_stack(element, dtype) for element in value])
+    return tf.convert_to_tensor(value, dtype)
+
+
 def with_counts(step, tensor, sizes):
     """Returns the sizes of a tensor's axes; that of the axis of a replica's rows is a `RowCount`.
 
