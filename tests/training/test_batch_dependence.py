@@ -176,6 +176,7 @@ ACROSS = {
         x + tf.slice(tf.reshape(tf.range(160.0), (20, 8)), [0, 0], [number_of(x), 8])
     ),
     "identity matrix": lambda x: x + tf.eye(number_of(x), 8),
+    "code of the first row": lambda x: x * tf.one_hot(0, number_of(x), axis=0)[:, tf.newaxis],
     "triangle": lambda x: (
         x
         * tf.reduce_sum(

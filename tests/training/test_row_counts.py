@@ -322,12 +322,31 @@ OF_SHAPES = {
     "a constant": lambda errors, p, x: (
         tf.reduce_mean(errors) + p / tf.constant(x.shape[0], p.dtype)
     ),
+    "a list of constants": lambda errors, p, x: (
+        tf.reduce_mean(errors) + p / tf.constant([2.0, x.shape[0]])[1]
+    ),
+    "a list of tensors": lambda errors, p, x: (
+        tf.reduce_mean(errors) + p / tf.convert_to_tensor([p, 1 / x.shape[0]])[1]
+    ),
+    "a stack": lambda errors, p, x: (
+        tf.reduce_mean(errors) + p / tf.cast(tf.stack([x.shape[0], 2])[0], p.dtype)
+    ),
     "a cast": lambda errors, p, x: tf.reduce_mean(errors) + p / tf.cast(7 * x.shape[0], p.dtype),
     "an operation of Keras": lambda errors, p, x: (
         tf.reduce_mean(errors) + keras.ops.divide(p, x.shape[0] + 2)
     ),
     "a large number": lambda errors, p, x: tf.reduce_mean(errors) * x.shape[0] * 2**40 / 2**43,
+    "a sign": lambda errors, p, x: tf.reduce_mean(errors) - 0.1 * p * -x.shape[0],
+    "an absolute value": lambda errors, p, x: tf.reduce_mean(errors) + p / abs(1 - x.shape[0]),
+    "rounding": lambda errors, p, x: tf.reduce_mean(errors) + p / round(x.shape[0] / 3),
+    "rounding up": lambda errors, p, x: tf.reduce_mean(errors) + p / math.ceil(x.shape[0] / 3),
+    "a remainder": lambda errors, p, x: tf.reduce_mean(errors) + p / sum(divmod(x.shape[0], 3)),
+    "at least one": lambda errors, p, x: tf.reduce_mean(errors) + p / max(x.shape[0] - 1, 1),
+    "a decision": lambda errors, p, x: tf.reduce_mean(errors) if x.shape[0] > 1 else p,
     "reshape": lambda errors, p, x: tf.reduce_mean(tf.reshape(errors, (x.shape[0] * 1,))),
+    "a half": lambda errors, p, x: tf.reduce_mean(
+        errors[: x.shape[0] // 2] * errors[x.shape[0] // 2 :]
+    ),
     "zeros": lambda errors, p, x: tf.reduce_mean(errors + tf.zeros([x.shape[0], 1])),
     "another axis": lambda errors, p, x: tf.reduce_mean(errors) + p / (x.shape[1] + 1),
     "another tensor": lambda errors, p, x: (
@@ -342,14 +361,48 @@ def test_python_computes_with_the_static_number_of_rows_of_the_batch(mirrored, l
         check(OF_SHAPES[loss], mirrored, True, ReadsShapes)
 
 
+def off_diagonal(x, rows):
+    return tf.reduce_mean((1 - tf.eye(rows)) * tf.matmul(x, x, transpose_b=True))
+
+
+# The step is traced again with an unknown number of rows, which the program does not expect.
+WITH_HIDDEN_ROWS = {
+    "a question": lambda errors, p, x: (
+        p * tf.reduce_mean(errors)
+        if x.shape[0] is None
+        else p * off_diagonal(errors, x.shape[0]) + tf.reduce_mean(errors)
+    ),
+    "a replacement": lambda errors, p, x: p * off_diagonal(errors, next(iter(x.shape)) or 1),
+    "a mask": lambda errors, p, x: tf.reduce_mean(
+        tf.sequence_mask([3], x.shape.as_list()[0], dtype="float32") @ errors
+    ),
+    "equal shapes": lambda errors, p, x: (
+        p * off_diagonal(errors, x.shape[0])
+        if x.shape[:1] == errors.shape[:1] and x.shape[0] == errors.shape[0]
+        else p
+    ),
+    "other axes": lambda errors, p, x: (
+        p * off_diagonal(errors, tf.shape(x)[0]) * x.shape[1] * len(x.shape) * x.shape[1:][0]
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", WITH_HIDDEN_ROWS)
+@pytest.mark.filterwarnings("ignore:.*whole batch")
+def test_programs_read_no_none_as_the_static_number_of_rows(mirrored, loss):
+    check(WITH_HIDDEN_ROWS[loss], mirrored, True, ReadsShapes)
+
+
 # By what knows no tensors, or for positions of rows.
 AS_NUMBERS = {
     "NumPy": lambda errors, p, x: tf.reduce_mean(errors) + p / np.sqrt(x.shape[0]),
     "math": lambda errors, p, x: tf.reduce_mean(errors) + p / math.sqrt(x.shape[0] - 1),
+    "int": lambda errors, p, x: tf.reduce_mean(errors) + p / int(x.shape[0] / 2),
+    "a decision": lambda errors, p, x: tf.reduce_mean(errors) + (p if x.shape[0] > 6 else 0),
+    "a table": lambda errors, p, x: tf.reduce_mean(errors) + p / {4: 5, 8: 3}[x.shape[0]],
+    "at most six": lambda errors, p, x: tf.reduce_mean(errors) + p / min(x.shape[0], 6),
+    "a shift": lambda errors, p, x: tf.reduce_mean(errors) + p / (x.shape[0] << 1),
     "a loop": lambda errors, p, x: sum(errors[i, 0] for i in range(x.shape[0])) / x.shape[0],
-    "a half": lambda errors, p, x: tf.reduce_mean(
-        errors[: x.shape[0] // 2] * errors[x.shape[0] // 2 :]
-    ),
 }
 
 

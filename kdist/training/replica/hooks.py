@@ -115,6 +115,8 @@ def hooks():
         (tf, "shape", _shape_tensor),
         (tf, "size", _size),
         (tf, "constant", _constant),
+        (tf, "convert_to_tensor", _converted),
+        (tf, "stack", _stacked),
         (keras.metrics.Mean, "update_state", _mean_update),
         (keras.metrics.Sum, "update_state", _sum_update),
         (nn_module, "conv", _conv),
@@ -589,7 +591,7 @@ def _assign_sub(step, keras_function, variable, value):
 
 
 def _with_row_counts(shape):
-    """Returns a method of tensors, one of whose sizes may be a `RowCount` for the program."""
+    """Returns a method of tensors, one of whose sizes the program reads as a number of rows."""
 
     @functools.wraps(shape)
     def shape_of(tensor):
@@ -598,7 +600,9 @@ def _with_row_counts(shape):
             return static
         sizes = tuple(static)
         counted = row_count.with_counts(step, tensor, sizes)
-        return static if counted is sizes else with_sizes(static, counted)
+        if counted is not sizes:
+            return with_sizes(static, counted)
+        return row_count.with_hidden_count(step, tensor, static)
 
     return shape_of
 
@@ -630,10 +634,25 @@ def _has_static_rows(step, value):
 
 
 def _constant(step, function, value, dtype=None, shape=None, name="Const"):
-    """Returns a constant; a tensor for a number that is computed from that of the rows."""
+    """Returns a constant; a tensor for numbers that are computed from that of the rows."""
     if isinstance(value, row_count.RowNumber) and shape is None:
         return value.__tf_tensor__(dtype, name)
+    packed = row_count.packed(value, dtype) if row_count.is_called_by_program() else value
+    if packed is not value:
+        return packed if shape is None else tf.reshape(packed, shape)
     return function(value, dtype, shape, name)
+
+
+def _converted(step, function, value, dtype=None, dtype_hint=None, name=None):
+    """Returns a tensor, no constant for numbers that are computed from that of the rows."""
+    packed = row_count.packed(value, dtype) if row_count.is_called_by_program() else value
+    return function(packed, dtype, dtype_hint, name)
+
+
+def _stacked(step, function, values, axis=0, name="stack"):
+    """Returns a tensor, no constant for numbers that are computed from that of the rows."""
+    packed = row_count.packed(values, None) if row_count.is_called_by_program() else values
+    return packed if packed is not values and not axis else function(values, axis, name)
 
 
 def _handle(variable):

@@ -121,11 +121,12 @@ def on_unknown(step, loss, noun: str = "loss"):
 
 
 def on_number_of_rows(step):
-    """Falls back for a number that Python or NumPy computes from the static number of rows."""
+    """Falls back for what Python or NumPy computes from the static number of rows, or decides."""
     fall_back(
         step,
-        "the step computes a number from x.shape[0] by float(), math, or NumPy, which is that of "
-        "the rows of a replica or a micro-batch. Compute it from tf.shape(x)[0] by TensorFlow",
+        "the step compares x.shape[0] with a number, or computes one from it by int(), float(), "
+        "math, or NumPy: that of the rows of a replica or a micro-batch. Compute with "
+        "tf.shape(x)[0] by TensorFlow",
         "It counts those rows only, so that the result may not be that of one device",
     )
 

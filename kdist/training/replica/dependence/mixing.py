@@ -46,8 +46,8 @@ def mixes_rows(tensor, kind, inputs):
         return _passes_rows_on(tensor.op, inputs)
     if kind in _OF_ALL_ROWS:
         return _OF_ALL_ROWS[kind](tensor, inputs)
-    if kind == "OneHot" and inputs[0].is_over_rows and inputs[1].degree == 1:
-        return True  # such as of the row that has the largest value
+    if kind == "OneHot" and inputs[0].axis is None and inputs[1].degree == 1:
+        return True  # such as of the first row, or of that which has the largest value
     if kind in kinds.BRANCHES:
         is_check = tensor.op.inputs[0].op.type in ("All", "Any")  # such as of the labels of hinge
         is_of_rows = (inputs[0].is_over_rows and not is_check) or inputs[0].counts_rows
