@@ -284,6 +284,29 @@ def padded(number, batch):
     return tf.data.Dataset.from_tensor_slices((x, y, np.arange(rows) < number)).batch(batch)
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_padding_leaves_outputs_their_masks_and_logits(mirrored, run_eagerly):
+    def build(model_class):
+        keras.utils.set_random_seed(0)
+        x = keras.Input((4,))
+        certain = keras.layers.Dense(3, "softmax", kernel_initializer="random_normal")(900 * x)
+        steps = keras.layers.Masking()(keras.layers.ReLU()(keras.layers.Reshape((4, 1))(x)))
+        model = model_class(x, [certain, steps])
+        losses = ["sparse_categorical_crossentropy", "mse"]
+        model.compile(loss=losses, run_eagerly=run_eagerly)
+        return model
+
+    def labeled(x, y, *valid):
+        return (x, (y, tf.ones((tf.shape(x)[0], 4, 1))), *valid)
+
+    data = tf.data.Dataset.from_tensor_slices(arrays(11)).batch(8).map(labeled)
+    expected = build(keras.Model).evaluate(data, verbose=0)
+    with mirrored.scope():
+        model = build(kdist.Model)
+    found = model.evaluate(padded(11, 8).map(labeled), verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 # One model evaluates all sizes: building and tracing it takes most of the time.
 
 

@@ -41,7 +41,7 @@ def check_reference(flag: str, text: str):
     """Checks that the file or module exists and defines the name, without importing it.
 
     Raises:
-        ValueError: it does not, or is no Python.
+        ValueError: it does not, is no Python, or imports a package that is not installed.
     """
     where, name = _REFERENCE.fullmatch(text).groups()  # type: ignore[union-attr]
     path = _source(where)
@@ -56,6 +56,7 @@ def check_reference(flag: str, text: str):
     names, functions = _names(path)
     if name not in names and not names & _DYNAMIC:
         check_name(f"function of {where}", name, functions)
+    _check_imports(where, path)
 
 
 def check_arguments(
@@ -161,7 +162,8 @@ def check_module(where: str):
     """Checks that --code names a Python file, or a module that exists, without importing it.
 
     Raises:
-        ValueError: it does not, or the file is no Python.
+        ValueError: it does not, or the file is no Python, or imports a package that is not
+            installed.
     """
     path = _source(where)
     if path is None:
@@ -170,7 +172,7 @@ def check_module(where: str):
             "directory or on PYTHONPATH"
         )
     if path.suffix == ".py":
-        _parsed(path)
+        _check_imports(where, path)
 
 
 def custom_objects(where: str) -> dict[str, Any]:
@@ -236,6 +238,34 @@ def _parsed(path):
         return ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{path} is no Python: {error}") from error
+
+
+def _check_imports(where, path):
+    """Checks that the packages are there that a module imports before it does anything else.
+
+    A neighbor of the module, or another statement, may change where Python looks for the next.
+
+    Raises:
+        ValueError: one is not installed.
+    """
+    folder = path.parent if where.endswith(".py") else pathlib.Path.cwd()
+    for node in _parsed(path).body:
+        if isinstance(node, ast.Import):
+            packages = [alias.name.partition(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            packages = [node.module.partition(".")[0]]  # type: ignore[union-attr]
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            continue
+        else:
+            return
+        for package in packages:
+            if importlib.machinery.PathFinder.find_spec(package, [str(folder)]):
+                return
+            if package not in sys.modules and importlib.util.find_spec(package) is None:
+                raise ValueError(
+                    f"{path} imports {package} in line {node.lineno}, and no such module is "
+                    f"installed; install it, or correct the import"
+                )
 
 
 def _names(path):

@@ -73,10 +73,33 @@ def test_arguments_are_checked_in_the_source(tmp_path, source, arguments, messag
         check_arguments(f"{path}:build", ["num_classes"], arguments)
 
 
+@pytest.mark.parametrize(
+    ("source", "missing"),
+    [
+        ('"""Models."""\nimport keras\nimport no_such_package.layers as own', "line 3"),
+        ("import os, no_such_package", "no_such_package"),
+        ("from no_such_package.layers import Own", "no_such_package"),
+        ("from __future__ import annotations\nimport sys, keras.layers", None),
+        ("import neighbor\nimport no_such_package", None),
+        ("import sys\nsys.path.append('elsewhere')\nimport no_such_package", None),
+        ("try:\n    import no_such_package\nexcept ImportError: ...", None),
+        ("from . import no_such_package", None),
+    ],
+)
+def test_packages_that_a_module_imports_are_looked_for(tmp_path, source, missing):
+    path = tmp_path / "models.py"
+    (tmp_path / "neighbor.py").write_text("raise AssertionError")
+    path.write_text(f"{source}\n\ndef build(): ...\n")
+    refused = pytest.raises(ValueError, match=missing) if missing else contextlib.nullcontext()
+    with refused:
+        check_reference("model", f"{path}:build")
+
+
 def test_a_module_is_checked_without_running_it(tmp_path, monkeypatch):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("raise AssertionError\n")
     module = tmp_path / "package" / "models.py"
+    (tmp_path / "other.py").write_text("raise AssertionError\n")
     module.write_text("from other import small\ndef large(): ...\n")
     monkeypatch.chdir(tmp_path)
     check_reference("model", "package.models:small")
