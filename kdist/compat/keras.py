@@ -58,6 +58,8 @@ __all__ = [
     "TFOptimizer",
     "TensorFlowTrainer",
     "apply_mask",
+    "attach",
+    "attached_to",
     "cloning_module",
     "convert_to_np_if_not_ragged",
     "export_module",
@@ -79,6 +81,31 @@ __all__ = [
     "train_validation_split",
     "with_call_context",
 ]
+
+
+def attached_to(tensor) -> dict:
+    """Returns what Keras attaches to an output and its losses read: its mask, and its logits.
+
+    Activations such as softmax attach the logits, of which cross-entropies are computed.
+
+    Args:
+        tensor: a tensor, or anything else.
+
+    Returns:
+        Those of the entries "mask" and "logits" that it has.
+    """
+    found = {"mask": get_keras_mask(tensor), "logits": getattr(tensor, "_keras_logits", None)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def attach(tensor, mask=None, logits=None):
+    """Attaches what `attached_to` returns, where it is not None, and returns the tensor."""
+    if mask is not None:
+        set_keras_mask(tensor, mask)
+    if logits is not None:
+        tensor._keras_logits = logits
+    return tensor
+
 
 # Classes that apply several optimizers to one model; Keras 3.14 has none.
 MULTI_OPTIMIZERS = tuple(filter(None, [getattr(keras.optimizers, "MultiOptimizer", None)]))

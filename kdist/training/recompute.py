@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 import keras
 import tensorflow as tf
 
-from kdist.compat.keras import get_keras_mask, in_stateless_scope, set_keras_mask
+from kdist.compat.keras import attach, attached_to, get_keras_mask, in_stateless_scope
 from kdist.compat.tensorflow import is_recorded, record_function, unrecorded, variables_read
 from kdist.training.replica import step as steps
 
@@ -97,26 +97,38 @@ def _recomputed(function, args, kwargs):
     with _noting_changes() as state, variables_read() as read, unrecorded():
         result = function(*args, **kwargs)
     check_written(state.values(), _REMEDY)
-    outputs = [_with_mask(_copy(each), get_keras_mask(each)) for each in _flat(result)]
+    outputs = _with_logits(result)
+    copies = list(map(_copy, outputs))
     inputs = list(filter(_is_differentiable, arguments))
     handles = list({id(variable.handle): variable.handle for variable in read()}.values())
 
     def gradient(*of_outputs):
         zero = _zero_after(of_outputs[0])
         with tf.GradientTape() as tape:
-            again = [
-                _with_mask(_copy(each, zero), m) for each, m in zip(arguments, masks, strict=True)
-            ]
+            again = [attach(_copy(each, zero), m) for each, m in zip(arguments, masks, strict=True)]
             inputs_again = list(filter(_is_differentiable, again))
             tape.watch(inputs_again)
             args_again, kwargs_again = tf.nest.pack_sequence_as((args, kwargs), again, True)
             with repetition(state.values(), _REMEDY):
-                found = _flat(function(*args_again, **kwargs_again))
+                found = _with_logits(function(*args_again, **kwargs_again))
         targets = list(filter(_is_differentiable, found))
         return _gradient(tape, targets, [*inputs_again, *handles], list(of_outputs))
 
-    record_function(list(filter(_is_differentiable, outputs)), [*inputs, *handles], gradient)
-    return tf.nest.pack_sequence_as(result, outputs, True)
+    record_function(list(filter(_is_differentiable, copies)), [*inputs, *handles], gradient)
+    copy_of = {id(each): copy for each, copy in zip(outputs, copies, strict=True)}
+    for output in _flat(result):
+        attached = attached_to(output)
+        if "logits" in attached:
+            attached["logits"] = copy_of[id(attached["logits"])]
+        attach(copy_of[id(output)], **attached)
+    return tf.nest.pack_sequence_as(result, [copy_of[id(each)] for each in _flat(result)], True)
+
+
+def _with_logits(result):
+    """Returns the list of a function's outputs and of the logits that Keras attaches to them."""
+    outputs = _flat(result)
+    attached = [attached_to(each).get("logits") for each in outputs]
+    return [*outputs, *(logits for logits in attached if logits is not None)]
 
 
 @contextlib.contextmanager
@@ -204,12 +216,6 @@ def _copy(leaf, zero=None):
     if zero is not None and _is_differentiable(leaf):
         return leaf + tf.cast(zero, leaf.dtype)
     return tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf
-
-
-def _with_mask(leaf, mask):
-    if mask is not None:
-        set_keras_mask(leaf, mask)
-    return leaf
 
 
 def _zero_after(tensor):

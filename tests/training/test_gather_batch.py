@@ -178,6 +178,21 @@ def test_outputs_by_compile(gathers):
     assert_equal_to_one_device(build, targets)
 
 
+def test_logits_by_compile():
+    """Keras computes cross-entropies of probabilities from logits, and limits others to 16."""
+
+    def build(model_class, gather):
+        large = keras.initializers.RandomNormal(0.0, 300.0)
+        head = keras.layers.Dense(3, "softmax", kernel_initializer=large)
+        model = encoder(model_class, head)
+        options = {"gather_batch": True} if model_class is kdist.Model else {}
+        optimizer = keras.optimizers.SGD(1e-4)
+        model.compile(optimizer, "sparse_categorical_crossentropy", **options)
+        return model
+
+    assert_equal_to_one_device(build, np.arange(ROWS) % 3)
+
+
 def test_masks_by_compile():
     def build(model_class, gather):
         inputs = keras.Input((FEATURES,))

@@ -127,6 +127,28 @@ def test_a_part_of_a_layer_is_recomputed(name, block):
     assert_same_weights(recomputed.get_weights(), expected.get_weights(), 1e-5)
 
 
+@pytest.mark.parametrize("name", ["one_device", "mirrored"])
+def test_the_loss_of_recomputed_probabilities_is_computed_from_logits(name):
+    """Of probabilities alone, Keras limits cross-entropies to 16, with gradients of 0."""
+    generator = np.random.default_rng(3)
+    x, y = generator.normal(size=(16, WIDTH)), generator.integers(0, 3, 16)
+    results = []
+    for scope in (contextlib.nullcontext(), keras.RematScope(mode="full")):
+        keras.utils.set_random_seed(5)
+        with strategy(name).scope():
+            inputs = keras.Input((WIDTH,))
+            large = keras.initializers.RandomNormal(0.0, 300.0)
+            with scope:
+                head = layers.Dense(3, "softmax", kernel_initializer=large)
+            model = kdist.Model(inputs, head(layers.Dense(WIDTH)(inputs)))
+            model.compile(keras.optimizers.SGD(1e-4), "sparse_categorical_crossentropy")
+        history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        results.append([*model.get_weights(), history["loss"]])
+    assert results[0][-1][0] > 17
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_arguments_may_be_variables_numbers_and_arrays(in_graph):
     """Also outside of a training, once there has been a strategy."""

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdist.compat.keras import Functional, get_keras_mask, set_keras_mask, with_call_context
+from kdist.compat.keras import Functional, attach, attached_to, with_call_context
 from kdist.layout import Layout
 from kdist.parallel.placement import functional_graph, is_nested, nodes_of
 
@@ -96,14 +96,12 @@ class StagePass:
 
 
 def copy_here(tensor):
-    """Returns a copy of a tensor, with its mask, on the current device; None for None."""
+    """Returns a copy of a tensor, with what Keras attaches, on the current device; or None."""
     if tensor is None:
         return None
     copy = tf.nest.map_structure(tf.identity, tensor, expand_composites=True)
-    mask = get_keras_mask(tensor) if isinstance(tensor, tf.Tensor) else None
-    if mask is not None:
-        set_keras_mask(copy, tf.identity(mask))
-    return copy
+    attached = attached_to(tensor) if isinstance(tensor, tf.Tensor) else {}
+    return attach(copy, **tf.nest.map_structure(tf.identity, attached))
 
 
 def cut(model: keras.Model, places: dict[str, int], layout: Layout) -> CutModel:

@@ -23,7 +23,7 @@ import dataclasses
 import keras
 import tensorflow as tf
 
-from kdist.compat.keras import get_keras_mask, set_keras_mask
+from kdist.compat.keras import attach, attached_to, get_keras_mask, set_keras_mask
 from kdist.parallel.pipeline.micro_batches import MicroBatches
 from kdist.parallel.pipeline.schedule import merged_order
 from kdist.parallel.pipeline.stages import CutModel, StagePass, copy_here, cut
@@ -333,12 +333,11 @@ class _PipelinedStep:
         return isinstance(key, int) and self._cut.is_input(key)
 
     def _concatenate(self, outputs):
-        """Returns one output of all micro-batches, with its mask."""
-        whole = self._micro.concatenate(outputs)
-        masks = [get_keras_mask(output) for output in outputs]
-        if masks[0] is not None:
-            set_keras_mask(whole, self._micro.concatenate(masks))
-        return whole
+        """Returns one output of all micro-batches, with its mask and its logits."""
+        attached = [attached_to(output) for output in outputs]
+        parts = {name: [each[name] for each in attached] for name in attached[0]}
+        whole = {name: self._micro.concatenate(values) for name, values in parts.items()}
+        return attach(self._micro.concatenate(outputs), **whole)
 
     def _packed(self, flat):
         """Returns outputs in the model's structure."""

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdist.compat.keras import get_keras_mask, set_keras_mask
+from kdist.compat.keras import attach, attached_to
 from kdist.compat.tensorflow import first_replica
 from kdist.training.groups.step_groups import take_up_to
 from kdist.training.replica.row_shares import WorkerSlice
@@ -218,13 +218,9 @@ def keep_valid(tensors, valid):
 
 
 def _keep_valid(tensor, valid):
-    """Returns the valid rows of a tensor, with what Keras's losses read of an output besides."""
-    kept = tf.boolean_mask(tensor, valid)
-    if (mask := get_keras_mask(tensor)) is not None:
-        set_keras_mask(kept, tf.boolean_mask(mask, valid))
-    if (logits := getattr(tensor, "_keras_logits", None)) is not None:
-        kept._keras_logits = tf.boolean_mask(logits, valid)
-    return kept
+    attached = attached_to(tensor).items()
+    kept = {name: tf.boolean_mask(value, valid) for name, value in attached}
+    return attach(tf.boolean_mask(tensor, valid), **kept)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ one device.
 import keras
 import tensorflow as tf
 
-from kdist.compat.keras import get_keras_mask, set_keras_mask
+from kdist.compat.keras import attach, attached_to
 from kdist.training.replica import step as steps
 from kdist.training.replica.dependence.values import FIXED
 from kdist.training.replica.reduction import gather_rows
@@ -40,7 +40,8 @@ def gather_batch(tensors):
             each. One call with all tensors is cheaper than one call for each.
 
     Returns:
-        The same structure of tensors of shape (B, …). Keras masks are gathered likewise.
+        The same structure of tensors of shape (B, …). Keras's masks, and the logits of outputs of
+        activations, are gathered likewise.
 
     Raises:
         TypeError: a tensor is sparse or ragged, has another type, or is symbolic.
@@ -95,13 +96,13 @@ def _gathered(tensors, is_whole_loss):
     context = tf.distribute.get_replica_context()
     if context is None or context.num_replicas_in_sync == 1:
         return tensors
-    masks = [None if leaf is None else get_keras_mask(leaf) for leaf in leaves]
-    present = [tf.convert_to_tensor(x) for x in (*leaves, *masks) if x is not None]
+    attached = [attached_to(leaf) for leaf in leaves]
+    values = [*leaves, *(value for each in attached for value in each.values())]
+    present = [tf.convert_to_tensor(value) for value in values if value is not None]
     rows = iter(_rows_of_all_replicas(present, step))
-    leaves, masks = ([None if x is None else next(rows) for x in part] for part in (leaves, masks))
-    for leaf, mask in zip(leaves, masks, strict=True):
-        if mask is not None:
-            set_keras_mask(leaf, mask)
+    leaves = [None if leaf is None else next(rows) for leaf in leaves]
+    for leaf, each in zip(leaves, attached, strict=True):
+        attach(leaf, **{name: next(rows) for name in each})
     return tf.nest.pack_sequence_as(tensors, leaves)
 
 
