@@ -259,9 +259,12 @@ def _check_imports(where, path):
         else:
             return
         for package in packages:
-            if importlib.machinery.PathFinder.find_spec(package, [str(folder)]):
+            find = importlib.machinery.PathFinder.find_spec
+            if find(package, [str(folder)]):
                 return
-            if package not in sys.modules and importlib.util.find_spec(package) is None:
+            is_known = package in sys.modules or find(package) is not None
+            # Others find editable installations.
+            if not is_known and importlib.util.find_spec(package) is None:
                 raise ValueError(
                     f"{path} imports {package} in line {node.lineno}, and no such module is "
                     f"installed; install it, or correct the import"
