@@ -93,6 +93,8 @@ PARAMETERS_OF_HOOKED = {
     "shape": ["input", "out_type", "name"],
     "size": ["input", "out_type", "name"],
     "constant": ["value", "dtype", "shape", "name"],
+    "convert_to_tensor": ["value", "dtype", "dtype_hint", "name"],
+    "stack": ["values", "axis", "name"],
     "beta": ["shape", "alpha", "beta", "dtype", "seed"],
     "binomial": ["shape", "counts", "probabilities", "dtype", "seed"],
     "draw_seed": ["seed"],
