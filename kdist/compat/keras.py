@@ -58,8 +58,6 @@ __all__ = [
     "TFOptimizer",
     "TensorFlowTrainer",
     "apply_mask",
-    "attach",
-    "attached_to",
     "cloning_module",
     "convert_to_np_if_not_ragged",
     "export_module",
@@ -99,7 +97,16 @@ def attached_to(tensor) -> dict:
 
 
 def attach(tensor, mask=None, logits=None):
-    """Attaches what `attached_to` returns, where it is not None, and returns the tensor."""
+    """Attaches what `attached_to` returns.
+
+    Args:
+        tensor: a tensor.
+        mask: its mask. Defaults to None, for none.
+        logits: its logits. Defaults to None, for none.
+
+    Returns:
+        The same tensor.
+    """
     if mask is not None:
         set_keras_mask(tensor, mask)
     if logits is not None:
