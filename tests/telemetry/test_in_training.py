@@ -63,9 +63,22 @@ def data(batches, seconds=0.0, slept=None):
     return dataset.prefetch(2)
 
 
-def fitted(model, data, directory, **options):
+class Times(keras.callbacks.Callback):
+    """Notes the seconds of each step, which a busy machine makes longer."""
+
+    def on_train_begin(self, logs=None):
+        self.steps = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._began = time.monotonic()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps.append(time.monotonic() - self._began)
+
+
+def fitted(model, data, directory, own=(), **options):
     telemetry = Telemetry(directory, device_seconds=None, **options)
-    model.fit(data, verbose=0, callbacks=[telemetry])
+    model.fit(data, verbose=0, callbacks=[telemetry, *own])
     return telemetry.summary()
 
 
@@ -110,18 +123,19 @@ def test_a_slow_pipeline_is_input_bound_with_both_rates(tmp_path, options):
         text,
     )
     pipeline, devices = (int(number.replace(",", "")) for number in found.groups())
-    assert pipeline == pytest.approx(32 / np.mean(of_pipeline), rel=0.3)
-    assert devices == pytest.approx(32 / np.mean(of_device), rel=0.3)
-    assert summary["breakdown"]["input"] == pytest.approx(0.5, abs=0.15)
+    assert pipeline == pytest.approx(32 / np.mean(of_pipeline), rel=0.1)
+    assert devices == pytest.approx(32 / np.mean(of_device), rel=0.3)  # it does more than sleep
+    assert summary["breakdown"]["input"] == pytest.approx(1 - pipeline / devices, abs=0.06)
 
 
 @pytest.mark.slow
 def test_a_slow_device_is_not_input_bound(tmp_path):
-    slept = []
-    summary = fitted(model(0.12, slept), data(20, 0.01), tmp_path)
+    times = Times()
+    summary = fitted(model(0.12), data(20, 0.01), tmp_path, own=[times])
     assert summary["verdict"] == []
-    assert summary["breakdown"]["step"] > 0.8
-    assert summary["step_seconds_p50"] == pytest.approx(np.median(slept), rel=0.5)
+    assert summary["breakdown"]["step"] > 0.9
+    assert summary["step_seconds_p50"] == pytest.approx(np.median(times.steps), rel=0.2)
+    assert summary["step_seconds_p50"] > 0.11
 
 
 def test_windows_have_the_requested_length(tmp_path):
