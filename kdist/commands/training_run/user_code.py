@@ -249,6 +249,7 @@ def _check_imports(where, path):
         ValueError: one is not installed.
     """
     folder = path.parent if where.endswith(".py") else pathlib.Path.cwd()
+    find = importlib.machinery.PathFinder.find_spec
     for node in _parsed(path).body:
         if isinstance(node, ast.Import):
             packages = [alias.name.partition(".")[0] for alias in node.names]
@@ -259,7 +260,6 @@ def _check_imports(where, path):
         else:
             return
         for package in packages:
-            find = importlib.machinery.PathFinder.find_spec
             if find(package, [str(folder)]):
                 return
             is_known = package in sys.modules or find(package) is not None

@@ -112,8 +112,8 @@ def hooks():
         (loss_module, "unscale_loss_for_distribution", _unscaled),
         (loss_module, "reduce_weighted_values", _reduced),
         (keras.ops, "shape", _shape),
-        (tf, "shape", _shape_tensor),
-        (tf, "size", _size),
+        (tf, "shape", _not_folded(tf.raw_ops.Shape)),
+        (tf, "size", _not_folded(tf.raw_ops.Size)),
         (tf, "constant", _constant),
         (tf, "convert_to_tensor", _converted),
         (tf, "stack", _stacked),
@@ -612,18 +612,15 @@ def _shape(step, keras_function, x):
     return row_count.with_counts(step, x, keras_function(x))
 
 
-def _shape_tensor(step, function, input, out_type=None, name=None):
-    """Returns the shape of a tensor, which is no constant where it contains the number of rows."""
-    if _has_static_rows(step, input):
-        return tf.raw_ops.Shape(input=input, out_type=out_type or tf.int32, name=name)
-    return function(input, out_type, name)
+def _not_folded(operation):
+    """Returns a hook for `tf.shape` or `tf.size`, whose result is no constant where it has rows."""
 
+    def shape_or_size(step, function, input, out_type=None, name=None):
+        if _has_static_rows(step, input):
+            return operation(input=input, out_type=out_type or tf.int32, name=name)
+        return function(input, out_type, name)
 
-def _size(step, function, input, out_type=None, name=None):
-    """Returns the number of elements, which is no constant where it grows with the rows."""
-    if _has_static_rows(step, input):
-        return tf.raw_ops.Size(input=input, out_type=out_type or tf.int32, name=name)
-    return function(input, out_type, name)
+    return shape_or_size
 
 
 def _has_static_rows(step, value):
@@ -637,7 +634,7 @@ def _constant(step, function, value, dtype=None, shape=None, name="Const"):
     """Returns a constant; a tensor for numbers that are computed from that of the rows."""
     if isinstance(value, row_count.RowNumber) and shape is None:
         return value.__tf_tensor__(dtype, name)
-    packed = row_count.packed(value, dtype) if row_count.is_called_by_program() else value
+    packed = row_count.packed(value, dtype)
     if packed is not value:
         return packed if shape is None else tf.reshape(packed, shape)
     return function(value, dtype, shape, name)
@@ -645,13 +642,12 @@ def _constant(step, function, value, dtype=None, shape=None, name="Const"):
 
 def _converted(step, function, value, dtype=None, dtype_hint=None, name=None):
     """Returns a tensor, no constant for numbers that are computed from that of the rows."""
-    packed = row_count.packed(value, dtype) if row_count.is_called_by_program() else value
-    return function(packed, dtype, dtype_hint, name)
+    return function(row_count.packed(value, dtype), dtype, dtype_hint, name)
 
 
 def _stacked(step, function, values, axis=0, name="stack"):
     """Returns a tensor, no constant for numbers that are computed from that of the rows."""
-    packed = row_count.packed(values, None) if row_count.is_called_by_program() else values
+    packed = row_count.packed(values, None)
     return packed if packed is not values and not axis else function(values, axis, name)
 
 

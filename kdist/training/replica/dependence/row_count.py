@@ -134,8 +134,7 @@ def _operation(compute, is_reflected):
         def make():
             is_whole = all(isinstance(one, int) and one < 2**31 for one in (*pair, value))
             dtype = tf.int32 if is_whole else tf.float64
-            a, b = (tf.cast(_tensor(one), dtype) for one in pair)
-            return compute(a, b)
+            return compute(*(_tensor(one, dtype) for one in pair))
 
         kind = RowCount if isinstance(value, int) else RowFraction
         return kind(value, whole, make, self.step)
@@ -186,11 +185,9 @@ def _decision(compute, is_reflected=False):
     return method
 
 
-def _tensor(number):
-    if isinstance(number, RowNumber):
-        return number.make()
-    is_whole = isinstance(number, int) and number < 2**31
-    return tf.constant(number, tf.int32 if is_whole else tf.float64)
+def _tensor(number, dtype):
+    is_counted = isinstance(number, RowNumber)
+    return tf.cast(number.make(), dtype) if is_counted else tf.constant(number, dtype)
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
@@ -209,7 +206,7 @@ for _name, _of_tensor in {"floor": tf.floor, "ceil": tf.math.ceil, "trunc": tf.i
 
 
 def packed(value, dtype):
-    """Returns a tensor for a list that contains a `RowNumber`, else the value.
+    """Returns a tensor for a program's list that contains a `RowNumber`, else the value.
 
     Args:
         value: any value.
@@ -217,6 +214,8 @@ def packed(value, dtype):
     """
     elements = tf.nest.flatten(value) if isinstance(value, list | tuple) else ()
     if not any(isinstance(element, RowNumber) for element in elements):
+        return value
+    if not is_called_by_program():
         return value
     if dtype is None:
         types = [element.dtype for element in elements if tf.is_tensor(element)]
@@ -244,7 +243,7 @@ def with_counts(step, tensor, sizes):
         return sizes
 
     def make():
-        return step.dependence.note(tf.raw_ops.Shape(input=tensor)[axis], NUMBER_OF_ROWS)
+        return step.dependence.note(_size_of(tensor, axis), NUMBER_OF_ROWS)
 
     batch_rows = step.share.batch_rows
     whole = batch_rows if isinstance(batch_rows, int) else sizes[axis]
