@@ -460,6 +460,17 @@ def test_values_of_rows_depend_on_the_number_of_rows_of_the_batch(mirrored, name
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_replicas_with_the_whole_batch_read_an_unknown_number_of_rows_as_none(mirrored):
+    """The second replica has no rows of its own, which is no number that is hidden from it."""
+
+    def loss(errors, penalty, x):
+        if x.shape[0] is not None and x.shape[0] != 8:
+            raise ValueError(x.shape[0])
+        return tf.reduce_mean(errors) + penalty
+
+    check(loss, mirrored, False, ReadsShapes, gather_batch="step")
+
+
 def test_a_number_of_rows_outside_of_its_step_is_a_plain_number(mirrored):
     """A program may keep it, and use it between steps, or copy it into a configuration."""
     kept = []

@@ -305,7 +305,8 @@ def with_hidden_count(step, tensor, shape):
         shape: its `tf.TensorShape`.
     """
     sizes = tuple(shape)
-    if None not in sizes or not isinstance(step.share.rows, int) or not is_in_graph(tensor):
+    is_hidden = isinstance(step.share.batch_rows, int)
+    if None not in sizes or not is_hidden or not is_in_graph(tensor):
         return shape
     found = step.dependence.of(tensor)
     is_known = found.axis is not None and found.axis >= 0 and sizes[found.axis] is None
