@@ -197,3 +197,36 @@ train(keras.Sequential, "patched")
     )
     (line,) = [line for line in process.stderr.splitlines() if "by Keras alone" in line]
     assert line.startswith("kdist: 'plain' is trained")
+
+
+@pytest.mark.slow
+def test_a_model_of_keras_2_is_reported_once():
+    code = """
+import sys
+import types
+
+import tensorflow as tf
+import kdist
+
+class Model:  # as that of tf_keras, which is not installed with kdist
+    name = "legacy"
+
+    def __init__(self):
+        self.distribute_strategy = tf.distribute.get_strategy()
+
+    def make_train_function(self, force=False):
+        return self.name
+
+sys.modules["tf_keras"] = types.SimpleNamespace(Model=Model)
+for _ in range(2):
+    strategy = kdist.create_strategy("mirrored", devices=2)
+with strategy.scope():
+    model = Model()
+for _ in range(2):
+    assert model.make_train_function(force=True) == "legacy"
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    (line,) = [line for line in process.stderr.splitlines() if "by Keras alone" in line]
+    assert line.startswith("kdist: 'legacy' is trained") and "Keras 2" in line

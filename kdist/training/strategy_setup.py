@@ -6,6 +6,7 @@ import hashlib
 import logging
 import random
 import secrets
+import sys
 import threading
 import time
 import weakref
@@ -26,6 +27,11 @@ _CHECKS_PER_LIMIT = 20
 _created: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 # Models that have been reported.
 _warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
+_USE_KDIST = "Call kdist.patch_keras() before it is created, or train kdist.Model.of(model)"
+_USE_KERAS_3 = (
+    "It is a model of tf_keras, which is Keras 2. Import keras instead, or unset "
+    "TF_USE_LEGACY_KERAS if tf.keras is meant"
+)
 # Reasons of `abort_steps`.
 _abort_reasons: list[str] = []
 
@@ -70,30 +76,37 @@ def note_created(strategy: tf.distribute.Strategy):
     """Remembers a strategy of `create_strategy`; models that do not train by it are reported."""
     if strategy.num_replicas_in_sync > 1 or has_parameter_servers(strategy):
         _created.add(strategy)
-        _report_plain_models()
+        _report_plain_models(TensorFlowTrainer, _USE_KDIST)
+        if legacy_keras := sys.modules.get("tf_keras"):
+            _report_plain_models(legacy_keras.Model, _USE_KERAS_3)
 
 
 @functools.cache
-def _report_plain_models():
+def _report_plain_models(trainer: type, remedy: str):
     """Logs, once per model, that Keras alone trains it with a strategy of `create_strategy`.
 
-    A program that forgets `kdist.patch_keras()` would get the numbers of plain Keras.
+    A program that forgets `kdist.patch_keras()`, or uses Keras 2, would get the numbers of plain
+    Keras.
+
+    Args:
+        trainer: the class with Keras's `make_train_function`.
+        remedy: what to change.
     """
-    make = TensorFlowTrainer.make_train_function
+    make = trainer.make_train_function  # type: ignore[attr-defined]
 
     @functools.wraps(make)
     def make_train_function(model, *args, **kwargs):
         is_plain = not hasattr(model, "training_state")
-        if is_plain and model._distribute_strategy in _created and model not in _warned:
+        if is_plain and model.distribute_strategy in _created and model not in _warned:
             _warned.add(model)
             _logger.warning(
-                "%r is trained by Keras alone, whose numbers differ from those of one device. Call "
-                "kdist.patch_keras() before it is created, or train kdist.Model.of(model)",
+                "%r is trained by Keras alone, whose numbers differ from those of one device. %s",
                 model.name,
+                remedy,
             )
         return make(model, *args, **kwargs)
 
-    TensorFlowTrainer.make_train_function = make_train_function
+    trainer.make_train_function = make_train_function  # type: ignore[attr-defined]
 
 
 def warn_outside_scope(model: keras.Model):
