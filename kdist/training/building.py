@@ -107,7 +107,10 @@ def _symbolic_build(model, step_name, element_spec):
     if step_name != "train_step":
         model.__dict__["optimizer"] = None
     try:
-        model._symbolic_build(data_batch=inputs.with_unknown_batch_size(element_spec))
+        with warnings.catch_warnings():
+            # of layers that Keras cannot trace, and the dry run builds
+            warnings.filterwarnings("ignore", ".*unbuilt state")
+            model._symbolic_build(data_batch=inputs.with_unknown_batch_size(element_spec))
     finally:
         model.__dict__["optimizer"] = optimizer
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import kdist
 from kdist.strategies import create_strategy
+from tests.caught import no_warnings
 from tests.forked import python_tasks
 from tests.tiers import seldom
 from tests.training import published_models as published
@@ -53,6 +54,29 @@ def test_other_loops(mirrored, settings):
     if "local_steps" not in settings:
         assert_same(model, plain)
     assert all(np.isfinite(v).all() for v in published.variables(model))
+
+
+class SumsSparse(keras.Model):
+    """Reads the parts of a sparse tensor, which Keras's symbolic tensors do not have."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        x = inputs["x"]
+        rows, numbers = x.indices[:, 0], x.values
+        sums = tf.math.unsorted_segment_sum(numbers, rows, x.dense_shape[0])
+        return self.dense(sums[:, tf.newaxis])
+
+
+def test_a_model_that_only_a_dry_run_can_build_is_not_warned_of(mirrored):
+    with mirrored.scope():
+        model = kdist.Model.of(SumsSparse())
+        model.compile("sgd", "mse", loss_reduction="mean")
+    rows = {"x": tf.sparse.from_dense(X)}, X[:, :1]
+    with no_warnings(message="unbuilt state"):
+        model.fit(tf.data.Dataset.from_tensor_slices(rows).batch(8), verbose=0)
 
 
 def test_nothing_stays_of_the_dry_run(mirrored):
