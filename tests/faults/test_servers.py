@@ -10,7 +10,7 @@ import pytest
 from tests.faults import parameter_server_program
 from tests.tiers import seldom
 
-KILLS = int(os.environ.get("KDIST_KILLS", "3"))
+KILLS = int(os.environ.get("KDIST_KILLS", "2"))
 PROGRAM = pathlib.Path(parameter_server_program.__file__)
 
 pytestmark = pytest.mark.slow

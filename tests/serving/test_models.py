@@ -87,7 +87,7 @@ def test_no_request_fails_by_a_swap(served, refresh, ready, tmp_path):
             if len(rows) != 1:
                 wrong.append(rows)
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
+    threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
     for version in (2, 3):
