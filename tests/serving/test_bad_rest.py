@@ -246,7 +246,6 @@ UPGRADES = {
 }
 
 
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("in_parts", [False, True], ids=["length", "parts"])
 @pytest.mark.parametrize("kind", UPGRADES)
 def test_requests_to_upgrade_are_answered_as_if_they_did_not(served, kind, in_parts):
