@@ -229,4 +229,5 @@ for _ in range(2):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     (line,) = [line for line in process.stderr.splitlines() if "by Keras alone" in line]
-    assert line.startswith("kdist: 'legacy' is trained") and "Keras 2" in line
+    assert line.startswith("kdist: 'legacy' is trained")
+    assert "Keras 2" in line

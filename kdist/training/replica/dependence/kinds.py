@@ -11,6 +11,9 @@ CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 # Operations whose result has a shape that depends on values.
 UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
 SIZED_BY_VALUES = {"RaggedTensorToTensor", "Where", *UNIQUE}
+# Operations that turn values of sparse or ragged rows into rows, and which input has their number.
+SHAPES_OF_PARTS = {"RaggedTensorToTensor": 0, "SparseReduceMax": 2, "SparseReduceSum": 2}
+SHAPES_OF_PARTS |= {"SparseTensorDenseMatMul": 2, "SparseToDense": 1}
 # Operations whose rows depend on their positions, or on which other rows there are.
 BY_POSITION = {"DynamicPartition", "DynamicStitch", "GatherNd", "ListDiff", "Range", "ScatterNd"}
 SEGMENTS = {"UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentSum"}

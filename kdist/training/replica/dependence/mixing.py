@@ -319,11 +319,25 @@ def _divides_other_axes(tensor, axis):
     return False
 
 
-def is_chosen(kind, inputs):
-    """Returns True for rows that a mask keeps, or for what is computed from each of them."""
+def sizing_inputs(kind, inputs):
+    """Returns those of an operation's inputs that tell how many rows its result has."""
+    if kind in kinds.SEGMENTS and inputs[2].counts_rows:
+        return inputs[2:]
+    place = kinds.SHAPES_OF_PARTS.get(kind)
+    return inputs if place is None else inputs[place : place + 1]
+
+
+def is_chosen(kind, inputs, sizing):
+    """Returns True for rows that a mask keeps, or for what is computed from each of them.
+
+    Args:
+        kind: type of the operation.
+        inputs: the dependence of its inputs.
+        sizing: those that tell how many rows the result has.
+    """
     if kind == "GatherV2" and inputs[0].axis == 0 and inputs[1].is_sized_by_values:
         return True
-    return kind == "DynamicPartition" or any(i.is_chosen for i in inputs)
+    return kind == "DynamicPartition" or any(i.is_chosen for i in sizing)
 
 
 def has_other_rows(tensor, kind, inputs):

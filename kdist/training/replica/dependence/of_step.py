@@ -152,10 +152,13 @@ class StepDependence:
     def is_in_order(self, tensor) -> bool:
         """Returns False if tensors of all replicas, joined along axis 0, differ from one device's.
 
-        An unknown position of the axis of rows counts as 0.
+        An unknown position of the axis of rows counts as 0. Ragged rows that are padded to the
+        longest one have another length on each replica.
         """
         found = self.of(tensor)
-        return found.axis in (0, SOME_AXIS) and not (found.is_permuted or found.has_rows_again)
+        if found.axis not in (0, SOME_AXIS) or found.is_permuted or found.has_rows_again:
+            return False
+        return not (found.is_sized_by_values and tensor.shape.rank and None in tensor.shape[1:])
 
     def are_fixed(self, indices) -> bool:
         """Returns True if the indices of a lookup do not depend on the batch."""

@@ -105,7 +105,7 @@ def adds_padding(tensor):
     if axes is None or not operand.shape.rank or _is_masked(operand):
         return False
     axes = {int(axis) % operand.shape.rank for axis in axes.reshape(-1)}
-    return 0 not in axes and any(operand.shape[axis] is None for axis in axes)
+    return any(operand.shape[axis] is None for axis in axes - {0})
 
 
 def _is_masked(tensor):
@@ -115,6 +115,15 @@ def _is_masked(tensor):
     while tensor.op.type in ("Cast", "ExpandDims", "Reshape"):
         tensor = tensor.op.inputs[0]
     return tensor.dtype == tf.bool
+
+
+def values_of_rows(tensor):
+    """Returns the parts of a ragged or sparse tensor of which each row has any number."""
+    if isinstance(tensor, tf.SparseTensor):
+        return [tensor.indices, tensor.values]
+    if not isinstance(tensor, tf.RaggedTensor):
+        return []
+    return [tensor.flat_values, *tensor.nested_row_splits[1:]]
 
 
 def keeps_positions(tensor):

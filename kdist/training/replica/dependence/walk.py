@@ -59,6 +59,10 @@ class BatchDependence:
         for tensor in data:
             parts = tf.nest.flatten(tensor, expand_composites=True)
             dependence = self._leaf if parts[0] is tensor else self._unknown
+            values = dataclasses.replace(dependence, is_sized_by_values=True, is_chosen=True)
+            for part in tensors.values_of_rows(tensor):
+                self.note(part, values)
+                parts = [other for other in parts if other is not part]
             for part in parts:
                 self.note(part, dependence if part.shape.rank else FIXED)
 
@@ -207,7 +211,8 @@ class BatchDependence:
                 return self._unknown_of(tensor)
             return FIXED_OR_ROWS if self._may_count_rows(tensor, kind, inputs) else FIXED
         result = self._varying(tensor, kind, inputs)
-        sized = kind in kinds.SIZED_BY_VALUES or any(i.is_sized_by_values for i in inputs)
+        sizing = mixing.sizing_inputs(kind, inputs)
+        sized = kind in kinds.SIZED_BY_VALUES or any(i.is_sized_by_values for i in sizing)
         divided = result.may_be_divided or any(i.may_be_divided for i in inputs)
         mixes_rows = (
             mixing.mixes_rows(tensor, kind, inputs)
@@ -237,7 +242,7 @@ class BatchDependence:
             is_random=any(i.is_random for i in inputs),
             counts_rows=result.counts_rows or mixing.counts_rows(result, kind, inputs),
             is_one_row=result.is_one_row or any(i.is_one_row for i in inputs),
-            is_chosen=result.axis is not None and mixing.is_chosen(kind, inputs),
+            is_chosen=result.axis is not None and mixing.is_chosen(kind, inputs, sizing),
             has_other_rows=result.axis is not None and mixing.has_other_rows(tensor, kind, inputs),
             is_by_row=result.axis == 0
             and not (mixes_rows or any(i.mixes_rows for i in inputs))
