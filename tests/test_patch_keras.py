@@ -142,6 +142,15 @@ print(json.dumps(losses))
         assert last < first
 
 
+def the_line_of(code, text):
+    """Runs a program, and returns the one line of its log that contains a text."""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    (line,) = [line for line in process.stderr.splitlines() if text in line]
+    return line
+
+
 @pytest.mark.slow
 def test_a_model_outside_of_the_scope_is_reported_once():
     code = """
@@ -165,11 +174,7 @@ with kdist.create_strategy("one_device").scope():
     train("intended")
 del strategy
 """
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    (line,) = [line for line in process.stderr.splitlines() if "strategy.scope()" in line]
-    assert line.startswith("kdist: 'outside' trains on one device")
+    assert the_line_of(code, "strategy.scope()").startswith("kdist: 'outside' trains on one device")
 
 
 @pytest.mark.slow
@@ -192,11 +197,7 @@ train(keras.Sequential, "plain", times=2)
 kdist.patch_keras()
 train(keras.Sequential, "patched")
 """
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    (line,) = [line for line in process.stderr.splitlines() if "by Keras alone" in line]
-    assert line.startswith("kdist: 'plain' is trained")
+    assert the_line_of(code, "by Keras alone").startswith("kdist: 'plain' is trained")
 
 
 @pytest.mark.slow
@@ -225,9 +226,6 @@ with strategy.scope():
 for _ in range(2):
     assert model.make_train_function(force=True) == "legacy"
 """
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
-    (line,) = [line for line in process.stderr.splitlines() if "by Keras alone" in line]
+    line = the_line_of(code, "by Keras alone")
     assert line.startswith("kdist: 'legacy' is trained")
     assert "Keras 2" in line

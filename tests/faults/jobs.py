@@ -18,6 +18,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 TRAINING_PROGRAM = pathlib.Path(training_program.__file__)
 PYTHON_PATH = f"{ROOT / 'tests' / 'site'}{os.pathsep}{ROOT}"
 
+# How often a test kills one task after another; CONTRIBUTING.md sets more.
+KILLS = int(os.environ.get("KDIST_KILLS", "2"))
+
 # The lines of output that the message of a failed test has; a log of CI may keep few of them.
 LAST_LINES = 40
 

@@ -15,10 +15,8 @@ import pytest
 from kdist import exit_codes
 from kdist.testing.metadata import metadata_server
 from tests.faults import training_program
-from tests.faults.jobs import check_equal
+from tests.faults.jobs import KILLS, check_equal
 from tests.tiers import seldom
-
-KILLS = int(os.environ.get("KDIST_KILLS", "2"))
 
 LAST_STEP = training_program.EPOCHS * training_program.EXAMPLES // training_program.BATCH
 

@@ -1,6 +1,5 @@
 """Parameter servers: a killed worker is replaced; otherwise the job resumes from a checkpoint."""
 
-import os
 import pathlib
 import random
 import time
@@ -8,9 +7,9 @@ import time
 import pytest
 
 from tests.faults import parameter_server_program
+from tests.faults.jobs import KILLS
 from tests.tiers import seldom
 
-KILLS = int(os.environ.get("KDIST_KILLS", "2"))
 PROGRAM = pathlib.Path(parameter_server_program.__file__)
 
 pytestmark = pytest.mark.slow

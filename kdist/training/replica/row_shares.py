@@ -297,14 +297,15 @@ def _rows_of(leaf, first, number):
     """Returns `leaf[first:first + number]`; the number of dense or sparse rows stays static."""
     if not _has_rows(leaf):
         return leaf
+    if isinstance(leaf, tf.RaggedTensor):
+        rows = leaf[first : first + number]
+        # Sums of rows would be sums of a fixed number of segments, such as of classes.
+        splits = with_unknown_rows(rows.row_splits)
+        return tf.RaggedTensor.from_row_splits(rows.values, splits, validate=False)
     if isinstance(leaf, tf.SparseTensor):
         rows = _sparse_rows(leaf, tf.cast(first, tf.int64), tf.cast(number, tf.int64))
     else:
         rows = leaf[first : first + number]
-    if isinstance(leaf, tf.RaggedTensor):
-        # Sums of rows would be sums of a fixed number of segments, such as of classes.
-        splits = with_unknown_rows(rows.row_splits)
-        return tf.RaggedTensor.from_row_splits(rows.values, splits, validate=False)
     if hasattr(rows, "set_shape"):
         rows.set_shape([number if isinstance(number, int) else None, *leaf.shape[1:]])
     return rows

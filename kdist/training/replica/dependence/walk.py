@@ -59,12 +59,11 @@ class BatchDependence:
         for tensor in data:
             parts = tf.nest.flatten(tensor, expand_composites=True)
             dependence = self._leaf if parts[0] is tensor else self._unknown
+            for part in parts:
+                self.note(part, dependence if part.shape.rank else FIXED)
             values = dataclasses.replace(dependence, is_sized_by_values=True, is_chosen=True)
             for part in tensors.values_of_rows(tensor):
                 self.note(part, values)
-                parts = [other for other in parts if other is not part]
-            for part in parts:
-                self.note(part, dependence if part.shape.rank else FIXED)
 
     def note(self, tensor, dependence: Dependence):
         """Records the dependence of a tensor, at which walks end."""
